@@ -1,0 +1,59 @@
+# Everything needed to work on tenterhook. `make` alone lists the targets.
+
+PYTHON ?= python3
+WORKERS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PY_SOURCES := $(wildcard src tests benchmarks examples)
+
+# One thread for each test worker: several workers with a thread per core each would fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# -qq leaves errors alone on the screen. The variable, unlike -c, also holds for the packages that build ours.
+PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint format types test test-slow bench bench-peers clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make the environment in .venv
+
+$(READY): pyproject.toml constraints.txt
+	@echo "making .venv (a minute or two)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@
+
+demo: $(READY) ## hook a small model and see what comes out
+	@$(BIN)/python examples/digits.py
+
+lint: $(READY) ## check style and formatting
+	@$(BIN)/ruff check $(PY_SOURCES)
+	@$(BIN)/ruff format --check $(PY_SOURCES)
+
+format: $(READY) ## rewrite the sources in the house format
+	@$(BIN)/ruff check --fix-only --quiet $(PY_SOURCES)
+	@$(BIN)/ruff format $(PY_SOURCES)
+
+types: $(READY) ## check the types, strictly
+	@$(BIN)/mypy
+
+test: lint types ## lint, types, tests, and the examples in README, docs and docstrings
+	@$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: $(READY) ## the tests that take long
+	@$(PYTEST) -m "slow or zoo or soak or references" $(PYTEST_ARGS)
+
+bench: $(READY) ## measure, and write docs/benchmarks.md
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-peers: $(READY) ## the same work by other libraries, each in its own environment
+	@$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
+
+clean: ## remove environments, caches and builds
+	@rm -rf .venv .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

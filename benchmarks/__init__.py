@@ -1,0 +1,1 @@
+"""What tenterhook costs, measured side by side with doing nothing and with PyTorch's own hooks."""

@@ -1,0 +1,316 @@
+"""Times contenders against each other on a noisy machine.
+
+A :class:`Workload` is one piece of work done in several ways. The ways take turns, block by block and in a rotating
+order, so that whatever else the machine does falls on all of them alike. The minimum is what a figure stands on,
+because noise only ever adds time. What varies from round to round is shown beside it as quartiles.
+
+No figure is taken of a way that gives wrong values: before any timing, all that a way recorded is compared, bit for
+bit unless the workload says otherwise, with what the workload's reference recorded.
+
+This file needs torch alone, so that it also runs in the environments of other libraries.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+Values: TypeAlias = Mapping[str, Any]
+Recorded: TypeAlias = dict[str, list[torch.Tensor]]
+
+GROUP = 5
+"""Rounds whose minima stand together for one estimate of a difference; single rounds are too noisy for that."""
+
+BLOCK_SECONDS = 0.5
+"""A block ends after this time even if calls are left: a contender a hundred times slower must not take the day."""
+
+
+class WrongValues(Exception):
+    """A contender recorded something else than the reference did."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A contender, opened: ``call`` is what is timed, ``values`` what the last call recorded."""
+
+    call: Callable[[], object]
+    values: Callable[[], Values] = dict
+
+
+Opener: TypeAlias = Callable[[], AbstractContextManager[Trial]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a contender is held to.
+
+    ==========  ====================================================================================
+    ``ratio``   its time over the time of ``of`` (the baseline by default) is at most ``at_most``
+    ``extra``   its time beyond the baseline, over the same of ``of``, is at most ``at_most``
+    ``noise``   its median ratio to the baseline is inside the quartiles of ``of``, a second baseline
+    ``value``   the figure itself, in its own unit, is at most ``at_most``
+    ==========  ====================================================================================
+    """
+
+    kind: Literal["ratio", "extra", "noise", "value"]
+    of: str = ""
+    at_most: float = float("nan")
+
+
+@dataclass
+class Workload:
+    """One piece of work, done in several ways: the first of ``ways`` is the baseline.
+
+    Args:
+        name: what is done, for the table.
+        ways: each contender by name; it opens outside of the timed region.
+        reference: the contender whose values are right; without it nothing is compared.
+        goals: by contender.
+        calls: timed calls in a block.
+        absolute: show seconds as the figure, and not the ratio to the baseline.
+        tolerance: how far a value may be off, for contenders that compute the model in their own way.
+    """
+
+    name: str
+    ways: Mapping[str, Opener]
+    reference: str = ""
+    goals: Mapping[str, Goal] = field(default_factory=dict)
+    calls: int = 8
+    absolute: bool = False
+    tolerance: float = 0.0
+
+    @property
+    def baseline(self) -> str:
+        """The contender to which the others are related."""
+        return next(iter(self.ways))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure from the minima, with the quartiles of the same figure over the rounds."""
+
+    best: float
+    quartiles: tuple[float, float, float]
+
+    @property
+    def median(self) -> float:
+        """The middle of the rounds."""
+        return self.quartiles[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the result. ``spread`` and ``extra`` are there where they mean something."""
+
+    work: str
+    who: str
+    figure: float
+    unit: Literal["s", "×", "count"]
+    seconds: float | None = None
+    spread: tuple[float, float, float] | None = None
+    extra: Spread | None = None
+    goal: str = ""
+    met: bool | None = None
+
+
+def always(call: Callable[[], object], values: Callable[[], Values] = dict) -> Opener:
+    """A way that needs no opening: the call alone."""
+
+    @contextmanager
+    def opened() -> Iterator[Trial]:
+        yield Trial(call, values)
+
+    return opened
+
+
+def measure(work: Workload, rounds: int) -> list[Row]:
+    """Check that every way of ``work`` gives the right values, then time them all."""
+    verify(work)
+    blocks = time_blocks(work, rounds)
+    return [_row(work, name, blocks) for name in work.ways]
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def verify(work: Workload) -> None:
+    """Compare what each contender records with what the reference records.
+
+    Raises:
+        WrongValues: with the contender, the name and the difference.
+    """
+    if not work.reference:
+        return
+    expected = _record_once(work.ways[work.reference])
+    if not expected:
+        raise WrongValues(f"{work.name}: the reference, {work.reference!r}, recorded nothing")
+    for name, opener in work.ways.items():
+        got = _record_once(opener)
+        if got or name in work.goals:
+            _same(f"{work.name}: {name!r}", got, expected, work.tolerance)
+
+
+def _record_once(opener: Opener) -> Recorded:
+    with opener() as trial:
+        trial.call()
+        return {name: [tensor.clone() for tensor in leaves(value)] for name, value in trial.values().items()}
+
+
+def _same(who: str, got: Recorded, expected: Recorded, tolerance: float) -> None:
+    if got.keys() != expected.keys():
+        missing, added = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+        raise WrongValues(f"{who} lacks {missing[:5]} ({len(missing)}) and adds {added[:5]} ({len(added)})")
+    for name, tensors in expected.items():
+        if len(tensors) != len(got[name]):
+            raise WrongValues(f"{who} recorded {len(got[name])} tensors at {name!r}, where {len(tensors)} passed")
+        for mine, right in zip(got[name], tensors, strict=True):
+            if not _equal(mine, right, tolerance):
+                raise WrongValues(f"{who} recorded another value at {name!r}: {_difference(mine, right)}")
+
+
+def _equal(mine: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
+    if not tolerance:
+        return torch.equal(mine, right)
+    return mine.shape == right.shape and torch.allclose(mine, right, rtol=tolerance, atol=tolerance)
+
+
+def _difference(mine: torch.Tensor, right: torch.Tensor) -> str:
+    if mine.shape != right.shape:
+        return f"shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    return f"off by up to {(mine - right).abs().max().item():.3g}"
+
+
+def leaves(value: object) -> list[torch.Tensor]:
+    """All tensors of a nested value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach()]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in leaves(item)]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def time_blocks(work: Workload, rounds: int) -> dict[str, list[float]]:
+    """The best time of a call in each block, per contender: one block each in every round."""
+    blocks: dict[str, list[float]] = {name: [] for name in work.ways}
+    order = list(work.ways)
+    with _quiet():
+        for _ in range(rounds):
+            gc.collect(0)
+            for name in order:
+                blocks[name].append(_block(work.ways[name], work.calls))
+            order.append(order.pop(0))  # so that no contender always follows the same one
+    return blocks
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One thread, and no garbage collection at a moment of its own choosing."""
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
+
+
+def _block(opener: Opener, calls: int) -> float:
+    clock = time.perf_counter
+    with opener() as trial:
+        call = trial.call
+        call()  # whatever happens only once after opening is not the cost of a call
+        best, end = float("inf"), clock() + BLOCK_SECONDS
+        for _ in range(calls):
+            start = clock()
+            call()
+            now = clock()
+            best = min(best, now - start)
+            if now > end:
+                break
+    return best
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def ratio(mine: Sequence[float], other: Sequence[float]) -> Spread:
+    """How many times the other's time: minimum over minimum, with the quartiles over the rounds."""
+    each = [a / b for a, b in zip(mine, other, strict=True)]
+    return Spread(min(mine) / min(other), _quartiles(each))
+
+
+def extra(mine: Sequence[float], of: Sequence[float], baseline: Sequence[float]) -> Spread:
+    """Time beyond the baseline, as a share of the other's: from all minima, with quartiles over groups of rounds."""
+    groups = [slice(start, start + GROUP) for start in range(0, len(mine), GROUP)]
+    each = [_share(min(mine[part]), min(of[part]), min(baseline[part])) for part in groups]
+    return Spread(_share(min(mine), min(of), min(baseline)), _quartiles(each))
+
+
+def _share(mine: float, of: float, baseline: float) -> float:
+    beyond = of - baseline
+    return (mine - baseline) / beyond if beyond > 0 else float("nan")
+
+
+def _quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
+    known = [figure for figure in figures if figure == figure]  # noqa: PLR0124 - NaN is what differs from itself
+    if len(known) < 2:  # noqa: PLR2004 - quantiles need two points
+        only = known[0] if known else float("nan")
+        return only, only, only
+    low, middle, high = statistics.quantiles(known, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _row(work: Workload, name: str, blocks: Mapping[str, list[float]]) -> Row:
+    mine, goal = blocks[name], work.goals.get(name)
+    to_baseline = ratio(mine, blocks[work.baseline])
+    share = extra(mine, blocks[goal.of], blocks[work.baseline]) if goal and goal.kind == "extra" else None
+    text, met = _judge(goal, name, blocks, work.baseline) if goal else ("", None)
+    return Row(
+        work=work.name,
+        who=name,
+        figure=min(mine) if work.absolute else to_baseline.best,
+        unit="s" if work.absolute else "×",
+        seconds=min(mine),
+        spread=_quartiles(mine) if work.absolute else to_baseline.quartiles,
+        extra=share,
+        goal=text,
+        met=met,
+    )
+
+
+def _judge(goal: Goal, name: str, blocks: Mapping[str, list[float]], baseline: str) -> tuple[str, bool]:
+    """The goal in words, and whether it is met."""
+    mine, plain = blocks[name], blocks[baseline]
+    if goal.kind == "extra":
+        share = extra(mine, blocks[goal.of], plain).best
+        return f"extra ≤ {goal.at_most:g} of {goal.of}", share <= goal.at_most
+    if goal.kind == "noise":
+        limit = ratio(blocks[goal.of], plain).quartiles[2]
+        return f"median inside the quartiles of {goal.of}", ratio(mine, plain).median <= limit
+    if goal.kind == "value":
+        return f"≤ {duration(goal.at_most)}", min(mine) <= goal.at_most
+    other = goal.of or baseline
+    return f"≤ {goal.at_most:g} of {other}", ratio(mine, blocks[other]).best <= goal.at_most
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

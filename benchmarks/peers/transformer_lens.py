@@ -1,0 +1,52 @@
+"""The work done with TransformerLens, whose bridge computes attention and norms in its own way."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import Values
+from benchmarks.models import BLOCKS, VOCABULARY
+from benchmarks.peers.common import Peer, compete, double
+
+KEPT = {f"blocks.{index}.hook_out": name for index, name in enumerate(BLOCKS)}
+EDITED = "blocks.5.mlp.hook_out"
+
+
+def load(module: nn.Module, ids: torch.Tensor) -> Peer:
+    """Boot the bridge over the model; the name only tells it which adapter to take."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge: Any = TransformerBridge.boot_transformers("gpt2", hf_model=module, tokenizer=_tokenizer())
+
+    def blocks() -> Values:
+        _, cache = bridge.run_with_cache(ids, names_filter=KEPT.__contains__)
+        return {name: cache[point] for point, name in KEPT.items()}
+
+    def modules() -> Values:
+        _, cache = bridge.run_with_cache(ids)
+        return {name: cache[point] for point, name in KEPT.items()}
+
+    def edit() -> Values:
+        return {"logits": bridge.run_with_hooks(ids, fwd_hooks=[(EDITED, lambda value, hook: double(value))])}  # noqa: ARG005
+
+    name = f"TransformerLens {version('transformer-lens')}"
+    notes = {"modules": "all points of its own; 12 compared"}
+    return Peer(name, {"blocks": blocks, "modules": modules, "edit": edit}, tolerance=1e-5, notes=notes)
+
+
+def _tokenizer() -> Any:
+    """The bridge must have one, although the input is tokens already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({str(index): index for index in range(VOCABULARY)}, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0", pad_token="0", unk_token="0")
+
+
+if __name__ == "__main__":
+    compete(load)

@@ -1,0 +1,93 @@
+"""tenterhook: see, keep, change, stop and replay what passes inside a PyTorch model.
+
+>>> import torch, tenterhook as th
+>>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+>>> with th.record(model, "*", grad=True) as tape:
+...     model(torch.ones(4, 2)).sum().backward()
+>>> tape["1"].shape, tape.grad["1"].shape
+(torch.Size([4, 3]), torch.Size([4, 3]))
+"""
+
+from tenterhook import hooks
+from tenterhook._version import __version__
+from tenterhook.address import Point, Selection
+from tenterhook.edit.ready import Add as add
+from tenterhook.edit.ready import Clamp as clamp
+from tenterhook.edit.ready import Mean as mean
+from tenterhook.edit.ready import Noise as noise
+from tenterhook.edit.ready import Project as project
+from tenterhook.edit.ready import Scale as scale
+from tenterhook.edit.ready import Set as set
+from tenterhook.edit.ready import Zero as zero
+from tenterhook.edit.ready import at
+from tenterhook.edit.verb import edit
+from tenterhook.errors import (
+    AddressError,
+    AmbiguousCall,
+    ClosedSession,
+    EditError,
+    GradientError,
+    HookError,
+    ModelChanged,
+    NeverReached,
+    NoBackward,
+    NoGradient,
+    NoSource,
+    NotRecorded,
+    ReadonlyHook,
+    SelectorError,
+    SessionError,
+    Stopped,
+    TapeError,
+    TapeFileError,
+    TenterhookError,
+    TenterhookWarning,
+    UnsupportedModel,
+    ValueChanged,
+)
+from tenterhook.record.points import points
+from tenterhook.record.tape import Tape, load
+from tenterhook.record.verb import record
+
+__all__ = [
+    "AddressError",
+    "AmbiguousCall",
+    "ClosedSession",
+    "EditError",
+    "GradientError",
+    "HookError",
+    "ModelChanged",
+    "NeverReached",
+    "NoBackward",
+    "NoGradient",
+    "NoSource",
+    "NotRecorded",
+    "Point",
+    "ReadonlyHook",
+    "Selection",
+    "SelectorError",
+    "SessionError",
+    "Stopped",
+    "Tape",
+    "TapeError",
+    "TapeFileError",
+    "TenterhookError",
+    "TenterhookWarning",
+    "UnsupportedModel",
+    "ValueChanged",
+    "__version__",
+    "add",
+    "at",
+    "clamp",
+    "edit",
+    "hooks",
+    "load",
+    "mean",
+    "noise",
+    "points",
+    "project",
+    "record",
+    "scale",
+    "set",
+    "zero",
+]

@@ -1,0 +1,191 @@
+"""Tables that draw themselves three ways from one set of rows: plain text, rich for a terminal, HTML for a notebook.
+
+Nothing here knows what the rows are about.
+
+>>> table = Table(
+...     "two rows",
+...     (Column("name", tree=True), Column("size", right=True)),
+...     (Row(("model", "12")), Row(("fc", "8"), depth=1, style="strong")),
+... )
+>>> print(as_text(table))
+two rows
+name    size
+model     12
+└─ fc      8
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Group
+    from rich.text import Text
+
+__all__ = ["Column", "Row", "Style", "Table", "as_html", "as_rich", "as_text", "short_number"]
+
+Style: TypeAlias = Literal["", "dim", "strong"]
+
+_GAP = "  "
+_THOUSAND = 1000
+_BLANK, _BAR, _TEE, _ELBOW = "   ", "│  ", "├─ ", "└─ "
+_HTML_STYLES: dict[Style, str] = {"": "", "dim": "opacity:.5", "strong": "font-weight:600"}
+_TABLE_CSS = "border-collapse:collapse;font:12px/1.35 ui-monospace,Menlo,Consolas,monospace;border:0;margin:.4em 0"
+_CELL_CSS = "padding:0 1.2em 0 0;border:0;white-space:pre;background:none"
+_HEAD_CSS = (
+    "padding:.1em 1.2em .2em 0;border:0;border-bottom:1px solid rgba(128,128,128,.4);font-weight:normal;opacity:.6"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column; in a ``tree`` column, guides stand before the cells."""
+
+    title: str = ""
+    right: bool = False
+    tree: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: a cell for each column, and how deep it stands in the tree."""
+
+    cells: tuple[str, ...]
+    depth: int = 0
+    style: Style = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A title, columns with their rows, and lines to close with. A column without any content is not drawn."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    footer: tuple[str, ...] = ()
+
+
+def as_text(table: Table) -> str:
+    """Plain text, as wide as it has to be."""
+    table = _without_empty_columns(table)
+    guides = _guides(table.rows)
+    lines = [_full_cells(table, row.cells, guide) for row, guide in zip(table.rows, guides, strict=True)]
+    titles = tuple(column.title for column in table.columns)
+    if any(titles) and lines:
+        lines.insert(0, titles)
+    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
+    drawn = [_line(table.columns, cells, widths) for cells in lines]
+    return "\n".join([*filter(None, [table.title]), *drawn, *table.footer])
+
+
+def as_rich(table: Table) -> Group:
+    """A rich renderable."""
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = _without_empty_columns(table)
+    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for place, column in enumerate(table.columns):
+        justify: Literal["right", "left"] = "right" if column.right else "left"
+        # Numbers are never cut short: half a number is worse than none.
+        least = max((len(row.cells[place]) for row in table.rows), default=0) if column.right else None
+        grid.add_column(Text(column.title), justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+    for row, guide in zip(table.rows, _guides(table.rows), strict=True):
+        grid.add_row(*_rich_cells(table, row, guide))
+    title = [Text(table.title, style="bold")] if table.title else []
+    return Group(*title, grid, *(Text(line, style="dim") for line in table.footer))
+
+
+def as_html(table: Table) -> str:
+    """A table for a notebook: styles inline, no script, nothing fetched, legible on light and on dark."""
+    table = _without_empty_columns(table)
+    head = "".join(_html_cell("th", column, html.escape(column.title), _HEAD_CSS) for column in table.columns)
+    rows = [_html_row(table, row, guide) for row, guide in zip(table.rows, _guides(table.rows), strict=True)]
+    footer = "".join(f'<div style="opacity:.6">{html.escape(line)}</div>' for line in table.footer)
+    return (
+        f'<div style="overflow-x:auto"><div style="font-weight:600">{html.escape(table.title)}</div>'
+        f'<table style="{_TABLE_CSS}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        f"{footer}</div>"
+    )
+
+
+def short_number(number: int) -> str:
+    """A count that fits a column.
+
+    >>> [short_number(n) for n in (0, 999, 85_056, 124_439_808)]
+    ['0', '999', '85.1k', '124.4M']
+    """
+    value, units = float(number), ["", "k", "M", "B", "T"]
+    while round(value, 1) >= _THOUSAND and len(units) > 1:
+        value /= _THOUSAND
+        units.pop(0)
+    return f"{value:.1f}{units[0]}" if units[0] else str(number)
+
+
+def _without_empty_columns(table: Table) -> Table:
+    keep = [index for index in range(len(table.columns)) if any(row.cells[index] for row in table.rows)]
+    if not table.rows or len(keep) == len(table.columns):
+        return table
+    rows = tuple(replace(row, cells=tuple(row.cells[index] for index in keep)) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[index] for index in keep), rows=rows)
+
+
+def _guides(rows: Sequence[Row]) -> list[str]:
+    """The lines that lead to each row, drawn from the bottom up: only then is it known what still follows."""
+    guides: list[str] = []
+    follows: set[int] = set()  # the depths at which a later row hangs on the same parent
+    for row in reversed(rows):
+        bars = "".join(_BAR if depth in follows else _BLANK for depth in range(1, row.depth))
+        end = (_TEE if row.depth in follows else _ELBOW) if row.depth else ""
+        guides.append(bars + end)
+        follows = {depth for depth in follows if depth < row.depth} | {row.depth}
+    return guides[::-1]
+
+
+def _full_cells(table: Table, cells: tuple[str, ...], guide: str) -> tuple[str, ...]:
+    return tuple(guide + cell if column.tree else cell for column, cell in zip(table.columns, cells, strict=True))
+
+
+def _line(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = []
+    for column, cell, width in zip(columns, cells, widths, strict=True):
+        space = " " * (width - _width(cell))
+        padded.append(space + cell if column.right else cell + space)
+    return _GAP.join(padded).rstrip()
+
+
+def _width(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _rich_cells(table: Table, row: Row, guide: str) -> list[Text]:
+    from rich.text import Text
+
+    style = "bold" if row.style == "strong" else row.style
+    return [
+        Text.assemble((guide, "dim"), (cell, style)) if column.tree else Text(cell, style=style)
+        for column, cell in zip(table.columns, row.cells, strict=True)
+    ]
+
+
+def _html_row(table: Table, row: Row, guide: str) -> str:
+    style = _HTML_STYLES[row.style]
+    cells = []
+    for column, cell in zip(table.columns, row.cells, strict=True):
+        content = f'<span style="{style}">{html.escape(cell)}</span>' if style else html.escape(cell)
+        if column.tree and guide:
+            content = f'<span style="opacity:.35">{guide}</span>{content}'
+        cells.append(_html_cell("td", column, content, _CELL_CSS))
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _html_cell(tag: str, column: Column, content: str, css: str) -> str:
+    return f'<{tag} style="{css};text-align:{"right" if column.right else "left"}">{content}</{tag}>'

@@ -1,0 +1,184 @@
+"""Structures of tensors: what a module may take and give, walked and rebuilt with their own types.
+
+A structure is a tensor, ``None``, a plain constant, or a tuple, list, dict, named tuple, dataclass, mapping or
+registered pytree node of structures. Anything else is opaque: it is passed on untouched, or shown as :class:`Opaque`.
+
+>>> import torch
+>>> map_tensors(lambda t: t.shape, {"a": torch.zeros(2), "b": (None, torch.ones(3))})
+{'a': torch.Size([2]), 'b': (None, torch.Size([3]))}
+>>> [path for path, _ in tensors({"a": torch.zeros(2), "b": (None, torch.ones(3))})]
+[('a',), ('b', 1)]
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+__all__ = ["Opaque", "Path", "describe", "map_tensors", "replace_at", "show_path", "tensors"]
+
+Path = tuple[Any, ...]
+
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+PLAIN = frozenset(CONSTANTS)
+SHORT = 40  # characters of a constant that are still worth showing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opaque:
+    """The place of an object that is no structure of tensors, such as a key-value cache: only its type is kept."""
+
+    type: str
+
+    def __repr__(self) -> str:
+        return f"<{self.type}, not kept>"
+
+    @classmethod
+    def of(cls, value: object) -> Opaque:
+        kind = type(value)
+        return cls(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any, *, opaque: Callable[[Any], Any] | None = None) -> Any:
+    """Rebuild ``value`` with ``function`` applied to each tensor; ``opaque``, if given, to what is no structure."""
+    kind = type(value)
+    if kind is Tensor or isinstance(value, Tensor):
+        return function(value)
+    if kind is tuple:  # By far the most frequent, and this runs inside models.
+        return tuple([map_tensors(function, part, opaque=opaque) for part in value])
+    if kind in PLAIN or isinstance(value, CONSTANTS):
+        return value
+    parts = _parts(value)
+    if parts is None:
+        return value if opaque is None else opaque(value)
+    new = [map_tensors(function, part, opaque=opaque) for _, part in parts]
+    return _rebuild(value, [key for key, _ in parts], new)
+
+
+def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Each tensor in ``value`` with the path that leads to it, in order."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif not isinstance(value, CONSTANTS):
+        for key, part in _parts(value) or ():
+            yield from tensors(part, (*path, key))
+
+
+def replace_at(value: Any, path: Path, new: Any) -> Any:
+    """Rebuild ``value`` with the part at ``path`` replaced.
+
+    >>> replace_at((1, {"a": 2}), (1, "a"), 3)
+    (1, {'a': 3})
+    """
+    if not path:
+        return new
+    parts = _parts(value)
+    if parts is None:
+        raise LookupError(path)
+    keys = [key for key, _ in parts]
+    index = keys.index(path[0])
+    values = [part for _, part in parts]
+    values[index] = replace_at(values[index], path[1:], new)
+    return _rebuild(value, keys, values)
+
+
+def show_path(path: Path) -> str:
+    """A path as it would be typed.
+
+    >>> show_path((0, "logits"))
+    "[0]['logits']"
+    """
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def describe(value: Any) -> str:
+    """A structure in a few words.
+
+    >>> describe((torch.zeros(2, 3), None))
+    '(float32[2, 3], None)'
+    """
+    if isinstance(value, Tensor):
+        shape = f" nested[{value.size(0)}]" if value.is_nested else list(value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}"
+    if isinstance(value, CONSTANTS):
+        return repr(value) if len(repr(value)) < SHORT else type(value).__name__
+    parts = _parts(value)
+    if parts is None:
+        return repr(value) if isinstance(value, Opaque) else type(value).__name__
+    inside = [describe(part) for _, part in parts]
+    if type(value) is tuple:
+        return f"({', '.join(inside)})"
+    if type(value) is list:
+        return f"[{', '.join(inside)}]"
+    named = ", ".join(f"{key}={text}" for (key, _), text in zip(parts, inside, strict=True))
+    return f"{type(value).__name__}({named})"
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """The keyed parts of a structure, or None where it is none."""
+    if isinstance(value, dict | Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]  # init=False may leave one out.
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, _ = node.flatten_fn(value)
+    return list(enumerate(children))
+
+
+def _rebuild(value: Any, keys: list[Any], new: list[Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _rebuild_mapping(value, keys, new)
+    if isinstance(value, tuple):
+        if hasattr(value, "_make"):
+            return value._make(new)
+        # torch.return_types (of max, sort and the like) take one sequence, as tuple does.
+        return type(value)(new)
+    if isinstance(value, list):
+        return new if type(value) is list else _refill(copy.copy(value), slice(None), new)
+    if dataclasses.is_dataclass(value):
+        return _rebuild_dataclass(value, keys, new)
+    node = _pytree.SUPPORTED_NODES[type(value)]
+    return node.unflatten_fn(new, node.flatten_fn(value)[1])
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], keys: list[Any], new: list[Any]) -> Any:
+    if type(value) is dict:
+        return dict(zip(keys, new, strict=True))
+    if not isinstance(value, MutableMapping):
+        return dict(zip(keys, new, strict=True))
+    if isinstance(value, dict) and dataclasses.is_dataclass(value):
+        # A ModelOutput. copy.copy() would take its fields apart and put them together again, at ten times the cost.
+        made = type(value).__new__(type(value))
+        vars(made).update(vars(value))
+    elif isinstance(value, dict) or hasattr(type(value), "__copy__"):
+        made = copy.copy(value)  # It keeps what a subclass carries beside its items, such as a default factory.
+    else:
+        # Its items lie in some container that a shallow copy would share, so that writing would reach the original.
+        return copy.deepcopy(value, {id(value[key]): part for key, part in zip(keys, new, strict=True)})
+    for key, part in zip(keys, new, strict=True):
+        made[key] = part
+    return made
+
+
+def _rebuild_dataclass(value: Any, keys: list[Any], new: list[Any]) -> Any:
+    made = copy.copy(value)
+    for key, part in zip(keys, new, strict=True):
+        # object.__setattr__ also reaches frozen dataclasses, whose copy is ours alone.
+        object.__setattr__(made, key, part)
+    return made
+
+
+def _refill(made: Any, where: slice, new: list[Any]) -> Any:
+    made[where] = new
+    return made

@@ -1,0 +1,179 @@
+"""Functions behind a module: its own ``forward`` under whatever wraps it, and the functions that one calls.
+
+What is called is found in the source without running it: methods of the class, ``super()``, and functions of the same
+package by their global names. A function that is only handed around (``attend = TABLE[kind]``) is known when it is
+called, and is then recognised by its code.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import weakref
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from tenterhook.address.places import Place, bound_names, call_name, last_name, places, walk
+from tenterhook.address.source import read_source
+from tenterhook.errors import NoSource
+
+__all__ = ["Callee", "callees", "forward_of", "handed_on", "places_of", "plain"]
+
+
+def plain(target: Any) -> FunctionType | None:
+    """The function under bindings and wrappers that say what they wrap; None where that is no Python function."""
+    for _ in range(32):
+        if isinstance(target, MethodType | staticmethod | classmethod):
+            target = target.__func__
+        elif "__wrapped__" in getattr(target, "__dict__", ()):
+            target = target.__wrapped__
+        else:
+            break
+    return target if isinstance(target, FunctionType) else None
+
+
+def forward_of(module: nn.Module) -> FunctionType:
+    """The function that a module's ``forward`` comes down to."""
+    own = module.__dict__.get("forward")
+    function = plain(own if own is not None else inspect.getattr_static(type(module), "forward", None))
+    if function is None:
+        what = own if own is not None else getattr(type(module), "forward", None)
+        raise NoSource(
+            f"the forward of this {type(module).__name__} is no Python function ({what!r:.80}), so what is inside it "
+            "cannot be addressed; its arguments and its output can."
+        )
+    return function
+
+
+def places_of(function: FunctionType) -> tuple[Place, ...]:
+    """Every place in a function."""
+    return places(function.__code__, function.__qualname__)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """A function that another calls: at which of its calls, and what it is."""
+
+    function: FunctionType
+    at: tuple[Place, ...] = field(compare=False)
+
+
+_known: weakref.WeakKeyDictionary[FunctionType, dict[type, dict[str, Callee]]] = weakref.WeakKeyDictionary()
+
+
+def callees(function: FunctionType, cls: type) -> dict[str, Callee]:
+    """The functions that ``function``, as a method of ``cls``, calls, by the name that it calls them."""
+    known = _known.setdefault(function, {})
+    if cls not in known:
+        known[cls] = _callees(function, cls)
+    return known[cls]
+
+
+def _callees(function: FunctionType, cls: type) -> dict[str, Callee]:
+    tree = read_source(function.__code__, function.__qualname__).tree
+    by_key = {place.key: place for place in places_of(function) if place.kind == "call"}
+    local = _local_names(tree)
+    found: dict[str, Callee] = {}
+    handed: list[Place] = []
+    for index, node in enumerate(walk(tree)):
+        if not isinstance(node, ast.Call) or (index, 0) not in by_key:
+            continue
+        name, target = call_name(node) or "", _static(node.func, function, cls)
+        if target is not None:
+            before = found.get(name)
+            found[name] = Callee(target, ((before.at if before else ()) + (by_key[index, 0],)))
+        elif _calls_a_variable(node, local):
+            handed.append(by_key[index, 0])
+    for name, target in _mentioned(tree, function).items() if handed else ():
+        found.setdefault(name, Callee(target, tuple(handed)))
+    return found
+
+
+def handed_on(function: FunctionType, name: str) -> Callee | None:
+    """A function of the same package that is reached through a variable and named nowhere in the source."""
+    tree = read_source(function.__code__, function.__qualname__).tree
+    local = _local_names(tree)
+    nodes = walk(tree)
+    at = tuple(p for p in places_of(function) if p.kind == "call" and _calls_a_variable(nodes[p.key[0]], local))
+    target = _in_package(function, name) if at else None
+    return Callee(target, at) if target is not None else None
+
+
+def _local_names(tree: ast.FunctionDef) -> set[str]:
+    return {target.id for node in walk(tree) for target in bound_names(node) if isinstance(target, ast.Name)}
+
+
+def _calls_a_variable(node: ast.AST, local: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in local
+
+
+def _in_package(function: FunctionType, name: str) -> FunctionType | None:
+    package = _package(function)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == package and isinstance(module, ModuleType):
+            target = plain(vars(module).get(name))
+            if target is not None and target.__module__ == module_name:
+                return target
+    return None
+
+
+def _static(called: ast.expr, function: FunctionType, cls: type) -> FunctionType | None:
+    """What an expression that is called stands for, if the source alone tells and it is of the same package."""
+    if isinstance(called, ast.Attribute) and _is_self(called.value, function):
+        target = plain(inspect.getattr_static(cls, called.attr, None))
+    elif isinstance(called, ast.Attribute) and _is_super(called.value):
+        target = _above(function, cls, called.attr)
+    else:
+        target = plain(_global(called, function))
+    return target if target is not None and _package(target) == _package(function) else None
+
+
+def _is_self(node: ast.expr, function: FunctionType) -> bool:
+    names = function.__code__.co_varnames[:1]
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) == "super"
+
+
+def _above(function: FunctionType, cls: type, name: str) -> FunctionType | None:
+    """The method that ``super().name`` means in a method of ``cls``."""
+    order = cls.__mro__
+    owner = next((i for i, each in enumerate(order) if plain(vars(each).get(function.__name__)) is function), 0)
+    return next((plain(vars(each)[name]) for each in order[owner + 1 :] if name in vars(each)), None)
+
+
+def _global(node: ast.expr, function: FunctionType) -> Any:
+    if isinstance(node, ast.Name):
+        names = function.__code__.co_freevars
+        if node.id in names and function.__closure__ is not None:
+            try:
+                return function.__closure__[names.index(node.id)].cell_contents
+            except ValueError:  # The cell is still empty.
+                return None
+        return function.__globals__.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _global(node.value, function)
+        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
+    return None
+
+
+def _mentioned(tree: ast.FunctionDef, function: FunctionType) -> dict[str, FunctionType]:
+    names = {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    found = {name: plain(function.__globals__.get(name)) for name in sorted(names)}
+    return {name: target for name, target in found.items() if target and _package(target) == _package(function)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _top(module_name: str) -> str:
+    return module_name.partition(".")[0]
+
+
+def _package(function: FunctionType) -> str:
+    return _top(function.__module__ or "")

@@ -1,0 +1,57 @@
+"""Patterns as regular expressions over dotted names."""
+
+from __future__ import annotations
+
+import re
+
+from tenterhook.address.grammar import Choice, Pattern, Piece, Range, Wild
+
+__all__ = ["has_literal", "name_regex", "path_regex"]
+
+_DEEP = Pattern((Wild.DEEP,))
+
+
+def path_regex(path: tuple[Pattern, ...]) -> str:
+    r"""The expression that a dotted module name has to match in full.
+
+    >>> from tenterhook.address.grammar import parse
+    >>> bool(re.fullmatch(path_regex(parse("h.**.attn").path), "h.attn"))
+    True
+    """
+    # A run of '**' says no more than one, and each would multiply the ways to fail.
+    path = tuple(part for index, part in enumerate(path) if part != _DEEP or path[index - 1 : index] != (_DEEP,))
+    if path == (_DEEP,):
+        return r"[\s\S]*"
+    ends_deep = path[-1:] == (_DEEP,)
+    body = path[:-1] if ends_deep else path
+    parts = [r"(?:[^.]+\.)*" if part == _DEEP else f"{_segment(part)}\\." for part in body[:-1]]
+    parts += [_segment(part) for part in body[-1:]]
+    # A name is never empty: without the lookahead, '*' would match the root.
+    return r"(?=[\s\S])" + "".join(parts) + (r"(?:\.[^.]+)*" if ends_deep else "")
+
+
+def name_regex(pattern: Pattern) -> str:
+    """The expression that a name after a colon has to match in full."""
+    return "".join(_piece(piece, r"[\s\S]*") for piece in pattern.pieces)
+
+
+def has_literal(pattern: Pattern) -> bool:
+    """Whether a pattern spells out any part of a name, so that it can mean parameters: ``weight``, ``*_proj``."""
+    return any(
+        any(map(has_literal, piece.options)) if isinstance(piece, Choice) else not isinstance(piece, Wild)
+        for piece in pattern.pieces
+    )
+
+
+def _segment(pattern: Pattern) -> str:
+    return "".join(_piece(piece, "[^.]*") for piece in pattern.pieces)
+
+
+def _piece(piece: Piece, star: str) -> str:
+    if isinstance(piece, Wild):
+        return star
+    if isinstance(piece, Range):
+        return f"(?:{'|'.join(map(re.escape, piece.names()))})"
+    if isinstance(piece, Choice):
+        return f"(?:{'|'.join(''.join(_piece(part, star) for part in option.pieces) for option in piece.options)})"
+    return re.escape(piece)

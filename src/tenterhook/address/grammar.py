@@ -1,0 +1,373 @@
+r"""The text of an address, and what it means before any model is looked at.
+
+::
+
+    address  =  path (":" inner)* ("#" call)?
+    path     =  segment ("." segment)*            nothing at all is the root
+    inner    =  name "()"? ("[" place "]")?       name: in, return, an argument, a variable, self.x, out["x"]
+    call     =  an integer; -1 is the last call
+
+In a segment or a name, ``*`` is any text, ``{a,b}`` are alternatives and ``{4..8}`` is a range; a segment ``**`` is
+any number of segments. A backslash takes the meaning from the character after it; what stands in square brackets is
+taken as it is. Here is text only: nothing in this file knows torch.
+
+>>> parse("h.{4..8}.attn:attn_weights[1]#0").call
+0
+>>> str(parse("layer4.1:return"))
+'layer4.1'
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias
+
+from tenterhook.errors import AddressError
+
+__all__ = ["Address", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
+
+_IN_PATH = frozenset("\\:#*{}.")
+_IN_NAME = frozenset("\\:#*{}[]()")
+_ESCAPED = re.compile(r"[\\:#*{}]")
+_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
+_PLACE = re.compile(r"\[(-?[0-9]+)\](?=[:#]|\Z)")
+_ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
+_CALL = re.compile(r"#(-?[0-9]+)\Z")
+# A range becomes a list of alternatives when it is matched: this keeps a slip of the finger from filling the memory.
+_WIDEST_RANGE = 10_000
+
+
+class Wild(enum.Enum):
+    """``*`` and ``**``."""
+
+    ANY = "*"
+    DEEP = "**"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """``{first..last}``, both included, in either direction."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{{{self.first}..{self.last}}}"
+
+    def names(self) -> list[str]:
+        """Every name that the range stands for, smallest first."""
+        low, high = sorted((self.first, self.last))
+        return [str(number) for number in range(low, high + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``{a,b}``."""
+
+    options: tuple[Pattern, ...]
+
+
+Piece: TypeAlias = str | Wild | Range | Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One segment of a path, or one name after a colon."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def literal(self) -> str | None:
+        """The one name that this stands for, or None if it is a glob."""
+        if len(self.pieces) == 1 and isinstance(self.pieces[0], str):
+            return self.pieces[0]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """What stands after a colon: ``name``, ``name()``, ``name[place]``."""
+
+    name: Pattern
+    is_call: bool = False
+    place: int | None = None
+
+    def __str__(self) -> str:
+        text = _write(self.name, _IN_NAME)
+        if self.place is None and not self.is_call and (found := _ENDING.search(text)):
+            # The target of ``x[0] = …``: without the backslashes it would read as the place [0] of x.
+            text = f"{text[: found.start()]}\\[{found[1]}\\]"
+        place = "" if self.place is None else f"[{self.place}]"
+        return f"{text}{'()' if self.is_call else ''}{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed address. ``str()`` gives the canonical text, which parses to an equal one."""
+
+    path: tuple[Pattern, ...]
+    inner: tuple[Inner, ...] = ()
+    call: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names along the path, or None if there is a glob among them."""
+        names = tuple(name for segment in self.path if (name := segment.literal) is not None)
+        return names if len(names) == len(self.path) else None
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether there is no glob anywhere, so that this can only be one point."""
+        return self.names is not None and all(inner.name.literal is not None for inner in self.inner)
+
+    def __str__(self) -> str:
+        path = ".".join(_write(segment, _IN_PATH) for segment in self.path)
+        inner = "".join(f":{inner}" for inner in self.inner)
+        call = "" if self.call is None else f"#{self.call}"
+        return f"{path or inner or ':return'}{inner if path else ''}{call}"
+
+
+def escape(path: str) -> str:
+    r"""The address of a module or parameter whose name, as PyTorch spells it, may hold special characters.
+
+    >>> escape("blocks.a:b")
+    'blocks.a\\:b'
+
+    Dots stay: no name holds one, so they can only separate names.
+    """
+    return _ESCAPED.sub(r"\\\g<0>", path)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Address:
+    """Read an address.
+
+    >>> parse("h.3.attn:in") == parse("h.3.attn").__class__(parse("h.3.attn").path, parse(":in").inner)
+    True
+    >>> parse("h..3")
+    Traceback (most recent call last):
+    tenterhook.errors.AddressError: 'h..3' is no address: a name is missing here.
+        h..3
+          ^
+    Write one name, '*' or '**' between two dots.
+    """
+    return _Reader(text).address()
+
+
+def _write(pattern: Pattern, special: frozenset[str]) -> str:
+    return "".join(_write_piece(piece, special) for piece in pattern.pieces)
+
+
+def _write_piece(piece: Piece, special: frozenset[str]) -> str:
+    if isinstance(piece, Choice):
+        return "{" + ",".join(_write(option, special | {","}) for option in piece.options) + "}"
+    if isinstance(piece, str):
+        return _write_literal(piece, special)
+    return piece.value if isinstance(piece, Wild) else str(piece)
+
+
+def _write_literal(text: str, special: frozenset[str]) -> str:
+    if "," in special and ".." in text:
+        special |= {"."}  # within braces, two dots would read as a range
+    written, position = [], 0
+    while position < len(text):
+        end = _bracket_end(text, position) if "[" in special else position
+        if end > position:
+            written.append(text[position:end])
+        else:
+            end = position + 1
+            written.append(f"\\{text[position]}" if text[position] in special else text[position])
+        position = end
+    return "".join(written)
+
+
+def _bracket_end(text: str, start: int) -> int:
+    """Where the bracket that opens at ``start`` has been closed; ``start`` if none opens there or it never closes."""
+    depth, quote, position = 0, "", start
+    while position < len(text):
+        char = text[position]
+        if quote:
+            position += char == "\\"
+            quote = "" if char == quote else quote
+        elif char in "'\"" and depth:
+            quote = char
+        else:
+            depth += (char == "[") - (char == "]")
+        position += 1
+        if depth <= 0:
+            return position if position > start + 1 else start
+    return start
+
+
+class _Reader:
+    """Reads one address from left to right; ``at`` is how far it has come."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def address(self) -> Address:
+        path = self.path()
+        inner: list[Inner] = []
+        while self.next == ":":
+            if inner and not inner[-1].is_call:
+                self.fail("only a call has an inside", "Write 'name()' before this colon, or drop what follows it.")
+            self.at += 1
+            inner.append(self.inner())
+        call = self.call()
+        if inner and inner[-1] == _RETURN:
+            inner.pop()  # the output is what a path, or a call, stands for in any case
+        return Address(path, tuple(inner), call)
+
+    @property
+    def next(self) -> str:
+        """The character to be read, or nothing at the end."""
+        return self.text[self.at : self.at + 1]
+
+    def path(self) -> tuple[Pattern, ...]:
+        if self.next in ("", ":", "#"):
+            return ()
+        segments = [self.segment()]
+        while self.next == ".":
+            self.at += 1
+            segments.append(self.segment())
+        return tuple(segments)
+
+    def segment(self) -> Pattern:
+        if self.text.startswith("**", self.at) and self.text[self.at + 2 : self.at + 3] in ("", ".", ":", "#"):
+            self.at += 2
+            return Pattern((Wild.DEEP,))
+        pieces: list[Piece] = []
+        while self.next not in ("", ".", ":", "#"):
+            pieces.append(self.piece(_IN_PATH))
+        if not pieces:
+            self.fail("a name is missing here", "Write one name, '*' or '**' between two dots.")
+        return _joined(pieces)
+
+    def inner(self) -> Inner:
+        start, pieces = self.at, list[Piece]()
+        while self.next not in ("", ":", "#", "(") and not _PLACE.match(self.text, self.at):
+            pieces.append(self.piece(_IN_NAME))
+        if not pieces:
+            self.fail("a name is missing after ':'", "Write 'in', 'return' or a name of that forward.")
+        name = _joined(pieces)
+        is_call = self.parentheses()
+        if is_call and name.literal in ("in", "return"):
+            self.at = start
+            self.fail(f"{name.literal!r} is no function", f"Write ':{name.literal}'.")
+        place = self.place()
+        if self.next not in ("", ":", "#"):
+            self.fail("the name has ended", "Go on with ':', with '#' and a call number, or not at all.")
+        return Inner(name, is_call, place)
+
+    def parentheses(self) -> bool:
+        if self.next != "(":
+            return False
+        if not self.text.startswith("()", self.at):
+            self.fail("a call is written without its arguments", "Write 'name()'.")
+        self.at += 2
+        return True
+
+    def place(self) -> int | None:
+        found = _PLACE.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return int(found[1])
+
+    def call(self) -> int | None:
+        if not self.next:
+            return None
+        found = _CALL.match(self.text, self.at)
+        if found is None:
+            self.fail("'#' takes the number of a call and ends the address", "Write 'cell:h#5', or '\\#' in a name.")
+        return int(found[1])
+
+    def piece(self, special: frozenset[str]) -> Piece:
+        """One piece of a pattern; a literal comes a character at a time."""
+        char = self.next
+        if char == "{":
+            return self.braces(special)
+        if char == "[" and char in special:
+            return self.brackets()
+        if char == "*":
+            return self.star()
+        if char == "\\":
+            return self.escaped()
+        if char in special:
+            self.fail(f"{char!r} cannot stand here", f"Write '\\{char}' if it is part of the name.")
+        self.at += 1
+        return char
+
+    def star(self) -> Wild:
+        if self.text.startswith("**", self.at):
+            self.fail("'**' stands for whole segments", "Put it between dots, or write '*' for a part of a name.")
+        self.at += 1
+        return Wild.ANY
+
+    def escaped(self) -> str:
+        char = self.text[self.at + 1 : self.at + 2]
+        if not char:
+            self.fail("a backslash ends the text", "Write '\\\\' for a backslash.")
+        self.at += 2
+        return char
+
+    def brackets(self) -> str:
+        end = _bracket_end(self.text, self.at)
+        if end == self.at:
+            self.fail("this bracket is never closed", "Close it, or write '\\[' if it is part of the name.")
+        start, self.at = self.at, end
+        return self.text[start:end]
+
+    def braces(self, special: frozenset[str]) -> Range | Choice:
+        if found := _RANGE.match(self.text, self.at):
+            return self.range(found)
+        start, options = self.at, list[Pattern]()
+        while self.next != "}":
+            self.at += 1  # past the brace that opens, or the comma
+            options.append(self.option(start, special))
+        if options == [Pattern(())]:
+            self.at = start
+            self.fail("there is nothing between these braces", "Write {a,b} or {4..8}.")
+        self.at += 1
+        return Choice(tuple(options))
+
+    def option(self, start: int, special: frozenset[str]) -> Pattern:
+        pieces: list[Piece] = []
+        while self.next not in (",", "}"):
+            if not self.next or self.next in ":#":
+                self.at = start
+                self.fail("this brace is never closed", "Close it, or write '\\{' if it is part of the name.")
+            if self.next == "." and "." in special:
+                self.fail("alternatives hold no dot", "Write {{1..3},5} for a range among them, else two addresses.")
+            pieces.append(self.piece(special))
+        return _joined(pieces)
+
+    def range(self, found: re.Match[str]) -> Range:
+        numbers = Range(int(found[1]), int(found[2]))
+        if abs(numbers.first - numbers.last) >= _WIDEST_RANGE:
+            self.fail(f"a range holds at most {_WIDEST_RANGE} names", "Write '*', or a narrower range.")
+        self.at = found.end()
+        return numbers
+
+    def fail(self, what: str, fix: str) -> NoReturn:
+        shown = "".join(char if char.isprintable() else "?" for char in self.text)
+        message = f"{self.text!r} is no address: {what}.\n    {shown}\n    {' ' * self.at}^\n{fix}"
+        raise AddressError(message)
+
+
+_RETURN = Inner(Pattern(("return",)))
+
+
+def _joined(pieces: list[Piece]) -> Pattern:
+    """The pattern of these pieces, with literals that touch made one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += piece
+        else:
+            joined.append(piece)
+    return Pattern(tuple(joined))

@@ -1,0 +1,354 @@
+"""From selectors to the points of one model.
+
+A literal address goes straight down to its module; only globs, classes, regexes and predicates walk the model.
+"""
+
+# a module's own tables have no public door that is as quick, or that keeps None apart
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, Union
+
+from torch import nn
+
+from tenterhook.address.globs import has_literal, path_regex
+from tenterhook.address.grammar import Address, Pattern, Wild, escape, parse
+from tenterhook.address.inside import arguments, no_such_name, sites_inside
+from tenterhook.address.point import Point, Site, own_tensor
+from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
+from tenterhook.address.walk import Named, NamedTensor, all_names, find, first_names, named_tensors, walk
+from tenterhook.errors import AddressError, SelectorError
+
+__all__ = ["Point", "Selector", "Site", "canonical", "resolve"]
+
+Selector: TypeAlias = Union[
+    str,
+    nn.Module,
+    type[nn.Module],
+    "re.Pattern[str]",
+    Callable[[str, nn.Module], Any],
+    Point,
+    "Sequence[Selector]",
+    "AbstractSet[Selector]",
+]
+DefaultSite: TypeAlias = Literal[Site.RETURN, Site.IN]
+
+_ACCEPTED = (
+    "A selector is an address ('h.3', 'h.*.attn:in'), a module of the model, a module class (nn.Linear), "
+    "a compiled regex, a predicate (name, module) -> bool, a Point or Selection, or a list of these."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that can be known of an address before a model is seen."""
+
+    address: Address
+    text: str
+    """canonical, without the call"""
+    path: str
+    """the module's name, if there is no glob in it"""
+    names: tuple[str, ...] | None
+    explicit: bool
+    every: bool
+    """whether the path is ``**``"""
+    fits: Callable[[str], object]
+    fits_name: Callable[[str], object] | None
+    """the last segment's own test, where a parameter can be meant"""
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(text: str) -> _Plan:
+    address = parse(text)
+    names, path = address.names, address.path
+    alone = names is None and not address.inner and address.call is None
+    return _Plan(
+        address,
+        text=str(replace(address, call=None)),
+        path=".".join(names or ()),
+        names=names,
+        explicit=address.is_literal,
+        every=path == _EVERY,
+        fits=_fits(path),
+        fits_name=_fits(path[-1:]) if alone and has_literal(path[-1]) else None,
+    )
+
+
+_EVERY = (Pattern((Wild.DEEP,)),)
+
+
+def _fits(path: tuple[Pattern, ...]) -> Callable[[str], object]:
+    return re.compile(path_regex(path)).fullmatch
+
+
+def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite = Site.RETURN) -> tuple[Point, ...]:
+    """The points that ``selectors`` stand for, each once: selector after selector, in the model's order within each.
+
+    An address says itself which site it means; ``default_site`` is for the selectors that name modules only (objects,
+    classes, regexes, predicates). A literal address keeps the name that it was given, even if a shared module has an
+    earlier one: see :func:`canonical`.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> [str(point) for point in resolve(model, ["2:in", nn.Linear, "*.bias"])]
+    ['2:in', '0', '2', '0.bias', '2.bias']
+    """
+    if not isinstance(model, nn.Module):
+        raise SelectorError(_no_model(model))
+    found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
+    # Each selector finds a point at most once, and most sessions have one selector: nothing to merge then.
+    return tuple(found[0]) if len(found) == 1 else _merged(found)
+
+
+def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:
+    """The same points under the first names of what they stand for, each once."""
+    names = first_names(model)
+    return _merged([[_renamed(model, point, names) for point in points]])
+
+
+def _no_model(model: object) -> str:
+    got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    inner = getattr(model, "__self__", None)
+    fix = " (the model, not its method)" if isinstance(inner, nn.Module) else ""
+    return f"The model has to be an nn.Module; got {got}.\nPass the nn.Module itself{fix}."
+
+
+def _flat(selectors: Selector) -> Iterator[Selector]:
+    if isinstance(selectors, (str, nn.Module)):
+        yield selectors
+    elif isinstance(selectors, (Sequence, AbstractSet)) and not isinstance(selectors, (bytes, bytearray)):
+        # The order of a set of texts changes from run to run; that of points should not.
+        unordered = isinstance(selectors, AbstractSet) and all(isinstance(selector, str) for selector in selectors)
+        for selector in sorted(selectors, key=str) if unordered else selectors:
+            yield from _flat(selector)
+    else:
+        yield selectors
+
+
+def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> list[Point]:
+    if isinstance(selector, str):
+        plan = _plan(selector)
+        return _glob(model, selector, plan) if plan.names is None else _literal(model, selector, plan, plan.names)
+    if isinstance(selector, nn.Module):
+        return _object(model, selector, site)
+    if isinstance(selector, Point):
+        return [_own_point(model, selector)]
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        cls = selector
+        found = _filtered(model, lambda _, module: isinstance(module, cls), site)
+        return _some(found, lambda: no_module_of_class(model, cls))
+    if isinstance(selector, re.Pattern) and isinstance(selector.pattern, str):
+        text = selector.pattern
+        found = _filtered(model, lambda name, _: selector.search(name), site)
+        return _some(found, lambda: no_match(model, f"the regex {text!r}", text))
+    if callable(selector) and not isinstance(selector, type):
+        found = _filtered(model, selector, site)
+        what = f"the predicate {getattr(selector, '__qualname__', type(selector).__name__)}"
+        return _some(found, lambda: no_match(model, what, ""))
+    got = f"the class {selector.__name__}" if isinstance(selector, type) else f"a {type(selector).__name__}"
+    message = f"{got} cannot select points: {selector!r:.80}\n{_ACCEPTED}"
+    raise SelectorError(message)
+
+
+def _some(points: list[Point], error: Callable[[], AddressError]) -> list[Point]:
+    if not points:
+        raise error()
+    return points
+
+
+# --- literal addresses: no walk ---------------------------------------------------------------------------------------
+
+
+def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -> list[Point]:
+    module = model
+    for depth, name in enumerate(names):
+        children = module._modules
+        child = children[name] if name in children else None  # noqa: SIM401  # a ScriptModule's has no get()
+        if child is None:
+            return [_literal_tensor(model, text, plan, names, depth, module)]
+        module = child
+    address = plan.address
+    if not address.inner:
+        return [Point(plan.text, Site.RETURN, module, plan.path, None, address.call, plan.explicit)]
+    points = _inside([(plan.path, module)], address, explicit=plan.explicit)
+    return _some(points, lambda: no_such_name(text, module, address.inner))
+
+
+def _literal_tensor(
+    model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...], depth: int, owner: nn.Module
+) -> Point:
+    name = names[-1]
+    if depth + 1 < len(names) or own_tensor(owner, name) is None:
+        raise unknown_name(model, text, names, depth, owner)
+    if plan.address.inner or plan.address.call is not None:
+        path = escape(plan.path)
+        message = f"{text!r}: {path!r} is a parameter or a buffer, which is not called.\nWrite {path!r}."
+        raise AddressError(message)
+    return Point(plan.text, Site.PARAMETER, owner, ".".join(names[:-1]), name, None, plan.explicit)
+
+
+# --- globs, classes, regexes, predicates: one walk --------------------------------------------------------------------
+
+
+def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
+    address, walked = plan.address, walk(model)
+    if plan.fits_name is not None:
+        points = _modules_and_tensors(walked, plan.fits, plan.fits_name)
+        return _some(points, lambda: _no_glob(model, text, address))
+    modules = walked[0] if plan.every else _matching(walked, lambda path, _: plan.fits(path))
+    if not modules:
+        raise _no_glob(model, text, address)
+    if not address.inner:
+        return _returns(modules, address.call, explicit=False)
+    # A glob means the modules whose forward spells the name out, not all those that would take any keyword.
+    return _some(_inside(modules, address, explicit=False), lambda: _no_glob_inside(text, modules, address))
+
+
+def _matching(walked: tuple[list[Named], list[Named]], fits: Callable[[str, nn.Module], object]) -> list[Named]:
+    """The modules that fit under any of their names, each under its first."""
+    firsts, others = walked
+    if not others:
+        return [item for item in firsts if fits(*item)]
+    ids = {id(module) for path, module in all_names(walked) if fits(path, module)}
+    return [item for item in firsts if id(item[1]) in ids]
+
+
+def _filtered(model: nn.Module, fits: Callable[[str, nn.Module], object], site: DefaultSite) -> list[Point]:
+    modules = _matching(walk(model), fits)
+    return _returns(modules, None, explicit=False) if site is Site.RETURN else _inside(modules, _IN, explicit=False)
+
+
+_IN = parse(":in")
+
+
+def _returns(modules: Sequence[Named], call: int | None, *, explicit: bool) -> list[Point]:
+    paths = [path for path, _ in modules]
+    addresses = _escaped(paths)
+    site = Site.RETURN
+    return [
+        Point(address or ":return", site, module, path, None, call, explicit)
+        for address, (path, module) in zip(addresses, modules, strict=True)
+    ]
+
+
+def _escaped(paths: list[str]) -> list[str]:
+    # One look at all of them together: names with special characters are rare, and escaping each costs a walk again.
+    text = "".join(paths)
+    return [escape(path) for path in paths] if any(char in text for char in "\\:#*{}") else paths
+
+
+def _inside(modules: Sequence[Named], address: Address, *, explicit: bool) -> list[Point]:
+    escaped = _escaped([path for path, _ in modules])
+    points: list[Point] = []
+    for path_text, (path, module) in zip(escaped, modules, strict=True):
+        for site, name, spot in sites_inside(module, address.inner, literal=explicit):
+            tail = "" if site is Site.RETURN and path else f":{name or site.value}"
+            points.append(Point(path_text + tail, site, module, path, name, address.call, explicit, spot))
+    return points
+
+
+def _modules_and_tensors(
+    walked: tuple[list[Named], list[Named]], fits: Callable[[str], object], fits_name: Callable[[str], object]
+) -> list[Point]:
+    """What fits under any of its names, in the model's order, each parameter after the module that owns it."""
+    names = all_names(walked)
+    tensors = {id(entry.tensor) for entry in named_tensors(names, fits_name) if fits(entry.full)}
+    modules = _matching(walked, lambda path, _: fits(path))
+    if not tensors:
+        return _returns(modules, None, explicit=False)
+    points, chosen = list[Point](), {id(module) for _, module in modules}
+    for item in walked[0]:
+        if id(item[1]) in chosen:
+            points += _returns([item], None, explicit=False)
+        for entry in named_tensors([item]):
+            if id(entry.tensor) in tensors:
+                tensors.remove(id(entry.tensor))  # what is tied appears under its first name only
+                points.append(_tensor_point(entry))
+    return points
+
+
+def _tensor_point(entry: NamedTensor) -> Point:
+    return Point(escape(entry.full), Site.PARAMETER, entry.owner, entry.path, entry.name)
+
+
+def _no_glob(model: nn.Module, text: str, address: Address) -> AddressError:
+    deeper = Address((*_EVERY, *address.path), address.inner, address.call)
+    fits = _fits(deeper.path)
+    further = sum(1 for path, _ in walk(model)[0] if fits(path))
+    fix = f"It is matched from the root on; '{deeper}' matches {further} modules." if further else ""
+    return no_match(model, repr(text), str(Address(address.path)), fix)
+
+
+def _no_glob_inside(text: str, modules: list[Named], address: Address) -> AddressError:
+    names = list(dict.fromkeys(name for _, module in modules for name in arguments(module).names))
+    wanted = address.inner[0].name.literal
+    near = nearest(wanted or "", names) or names
+    return AddressError(
+        f"{text!r}: nothing of that name is in the forward of any of the {len(modules)} modules.\n"
+        f"Their arguments include {listed(near)}."
+    )
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+def _object(model: nn.Module, module: nn.Module, site: DefaultSite) -> list[Point]:
+    named = [item for item in walk(model)[0] if item[1] is module]
+    if not named:
+        what = f"The {type(module).__name__} given as a selector"
+        raise not_part_of(model, what, "Pass a module of this very model (not of a copy), or its address.")
+    if site is Site.RETURN:
+        return _returns(named, None, explicit=True)
+    return _some(_inside(named, _IN, explicit=True), lambda: no_such_name(f"{named[0][0]}:in", module, _IN.inner))
+
+
+def _own_point(model: nn.Module, point: Point) -> Point:
+    """The point itself, once it is sure that it belongs to this model."""
+    if find(model, point.path) is point.module:
+        return point
+    names = first_names(model)
+    if id(point.module) not in names:
+        fix = f"Select it by its address, {str(point)!r}."
+        raise not_part_of(model, f"The point {str(point)!r}, selected on another model,", fix)
+    return _renamed(model, point, names)
+
+
+def _renamed(model: nn.Module, point: Point, names: dict[int, str]) -> Point:
+    tensor = point.tensor
+    subject = point.module if tensor is None else tensor
+    first = names.get(id(subject), "")
+    if first == (point.path if tensor is None else _full(point)):
+        return point
+    if tensor is None:
+        tail = "" if point.site is Site.RETURN and first else f":{point.name or point.site.value}"
+        return replace(point, address=escape(first) + tail, path=first)
+    path, _, name = first.rpartition(".")
+    owner = find(model, path) or point.module
+    return replace(point, address=escape(first), module=owner, path=path, name=name)
+
+
+def _full(point: Point) -> str:
+    return f"{point.path}.{point.name}" if point.path else f"{point.name}"
+
+
+def _merged(found: list[list[Point]]) -> tuple[Point, ...]:
+    """All points in order, each once. One that was named itself anywhere counts as such."""
+    kept: dict[tuple[object, ...], Point] = {}
+    for point in (point for points in found for point in points):
+        subject = point.module if (tensor := point.tensor) is None else tensor
+        name = None if tensor is not None else point.name
+        key = (id(subject), point.site, name, point.call)
+        before = kept.get(key)
+        kept[key] = point if before is None else _both(before, point)
+    return tuple(kept.values())
+
+
+def _both(before: Point, after: Point) -> Point:
+    if before.explicit == after.explicit:
+        return before
+    # What a walk found has the first name, what was written may have another.
+    return replace(after if before.explicit else before, explicit=True)

@@ -1,0 +1,82 @@
+"""A point: one place in one model where a value passes."""
+
+# a module's own tables have no public door that is as quick, or that keeps None apart
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tenterhook.address.inside import Spot
+
+__all__ = ["Point", "Site", "own_tensor"]
+
+
+class Site(enum.Enum):
+    """How a point is reached."""
+
+    RETURN = "return"
+    """what a module returns"""
+    IN = "in"
+    """the first argument of a module"""
+    ARGUMENT = "argument"
+    """an argument of a module's ``forward``, by its name"""
+    PARAMETER = "parameter"
+    """a parameter or a buffer"""
+    VARIABLE = "variable"
+    """a variable, or the result of a call, inside a module's ``forward``"""
+
+
+# Not frozen: a frozen dataclass takes five times as long to make, and a glob makes one for every module. ``Final`` lets
+# the type checker hold what the class does not.
+@dataclass(slots=True, eq=False)
+class Point:
+    """One place in a model where a value passes. Two points are equal if address and call are."""
+
+    address: Final[str]
+    """canonical text, without the call"""
+    site: Final[Site]
+    module: Final[nn.Module]
+    """the module that is called, or that owns the parameter"""
+    path: Final[str]
+    """that module's name, as ``named_modules`` spells it"""
+    name: Final[str | None] = None
+    """the argument's or the parameter's name"""
+    call: Final[int | None] = None
+    explicit: Final[bool] = False
+    """named itself (by a literal address or as a module object), not found by a glob, class, regex or predicate"""
+    spot: Final[Spot | None] = None
+    """where it is inside ``forward``, at a variable or a call"""
+
+    def __str__(self) -> str:
+        return self.address if self.call is None else f"{self.address}#{self.call}"
+
+    def __repr__(self) -> str:
+        return f"<Point {self} ({self.site.value} of {type(self.module).__name__})>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Point):
+            return NotImplemented
+        return self.address == other.address and self.call == other.call
+
+    def __hash__(self) -> int:
+        return hash((self.address, self.call))
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The parameter or buffer that is there now; None at every other site, and if it has been removed."""
+        if self.site is not Site.PARAMETER or self.name is None:
+            return None
+        return own_tensor(self.module, self.name)
+
+
+def own_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """A module's own parameter or buffer of that name, if there is one and it is not None."""
+    for own in (module._parameters, module._buffers):
+        if name in own and (tensor := own[name]) is not None:
+            return tensor
+    return None

@@ -1,0 +1,171 @@
+"""The source of a function: found, parsed, and checked against the code that runs.
+
+Everything that is done to the inside of a ``forward`` starts here. A function without source, or whose file was changed
+since it was imported, is refused with the reason.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import copy
+import dis
+import functools
+import inspect
+import linecache
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from tenterhook.errors import NoSource
+
+__all__ = ["Source", "compiled", "read_source"]
+
+FUTURES = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A function's syntax tree, with the lines and columns of its own file, and the lines themselves."""
+
+    tree: ast.FunctionDef
+    lines: tuple[str, ...]
+    first_line: int
+    filename: str
+    class_name: str | None
+
+
+@functools.lru_cache(maxsize=1024)
+def read_source(code: CodeType, qualname: str) -> Source:
+    """The source behind a code object; raises :class:`NoSource` where there is none that can be trusted."""
+    lines, first = _lines(code, qualname)
+    tree = _parse("".join(lines), first, qualname)
+    owner = qualname.rpartition(".")[0].rpartition(".")[2]
+    class_name = owner if owner.isidentifier() else None
+    source = Source(tree, tuple(lines), first, code.co_filename, class_name)
+    _check(source, code, qualname)
+    return source
+
+
+def _lines(code: CodeType, qualname: str) -> tuple[list[str], int]:
+    linecache.checkcache(code.co_filename)
+    try:
+        return inspect.getsourcelines(code)
+    except (OSError, TypeError, IndexError) as error:
+        raise NoSource(
+            f"{qualname} has no source that can be read ({code.co_filename}): what is inside it cannot be addressed. "
+            "Code that was typed at a prompt, read from stdin, generated, or compiled has none."
+        ) from error
+
+
+def _parse(text: str, first: int, qualname: str) -> ast.FunctionDef:
+    """The tree, with the places that it has in its file: tracebacks and debuggers then show the user's own lines."""
+    # An indented function is put below an `if` and not moved to the left, which would also move the inside of texts.
+    inside = text[:1].isspace()
+    try:
+        parsed = ast.parse(f"if 1:\n{text}" if inside else text)
+    except SyntaxError as error:
+        raise NoSource(f"the source of {qualname} cannot be read by itself: {error}") from error
+    ast.increment_lineno(parsed, first - 2 if inside else first - 1)
+    body = parsed.body[0].body if inside else parsed.body  # type: ignore[attr-defined]
+    if not body or not isinstance(body[0], ast.FunctionDef):
+        raise NoSource(f"{qualname} is not defined by a plain `def`, so what is inside it cannot be addressed")
+    return body[0]
+
+
+def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str | None = None) -> CodeType:
+    """Compile a function's tree as it was compiled first: in a class of its class's name, with its free variables.
+
+    The class gives names with two leading underscores their meaning; the outer function makes the free variables free,
+    ``extra`` among them.
+    """
+    free = [*code.co_freevars, *([extra] if extra is not None else [])]
+    bare = _without_decorators(tree)
+    body: list[ast.stmt] = [bare]
+    if source.class_name is not None:
+        body = [ast.ClassDef(name=source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
+    arguments = ast.arguments(
+        posonlyargs=[], args=[ast.arg(arg=name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
+    outer = ast.FunctionDef(name="outer", args=arguments, body=body, decorator_list=[])
+    module = ast.Module(body=[outer], type_ignores=[])
+    for node in (outer, *body):
+        ast.copy_location(node, bare)
+    ast.fix_missing_locations(module)
+    made = compile(module, source.filename, "exec", flags=code.co_flags & FUTURES, dont_inherit=True)
+    return _inner(made, code.co_name)
+
+
+def _without_decorators(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """The function alone: its decorators, defaults and annotations have been evaluated once and are not again."""
+    bare = copy.copy(tree)
+    bare.decorator_list = []
+    return bare
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """The code of the function ``name`` below a module's code."""
+    todo = [code]
+    while todo:
+        for constant in todo.pop(0).co_consts:
+            if isinstance(constant, CodeType):
+                if constant.co_name == name and constant.co_flags & inspect.CO_NEWLOCALS:
+                    return constant
+                todo.append(constant)
+    raise NoSource(f"the source of {name} defines no function of that name")
+
+
+def _check(source: Source, code: CodeType, qualname: str) -> None:
+    """Raise if the text, compiled, is not the code that runs."""
+    if _same(compiled(source, source.tree, code), code) or _same_in_file(code):
+        return
+    raise NoSource(
+        f"the source of {qualname} in {source.filename} does not match the code that runs: the file was changed after "
+        "it was imported, or the code was rewritten. Start Python again to work on the present file."
+    )
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    """Whether two codes do the same, however the compiler chose to load a method."""
+    if (one.co_varnames, one.co_freevars) != (other.co_varnames, other.co_freevars):
+        return False
+    ours, theirs = _steps(one), _steps(other)
+    if len(ours) != len(theirs):
+        return False
+    return all(
+        _same(a[1], b[1]) if isinstance(a[1], CodeType) and isinstance(b[1], CodeType) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_in_file(code: CodeType) -> bool:
+    """Whether the whole file, compiled, has this very code: the last word, and too dear to be the first."""
+    try:
+        whole = compile("".join(linecache.getlines(code.co_filename)), code.co_filename, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    todo = [whole]
+    while todo:
+        for inner in todo.pop().co_consts:
+            if isinstance(inner, CodeType):
+                if (inner.co_qualname, inner.co_firstlineno) == (code.co_qualname, code.co_firstlineno):
+                    return inner == code
+                todo.append(inner)
+    return False
+
+
+# In a whole file the compiler knows what was imported, and loads `F.relu` in another way than in a function alone.
+LOADS = {"LOAD_METHOD": "LOAD_ATTR"}
+SKIPPED = {"CACHE", "PRECALL", "PUSH_NULL", "RESUME", "NOP", "EXTENDED_ARG", "COPY_FREE_VARS", "MAKE_CELL"}
+
+
+def _steps(code: CodeType) -> list[tuple[str, Any]]:
+    steps = []
+    for step in dis.get_instructions(code):
+        if step.opname not in SKIPPED:
+            moved = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
+            value = step.argval if isinstance(step.argval, CodeType) else repr(step.argval)
+            steps.append((LOADS.get(step.opname, step.opname), None if moved else value))
+    return steps

@@ -1,0 +1,102 @@
+"""A change: whatever the user gave for an edit, called one way, and checked against what it replaces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from tenterhook._tree import describe, tensors
+from tenterhook.edit.ready import Edit
+from tenterhook.engine.action import Context
+from tenterhook.errors import EditError
+
+__all__ = ["Change", "as_change", "check_same_kind"]
+
+# The most that an edit is given: the value and the context.
+VALUE_AND_CONTEXT = 2
+
+
+class Change:
+    """A function of value and context; ``part`` restricts it to one tensor of a structure, where that was asked for."""
+
+    __slots__ = ("_call", "_takes_context", "name", "part")
+
+    def __init__(self, call: Callable[..., Any], *, takes_context: bool, name: str, part: Any = None) -> None:
+        self._call, self._takes_context, self.name, self.part = call, takes_context, name, part
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        try:
+            new = self._call(value, context) if self._takes_context else self._call(value)
+        except Exception as error:
+            error.add_note(f"in the edit {self.name} at {context.address!r}, call #{context.call}")
+            raise
+        return value if new is None else new
+
+    def of_one_tensor(self) -> Change:
+        """The same change for whoever finds the part himself: gradients come tensor by tensor."""
+        call = replace(self._call, part=None) if isinstance(self._call, Edit) else self._call
+        return Change(call, takes_context=self._takes_context, name=self.name, part=self.part)
+
+
+def as_change(given: Any) -> Change:
+    """What the user gave, as a change."""
+    if isinstance(given, Edit):
+        return Change(given, takes_context=True, name=repr(given), part=given.part)
+    if isinstance(given, type) and issubclass(given, Edit):
+        name = given.__name__.lower()
+        raise EditError(f"th.{name} was given as it is, and has to be called: th.{name}(...)")
+    if not callable(given):
+        hint = " To put a tensor in the value's place, use th.set(tensor)." if isinstance(given, Tensor) else ""
+        raise EditError(
+            f"an edit is a ready edit such as th.zero(), or a function; got a {type(given).__name__}.{hint}"
+        )
+    name = getattr(given, "__qualname__", type(given).__name__)
+    return Change(given, takes_context=_takes_context(given, name), name=name)
+
+
+def _takes_context(function: Callable[..., Any], name: str) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False  # A builtin that does not tell takes the value.
+    if _accepts(signature, VALUE_AND_CONTEXT) and _wants_context(signature):
+        return True
+    if _accepts(signature, 1):
+        return False
+    raise EditError(f"the edit {name}{signature} does not fit: an edit takes (value) or (value, ctx)")
+
+
+def _accepts(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _wants_context(signature: inspect.Signature) -> bool:
+    """Whether the second place is for the context: one with a default is the function's own business."""
+    places = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name in ("ctx", "context"))
+
+
+def check_same_kind(old: Any, new: Any, context: Context, name: str) -> None:
+    """Raise unless the new value has the structure, shapes, dtypes and devices of the old one."""
+    before, after = dict(tensors(old)), dict(tensors(new))
+    if before.keys() != after.keys() or isinstance(old, Tensor) != isinstance(new, Tensor):
+        raise _mismatch(context, name, describe(old), describe(new))
+    for path, tensor in before.items():
+        other = after[path]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise _mismatch(context, name, describe(old), describe(new))
+        if tensor.device != other.device:
+            raise _mismatch(context, name, f"a tensor on {tensor.device}", f"one on {other.device}")
+
+
+def _mismatch(context: Context, name: str, old: str, new: str) -> EditError:
+    text = f"at {context.address!r}, call #{context.call}, the edit {name} turned {old} into {new}."
+    return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if what follows can take it.")

@@ -1,0 +1,252 @@
+"""Ready edits: values that say what to do, so that they can be printed, compared and written down.
+
+Each takes ``at=``, an index such as ``th.at[:, -1]`` that restricts it to a part of the tensor, and ``part=``, which
+says which tensor is meant where the value at a point is a structure of several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook._tree import Path, describe, replace_at, tensors
+from tenterhook.engine.action import Context
+from tenterhook.errors import EditError
+
+__all__ = ["Add", "At", "Clamp", "Edit", "Mean", "Noise", "Project", "Scale", "Set", "Zero", "at", "fit"]
+
+
+class At:
+    """``th.at[:, -1]`` is the index that ``value[:, -1]`` would use."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __repr__(self) -> str:
+        return "th.at"
+
+
+at = At()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edit:
+    """The base of the ready edits: finds the tensor, cuts out the part, puts the new part back."""
+
+    at: Any = None
+    part: Any = None
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        path, tensor = self._tensor(value, context)
+        if self.at is None:
+            new = self.change(tensor, context)
+        else:
+            new = tensor.clone()
+            new[self.at] = self.change(self._cut(tensor, context), context)
+        return new if not path else replace_at(value, path, new)
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        """The tensor that takes the place of this one."""
+        raise NotImplementedError
+
+    def _cut(self, tensor: Tensor, context: Context) -> Tensor:
+        try:
+            return tensor[self.at]
+        except (IndexError, TypeError) as error:
+            text = f"{context.address!r}: at={self.at!r} does not fit {describe(tensor)}: {error}"
+            raise EditError(text) from error
+
+    def _tensor(self, value: Any, context: Context) -> tuple[Path, Tensor]:
+        if isinstance(value, Tensor) and self.part is None:
+            return (), value
+        found = list(tensors(value))
+        if self.part is not None:
+            wanted = self.part if isinstance(self.part, tuple) else (self.part,)
+            found = [(path, tensor) for path, tensor in found if path == wanted]
+        if len(found) == 1:
+            return found[0]
+        raise EditError(self._which(value, context))
+
+    def _which(self, value: Any, context: Context) -> str:
+        text = f"{context.address!r} passes {describe(value)}, and {self!r} changes one tensor."
+        if isinstance(value, Tensor):
+            return f"{text}\nIt is a single one: leave out part=."
+        parts = ", ".join(f"part={path[0] if len(path) == 1 else path!r}" for path, _ in tensors(value))
+        return f"{text}\nSay which: {parts}." if parts else f"{text}\nThere is no tensor in it."
+
+    def __repr__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = {name: own for name, own in fields.items() if name not in ("at", "part") or own is not None}
+        inside = ", ".join(f"{name}={_short(own)}" for name, own in given.items())
+        return f"th.{type(self).__name__.lower()}({inside})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+
+    def __hash__(self) -> int:
+        return hash(type(self))  # What it holds may be tensors and slices, which have no hash by value.
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Zero(Edit):
+    """Nothing passes."""
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
+        return torch.zeros_like(tensor)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Set(Edit):
+    """Another value passes."""
+
+    value: Any
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        if self.at is None and self.part is None and not isinstance(value, Tensor) and not _is_plain(self.value):
+            return self._structure(value, context)
+        return super(Set, self).__call__(value, context)
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        if not isinstance(self.value, Tensor):
+            return torch.full_like(tensor, self.value)
+        # A tensor of its own, because what follows may change it in place, and the given one is not ours.
+        return fit(self.value, tensor, context, self).expand_as(tensor).clone()
+
+    def _structure(self, value: Any, context: Context) -> Any:
+        new, old = dict(tensors(self.value)), dict(tensors(value))
+        if new.keys() != old.keys() or not old:
+            text = f"{context.address!r} passes {describe(value)}; th.set was given {describe(self.value)}"
+            raise EditError(f"{text}, which is built otherwise.")
+        for path, tensor in new.items():
+            value = replace_at(value, path, fit(tensor, old[path], context, self).expand_as(old[path]).clone())
+        return value
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Add(Edit):
+    """Something is added."""
+
+    value: Any
+    scale: float = 1.0
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        given = self.value
+        new = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
+        return torch.add(tensor, new if self.scale == 1 else new * self.scale)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Scale(Edit):
+    """Everything is multiplied."""
+
+    factor: Any
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        factor = self.factor
+        return torch.mul(tensor, fit(factor, tensor, context, self) if isinstance(factor, Tensor) else factor)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Clamp(Edit):
+    """Nothing below ``min`` or above ``max`` passes."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
+        return tensor.clamp(self.min, self.max)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Noise(Edit):
+    """Gaussian noise is added, from a generator of its own: the model's randomness is left alone.
+
+    The noise depends on ``seed`` and the call only, so that a recomputation of the same call sees the same noise.
+    """
+
+    std: float = 1.0
+    seed: int = 0
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        generator = torch.Generator(device=tensor.device).manual_seed(self.seed * 1_000_003 + context.call)
+        noise = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
+        return tensor + noise * self.std
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Mean(Edit):
+    """Everything along ``dim`` becomes its mean; the batch, by default."""
+
+    dim: int | tuple[int, ...] = 0
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        try:
+            return tensor.mean(self.dim, keepdim=True).expand_as(tensor).clone()
+        except (IndexError, RuntimeError) as error:
+            text = f"{context.address!r}: {self!r} does not fit {describe(tensor)}: {error}"
+            raise EditError(text) from error
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Project(Edit):
+    """Only what lies in the span of ``directions`` passes, or, with ``remove``, only what does not.
+
+    ``directions`` has one direction, or one in each row, as long as the last dimension of the value.
+    """
+
+    directions: Tensor
+    remove: bool = False
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        rows = self.directions.reshape(-1, self.directions.shape[-1])
+        if rows.shape[-1] != tensor.shape[-1]:
+            text = f"{context.address!r} passes {describe(tensor)}; the directions have length {rows.shape[-1]}"
+            raise EditError(f"{text} instead of {tensor.shape[-1]}.")
+        _same_kind(rows, tensor, context, self)
+        basis, _ = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))
+        basis = basis.to(tensor.dtype)
+        inside = torch.matmul(tensor @ basis, basis.mT)
+        return torch.sub(tensor, inside) if self.remove else inside
+
+
+def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
+    """``new``, if it has the kind of ``old`` and broadcasts to its shape; an error that names the point if not."""
+    _same_kind(new, old, context, edit)
+    try:
+        fits = torch.broadcast_shapes(new.shape, old.shape) == old.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        text = f"{context.address!r} passes {describe(old)}; {type(edit).__name__.lower()} was given {describe(new)}"
+        raise EditError(f"{text}, which does not broadcast to it.")
+    return new
+
+
+def _same_kind(new: Tensor, old: Tensor, context: Context, edit: Any) -> None:
+    text = f"{context.address!r} passes {describe(old)} on {old.device}; {type(edit).__name__.lower()} was given"
+    if new.dtype != old.dtype:
+        raise EditError(f"{text} {describe(new)}.\nConvert it: .to({old.dtype})")
+    if new.device != old.device:
+        raise EditError(f"{text} a tensor on {new.device}.\nMove it: .to({str(old.device)!r})")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float | complex | bool)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and one.device == other.device and torch.equal(one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _short(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,144 @@
+"""``th.edit``: change values and gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tenterhook.address import Point, Selector, Site, resolve
+from tenterhook.edit.change import Change, as_change, check_same_kind
+from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit
+from tenterhook.edit.ready import Edit
+from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.session import Session
+from tenterhook.errors import AddressError, EditError
+
+__all__ = ["Editing", "edit"]
+
+Given = Edit | Callable[..., Any]
+Changes = Mapping[Selector, Given | list[Given]]
+
+
+def edit(
+    model: nn.Module,
+    changes: Changes | None = None,
+    *,
+    grad: Changes | None = None,
+    accumulated: Changes | None = None,
+    check: bool = True,
+) -> Editing:
+    """Change what passes at points while the session is open.
+
+    A change is a ready edit (``th.zero()``, ``th.set(v)``, …), a function of ``(value)`` or ``(value, ctx)``, or a list
+    of these, applied in order. A function that returns None keeps the value.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1, bias=False))
+    >>> with th.edit(model, {"1": th.zero()}):
+    ...     model(torch.ones(1, 2))
+    tensor([[0.]], grad_fn=<MmBackward0>)
+
+    Args:
+        model: any ``nn.Module``.
+        changes: selector to change, for values: outputs, arguments (``"fc:in"``) and parameters (``"fc.weight"``).
+        grad: selector to change, for gradients as they pass back: of outputs, of arguments (through that module) and of
+            parameters before they are accumulated.
+        accumulated: parameter to change, for its ``.grad`` right after a gradient was accumulated into it.
+        check: whether shape, dtype and device must stay what they were.
+    """
+    if not changes and not grad and not accumulated:
+        raise EditError("nothing to edit: give a dict of changes, for example th.edit(model, {'h.3': th.zero()})")
+    session = Editing(model)
+    for selector, change in _items(changes, "changes"):
+        session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
+    for selector, change in _items(grad, "grad"):
+        session.add(selector, change, lambda point, one: _gradient_bindings(point, one, check=check))
+    for selector, change in _items(accumulated, "accumulated"):
+        session.add(
+            selector, change, lambda point, one: [Binding(_parameter(point), AccumulatedEdit(one, check=check))]
+        )
+    return session
+
+
+class Editing(Session):
+    """A session that edits."""
+
+    verb = "edit"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, [], [])
+        self._handles: list[Any] = []
+
+    def add(
+        self, selector: Selector, given: Given | list[Given], bind: Callable[[Point, Change], list[Binding]]
+    ) -> None:
+        """Bind a change at every point of a selector: those named themselves must all be reached, of others one."""
+        changes = [as_change(one) for one in (given if isinstance(given, list) else [given])]
+        found: list[Binding] = []
+        for point in resolve(self.model, [selector]):
+            if point.call is not None and point.call < 0:
+                raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
+            bound = [binding for change in changes for binding in bind(point, change)]
+            self.bindings.extend(bound)
+            if point.explicit:
+                self.required.append(bound)
+            else:
+                found.extend(bound)
+        if found:
+            self.required.append(found)
+
+    def on_start(self) -> None:
+        for binding in self.bindings:
+            install = getattr(binding.action, "install", None)
+            if install is not None:
+                self._handles.append(install(binding.point, self))
+
+    def on_close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class ValueEdit:
+    """The action that replaces what passes."""
+
+    observes = False
+    again = True
+
+    def __init__(self, change: Change, *, check: bool) -> None:
+        self._change, self._check = change, check
+        self.reached = False
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        new = self._change(value, context)
+        if self._check and new is not value:
+            check_same_kind(value, new, context, self._change.name)
+        self.reached = True
+        return new
+
+
+def _items(changes: Changes | None, name: str) -> Any:
+    if changes is None:
+        return ()
+    if not isinstance(changes, Mapping):
+        raise EditError(
+            f"{name} is a dict of selector to change, for example {{'h.3': th.zero()}}; got {changes!r:.80}"
+        )
+    return changes.items()
+
+
+def _parameter(point: Point) -> Point:
+    if point.site is not Site.PARAMETER:
+        raise EditError(f"accumulated= edits the .grad of parameters, and {point.address!r} is none. Use grad=.")
+    return point
+
+
+def _gradient_bindings(point: Point, change: Change, *, check: bool) -> list[Binding]:
+    if point.site is Site.PARAMETER:
+        return [Binding(point, ParameterGradientEdit(change, check=check))]
+    if point.site in (Site.RETURN, Site.VARIABLE):
+        return [Binding(point, GradientEdit(change, check=check))]
+    through = InputGradientEdit(change, check=check)
+    out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
+    return [Binding(point, through), Binding(out, through.written_back)]

@@ -1,0 +1,70 @@
+"""What happens at a point, as the engine sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from tenterhook.address.match import Point
+
+if TYPE_CHECKING:
+    from tenterhook.engine.session import Session
+
+__all__ = ["Action", "Binding", "Context", "Direct"]
+
+
+class Context:
+    """What an action is told beside the value: where, which call, which module, and what is being recorded."""
+
+    __slots__ = ("_session", "address", "call", "module")
+
+    def __init__(self, address: str, call: int, module: nn.Module, session: Session) -> None:
+        self.address, self.call, self.module, self._session = address, call, module, session
+
+    @property
+    def tape(self) -> Any:
+        """The tape of the innermost record session that is open on this model in this thread, or None."""
+        return self._session.nearest_tape()
+
+    def __repr__(self) -> str:
+        return f"<{self.address}#{self.call}>"
+
+
+class Action(Protocol):
+    """What a session does at a point.
+
+    ``observes``: it sees the value that flows on, after every edit, and returns nothing, or that same value under an
+    alias with a history of its own. Otherwise its return value takes the value's place. ``again``: it must be applied
+    anew when activation checkpointing recomputes the call. ``reached``: some call has passed it.
+
+    An action at a module's output may also have a method ``enter``, which is told of each call as it begins: its index,
+    and the sequence number of autograd's next operation.
+    """
+
+    observes: bool
+    again: bool
+
+    @property
+    def reached(self) -> bool: ...
+
+    def __call__(self, value: Any, context: Context) -> Any: ...
+
+
+class Direct(Protocol):
+    """An observer that lets dispatch store a plain tensor itself, without a call.
+
+    ``entries`` takes ``(tensor, version)`` under the call's index; at most ``keep`` of them stay.
+    """
+
+    entries: dict[int, tuple[Tensor, int]]
+    keep: int
+
+
+class Binding:
+    """An action at a point."""
+
+    __slots__ = ("action", "point")
+
+    def __init__(self, point: Point, action: Action) -> None:
+        self.point, self.action = point, action

@@ -1,0 +1,123 @@
+"""What runs when a rewritten ``forward`` passes a place that a session has touched.
+
+The lanes of a call are put together into a tree of :class:`Node`: one for ``forward`` and one for each function that it
+is followed into. A node is also the :class:`~tenterhook.sites.rewrite.Hands` of its rewritten function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tenterhook.address.functions import forward_of, plain
+from tenterhook.address.places import Place
+from tenterhook.engine.action import Context
+from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.install import Lane
+
+__all__ = ["Node", "inside"]
+
+Stop = Callable[["Lane"], None]
+
+
+class Node:
+    """One function: what happens at its places, and the functions below it that are entered."""
+
+    __slots__ = ("_below", "_edits", "_entered", "_looks", "_made", "_stop", "_tapped", "function")
+
+    def __init__(self, function: FunctionType, stop: Stop) -> None:
+        self.function, self._stop = function, stop
+        self._tapped: set[Place] = set()
+        self._entered: set[Place] = set()
+        self._edits: dict[Any, list[tuple[Lane, Binding]]] = {}
+        self._looks: dict[Any, list[tuple[Lane, Binding]]] = {}
+        self._below: dict[Any, dict[CodeType, Node]] = {}
+        self._made: Any = None
+
+    def add(self, lane: Lane, binding: Binding) -> None:
+        """Let a binding act at the places of its point, in this function or below."""
+        spot = binding.point.spot
+        assert spot is not None  # noqa: S101  Only points inside a function come here.
+        node = self
+        for callee in spot.route:
+            node = node._child(callee.function, callee.at)
+        table = node._looks if binding.action.observes else node._edits
+        for place in spot.places:
+            node._tapped.add(place)
+            table.setdefault(key_of(place), []).append((lane, binding))
+
+    def _child(self, function: FunctionType, at: tuple[Place, ...]) -> Node:
+        child = Node(function, self._stop)
+        for place in at:
+            self._entered.add(place)
+            child = self._below.setdefault(key_of(place), {}).setdefault(function.__code__, child)
+        return child
+
+    @property
+    def made(self) -> Any:
+        """The rewritten function."""
+        if self._made is None:
+            self._made = self.made_of(self.function)
+        return self._made
+
+    def made_of(self, function: FunctionType) -> FunctionType:
+        """The same rewriting of a function that has the same code."""
+        return rewritten(function, frozenset(self._tapped), frozenset(self._entered), self)
+
+    # -- called by the rewritten code ---------------------------------------------------------------------------------
+
+    def value(self, place: Any, value: Any) -> Any:
+        """A value has come to a place."""
+        for lane, binding in self._edits.get(place, ()):
+            context = _context(lane, binding)
+            if context is not None:
+                value = binding.action(value, context)
+        looks = self._looks.get(place, ())
+        for lane, binding in looks:
+            context = _context(lane, binding)
+            if context is not None:
+                binding.action(value, context)
+        for lane, _ in looks:
+            if lane.session.done:
+                self._stop(lane)
+        return value
+
+    def each(self, place: Any, values: Any) -> Iterator[Any]:
+        """The values that a comprehension goes through, one by one."""
+        return (self.value(place, value) for value in values)
+
+    def enter(self, place: Any, function: Any) -> Any:
+        """A function is about to be called: if it is one that is entered, its rewritten self takes its place."""
+        below = self._below.get(place)
+        target = plain(function) if below is not None else None
+        child = below.get(target.__code__) if below is not None and target is not None else None
+        if child is None or target is None:
+            return function
+        # The code tells which function it is; the function itself may be another one, with other defaults or cells.
+        return rebuilt(function, target, child.made if target is child.function else child.made_of(target))
+
+
+def _context(lane: Lane, binding: Binding) -> Context | None:
+    """The context of this execution, or None where another one is meant."""
+    point = binding.point
+    count = lane.executions.get(binding, 0)
+    lane.executions[binding] = count + 1
+    if point.call is not None and point.call != count:
+        return None
+    return Context(point.address, count, lane.module, lane.session)
+
+
+def inside(module: nn.Module, original: Callable[..., Any], lanes: tuple[Lane, ...], stop: Stop) -> Callable[..., Any]:
+    """The module's forward, with everything inside it that these lanes ask for."""
+    function = forward_of(module)
+    node = Node(function, stop)
+    for lane in lanes:
+        for binding in lane.inner:
+            node.add(lane, binding)
+    return rebuilt(original, function, node.made)  # type: ignore[no-any-return]

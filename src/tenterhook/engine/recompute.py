@@ -1,0 +1,179 @@
+"""Activation checkpointing: calls that PyTorch makes a second time, inside the backward pass.
+
+An edit must be applied again there, with the same call index, even if its session has been closed in between; what was
+recorded must not be recorded again; and a session that was opened later must not touch it at all. So the graph itself
+carries what is needed: the function that a checkpoint will run again is replaced, on that one checkpoint, by a
+:class:`Carried` that brings the lanes of the first run back for as long as it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.install import Lane, Tap
+
+__all__ = ["Carried", "acting", "carry", "may_come", "visits"]
+
+saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003
+
+
+class _Local(threading.local):
+    run: Run | None = None
+
+
+_local = _Local()
+
+
+class Run:
+    """One recomputation: which lanes take part, and the call index that each has arrived at."""
+
+    __slots__ = ("calls", "places", "views")
+
+    def __init__(self, carried: Carried) -> None:
+        views, first = carried.views, carried.first
+        self.views, self.calls = views, dict(first)
+        for lane, view in views.items():
+            view.executions = dict(carried.executions[lane])
+        self.places = {lane: place for place, lane in enumerate(views)}
+
+    def visits(self, tap: Tap) -> list[tuple[Lane, int]]:
+        """Who takes part at a module, in the order that the sessions had in the first run."""
+        lanes = sorted((lane for lane in tap.lanes if lane in self.calls), key=self.places.__getitem__)
+        found = [(self.views[lane], self.calls[lane]) for lane in lanes]
+        for lane in lanes:
+            self.calls[lane] += 1
+        return found
+
+
+class Carried:
+    """The function of a checkpoint, with the lanes that were there when it first ran."""
+
+    def __init__(self, function: Callable[..., Any], *, compares: bool) -> None:
+        self.function = function
+        self._compares = compares  # Whether autograd has to save the same again.
+        self.views: dict[Lane, Lane] = {}
+        self.first: dict[Lane, int] = {}
+        self.executions: dict[Lane, dict[Binding, int]] = {}
+
+    def add(self, lane: Lane, call: int) -> None:
+        """Note that a lane was here; what is needed of it is taken now, because its session may end before."""
+        whole = lane.whole or lane
+        if whole in self.views:
+            return
+        view = self.views[whole] = lane.again_only()
+        self.first[whole] = call
+        self.executions[whole] = dict(lane.executions)
+        if self._compares:
+            view.swaps = tuple(swap.apart() if swap.active else swap for swap in view.swaps)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from tenterhook.engine.install import borrow, give_back  # The two files need each other only while running.
+
+        before, _local.run = _local.run, Run(self)
+        borrowed: list[Lane] = []
+        try:
+            for lane in self.views:
+                borrow(lane)
+                borrowed.append(lane)
+            return self.function(*args, **kwargs)
+        finally:
+            _local.run = before
+            for lane in reversed(borrowed):
+                give_back(lane)
+
+
+def acting() -> Run | None:
+    """The recomputation that this thread is in, if it is one of ours."""
+    return _local.run
+
+
+def visits(tap: Tap) -> list[tuple[Lane, int]]:
+    """Who takes part in a call that is made inside a backward pass."""
+    run = _local.run
+    if run is not None:
+        return run.visits(tap)
+    if any(True for _ in _recomputing(sys._getframe(1))):
+        return []  # A checkpoint that ran before these sessions were opened.
+    # Not a checkpoint of PyTorch's: code of the model's own that calls modules in its backward.
+    me = get_ident()
+    return [(lane.again_only(), lane.next_call()) for lane in tap.lanes if lane.mine(me) and lane.again]
+
+
+def may_come() -> bool:
+    """Whether a checkpoint may be running, whose calls will be made again: most often there is none."""
+    return not torch.is_grad_enabled() or saved_tensor_hooks() is not None
+
+
+def carry(visiting: list[tuple[Lane, int]]) -> None:
+    """Note on each checkpoint around this call that these lanes were here."""
+    lanes = [(lane, call) for lane, call in visiting if lane.again]
+    if not lanes or not may_come():
+        return
+    for owner, name in _checkpoints(sys._getframe(1)):
+        function = getattr(owner, name)
+        if not isinstance(function, Carried):
+            function = Carried(function, compares=name == "recompute_fn")
+            setattr(owner, name, function)
+        for lane, call in lanes:
+            function.add(lane, call)
+
+
+_CHECKPOINT: CodeType = inspect.unwrap(torch_checkpoint.checkpoint).__code__
+_FUNCTION = torch_checkpoint.CheckpointFunction
+_RERUN: set[CodeType] = {
+    inspect.unwrap(torch_checkpoint._run_fn_with_dynamo_disabled).__code__,
+    _FUNCTION.backward.__code__,
+}
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _recomputing(frame: FrameType) -> Iterator[FrameType]:
+    return (each for each in _frames(frame) if each.f_code in _RERUN)
+
+
+def _checkpoints(frame: FrameType) -> Iterator[tuple[Any, str]]:
+    """The checkpoints that are running, as the objects and attributes that hold the function to run again."""
+    found = set()
+    innermost = _from_hooks()
+    if innermost is not None:
+        found.add(id(innermost))
+        yield innermost, "recompute_fn"
+    for each in _frames(frame):
+        if each.f_code is _FUNCTION.forward.__code__:
+            yield each.f_locals["ctx"], "run_function"
+        elif each.f_code is _CHECKPOINT:
+            record = _from_generator(each.f_locals.get("gen"))
+            if record is not None and id(record) not in found:
+                yield record, "recompute_fn"
+
+
+def _from_generator(generator: Any) -> Any:
+    inner = getattr(generator, "gi_frame", None)
+    return inner.f_locals.get("new_frame") if inner is not None else None
+
+
+def _from_hooks() -> Any:
+    """The checkpoint whose hooks pack what autograd saves now; it may have been entered without ``checkpoint()``."""
+    hooks: Any = saved_tensor_hooks()
+    pack = hooks[0] if hooks else None
+    names = pack.__code__.co_freevars if inspect.isfunction(pack) else ()
+    if pack is None or "frame" not in names or pack.__module__ != torch_checkpoint.__name__:
+        return None
+    return pack.__closure__[names.index("frame")].cell_contents

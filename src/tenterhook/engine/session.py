@@ -1,0 +1,235 @@
+"""A session: a set of actions that goes into a model whole, or not at all, and comes out whole by any way out."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from tenterhook.address.match import Site
+from tenterhook.address.walk import find, module_ids
+from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.install import Lane, attach, detach
+from tenterhook.engine.reasons import never_reached
+from tenterhook.errors import ClosedSession, ModelChanged, SessionError, Stopped, TenterhookWarning
+from tenterhook.sites.facts import facts
+from tenterhook.sites.fused import FUSED, unfused
+from tenterhook.sites.module import can_be_called
+from tenterhook.sites.parameter import Swap
+
+__all__ = ["Session"]
+
+REPLACED = (
+    "the forward of {path!r} was replaced by another while a session was open. The replacement was left in place, and "
+    "may go on calling through tenterhook, which now does nothing there. Close the session first, or put the "
+    "replacement in before it starts."
+)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Session] = []
+
+
+_local = _Local()
+
+
+class Session:
+    """Actions at points, installed for a while.
+
+    ``required`` groups bindings of which at least one must be reached before the session ends.
+    """
+
+    verb = "session"
+
+    def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
+        self.model = model
+        self.bindings, self.required = bindings, required
+        self.done = False
+        self.stopped = False
+        self.tape: Any = None
+        self.lanes: dict[nn.Module, Lane] = {}
+        self._neighbours: list[Session] = []
+        self._state = "new"
+        self._depth = 0
+        self._shape: dict[int, None] | None = None
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Install everything, or nothing and raise."""
+        if self._state != "new":
+            raise self._not_new()
+        try:
+            self._plan()
+            for lane in self.lanes.values():
+                if can_be_called(lane.module):
+                    attach(lane)
+            self.on_start()
+        except BaseException:
+            self._undo()
+            self._let_go()
+            raise
+        self._state = "open"
+        self._neighbours = _local.open  # Of the thread that starts it; another one may close it.
+        self._neighbours.append(self)
+        return self
+
+    def _not_new(self) -> SessionError:
+        if self._state == "open":
+            return SessionError(f"this {self.verb} session is open already; open a second one with th.{self.verb}(...)")
+        return ClosedSession(f"this {self.verb} session is closed; open a new one with th.{self.verb}(...)")
+
+    def _plan(self) -> None:
+        for binding in self.bindings:
+            point = binding.point
+            if point.site is Site.PARAMETER:
+                self._plan_parameter(binding)
+            else:
+                self._lane(point.module, point.path).add(binding)
+        self._leave_fast_paths()
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Raise if the model is not any more what it was when the session was made."""
+        if all(binding.point.explicit for binding in self.bindings):
+            gone = [lane for lane in self.lanes.values() if find(self.model, lane.path) is not lane.module]
+        else:
+            self._shape = module_ids(self.model)
+            gone = [lane for lane in self.lanes.values() if id(lane.module) not in self._shape]
+        if gone:
+            message = f"{gone[0].path!r} is not the module any more that it was when this session was made"
+            raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
+
+    def _lane(self, module: nn.Module, path: str) -> Lane:
+        lane = self.lanes.get(module)
+        if lane is None:
+            lane = self.lanes[module] = Lane(self, module, path)
+        return lane
+
+    def _plan_parameter(self, binding: Binding) -> None:
+        """An edited parameter is exchanged around every call of its owner and of the modules above it."""
+        point, action = binding.point, binding.action
+        if action.observes or hasattr(action, "install") or point.tensor is None:
+            return
+        context = Context(point.address, 0, point.module, self)
+        swap = Swap(self.model, point.tensor, lambda tensor: action(tensor, context))
+        steps = point.path.split(".") if point.path else []
+        for length in range(len(steps) + 1):
+            path = ".".join(steps[:length])
+            module = find(self.model, path)
+            if module is not None:
+                lane = self._lane(module, path)
+                lane.swaps += (swap,)
+                lane.again = True
+
+    def _leave_fast_paths(self) -> None:
+        """Let fused layers call their children, where one of those is wanted."""
+        for path in facts(self.model).fused:
+            layer = find(self.model, path)
+            if isinstance(layer, FUSED) and self._wants_inside(path, layer):
+                self._lane(layer, path).swaps += (unfused(layer),)
+
+    def _wants_inside(self, path: str, layer: nn.Module) -> bool:
+        inside = f"{path}." if path else ""
+        for lane in self.lanes.values():
+            if lane.module is layer or not lane.path.startswith(inside):
+                continue
+            # The layers of an encoder are called on its fast path too; what is inside them is not.
+            if not isinstance(layer, nn.TransformerEncoder) or not isinstance(lane.module, nn.TransformerEncoderLayer):
+                return True
+        return False
+
+    def on_start(self) -> None:
+        """For a verb that has more to put in; what it raises undoes the start."""
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take everything out; any number of times. Then say what was never reached."""
+        if self._state == "open":
+            replaced = self._undo()
+            try:
+                self._say_what_was_replaced(replaced)
+                self._say_what_was_missed()
+            finally:
+                self._let_go()
+        self._state = "closed"
+
+    def _let_go(self) -> None:
+        """Drop what refers back to this session, so that it and its tape go when the last reference does."""
+        self.lanes, self.bindings, self.required = {}, [], []
+
+    def _undo(self) -> list[str]:
+        """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
+        if self in self._neighbours:
+            self._neighbours.remove(self)
+        replaced = []
+        try:
+            for lane in reversed(self.lanes.values()):
+                lane.rest()
+                if not detach(lane):
+                    replaced.append(lane.path or ":return")
+        finally:
+            self.on_close()
+        self._state = "closed"
+        return replaced
+
+    def on_close(self) -> None:
+        """For a verb that has more to take out."""
+
+    def _say_what_was_replaced(self, paths: list[str]) -> None:
+        # Only now, because a warning may be an error, and by then everything has to be out.
+        for path in paths:
+            warnings.warn(REPLACED.format(path=path), TenterhookWarning, stacklevel=4)
+
+    def _say_what_was_missed(self) -> None:
+        if self._shape is not None and self._shape != module_ids(self.model):
+            text = (
+                f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
+                "open on it: new modules were not part of it, and lost ones may have been missed."
+            )
+            warnings.warn(text, TenterhookWarning, stacklevel=4)
+        missed = [group for group in self.required if not any(binding.action.reached for binding in group)]
+        if missed:
+            raise never_reached(self, missed)
+
+    # -- as a context manager -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Any:
+        if self._depth == 0:
+            self.start()
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self._depth -= 1
+        if self._depth:
+            return False
+        mine = isinstance(error, Stopped) and error.args[0] is self
+        if error is None or mine:
+            self.stopped = mine
+            self.close()
+        else:
+            replaced = self._undo()
+            self._let_go()
+            self._say_what_was_replaced(replaced)
+        return mine
+
+    # -- asked by actions ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session acts now."""
+        return self._state == "open"
+
+    def nearest_tape(self) -> Any:
+        """The tape of the innermost open session of this thread on the same model that records."""
+        tapes = (each.tape for each in reversed(_local.open) if each.model is self.model and each.tape is not None)
+        return next(tapes, None)
+
+    def __repr__(self) -> str:
+        return f"<{self._state} {self.verb} session on a {type(self.model).__name__}>"

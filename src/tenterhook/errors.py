@@ -1,0 +1,146 @@
+"""Every exception that tenterhook raises on purpose.
+
+The tree::
+
+    TenterhookError (Exception)
+    ├── AddressError (LookupError)        a name that the model does not have, or text that is no address
+    │   └── NoSource                      the inside of a function that cannot be reached
+    ├── SelectorError (TypeError)         something that cannot select points
+    ├── SessionError (RuntimeError)
+    │   ├── ClosedSession                 a session, or a handle, used after its end
+    │   └── ModelChanged                  the model gained or lost modules while a session was open
+    ├── NeverReached (RuntimeError)       an edit or a named point that no call passed
+    ├── TapeError
+    │   ├── AmbiguousCall (LookupError)   several calls were recorded and none was chosen
+    │   ├── NotRecorded (LookupError)     nothing was recorded there
+    │   ├── ValueChanged (RuntimeError)   a kept value was overwritten in place after it was recorded
+    │   └── TapeFileError (OSError)       a file that is no tape, or a damaged one
+    ├── GradientError (RuntimeError)
+    │   ├── NoBackward                    backward() has not run
+    │   └── NoGradient                    backward() ran, and no gradient flowed there
+    ├── EditError (ValueError)            an edit that does not fit the value at its point
+    ├── HookError (TypeError)
+    │   └── ReadonlyHook                  a read-only hook that changed something
+    └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
+
+    Stopped (BaseException)               a session with stop=True has what it asked for
+    TenterhookWarning (UserWarning)       something that deserves a look and is no error
+
+``Stopped`` is no ``Exception``, so that a model's own ``except Exception`` cannot swallow it.
+Each exception also derives from the builtin one that a reader would have guessed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AddressError",
+    "AmbiguousCall",
+    "ClosedSession",
+    "EditError",
+    "GradientError",
+    "HookError",
+    "ModelChanged",
+    "NeverReached",
+    "NoBackward",
+    "NoGradient",
+    "NoSource",
+    "NotRecorded",
+    "ReadonlyHook",
+    "SelectorError",
+    "SessionError",
+    "Stopped",
+    "TapeError",
+    "TapeFileError",
+    "TenterhookError",
+    "TenterhookWarning",
+    "UnsupportedModel",
+    "ValueChanged",
+]
+
+
+class TenterhookError(Exception):
+    """The base of them all."""
+
+
+class AddressError(TenterhookError, LookupError):
+    """A name that the model does not have, or text that is no address."""
+
+
+class NoSource(AddressError):
+    """The inside of a function that cannot be reached, because its source is missing, changed or out of reach."""
+
+
+class SelectorError(TenterhookError, TypeError):
+    """Something that cannot select points."""
+
+
+class SessionError(TenterhookError, RuntimeError):
+    """A session used in a way that it cannot serve."""
+
+
+class ClosedSession(SessionError):
+    """A session, or a handle, used after its end."""
+
+
+class ModelChanged(SessionError):
+    """The model gained or lost modules while a session was open."""
+
+
+class NeverReached(TenterhookError, RuntimeError):
+    """An edit or a named point that no call passed."""
+
+
+class TapeError(TenterhookError):
+    """A question that a tape cannot answer."""
+
+
+class AmbiguousCall(TapeError, LookupError):
+    """Several calls were recorded and none was chosen."""
+
+
+class NotRecorded(TapeError, LookupError):
+    """Nothing was recorded there."""
+
+
+class ValueChanged(TapeError, RuntimeError):
+    """A kept value was overwritten in place after it was recorded."""
+
+
+class TapeFileError(TapeError, OSError):
+    """A file that is no tape, or a damaged one."""
+
+
+class GradientError(TenterhookError, RuntimeError):
+    """A gradient that is not to be had."""
+
+
+class NoBackward(GradientError):
+    """backward() has not run."""
+
+
+class NoGradient(GradientError):
+    """backward() ran, and no gradient flowed there."""
+
+
+class EditError(TenterhookError, ValueError):
+    """An edit that does not fit the value at its point."""
+
+
+class HookError(TenterhookError, TypeError):
+    """A hook that cannot be registered, or that broke its own rules."""
+
+
+class ReadonlyHook(HookError):
+    """A read-only hook that changed something."""
+
+
+class UnsupportedModel(TenterhookError, TypeError):
+    """A module that cannot be hooked in this way."""
+
+
+class Stopped(BaseException):
+    """A session with ``stop=True`` has what it asked for, and the rest of the model does not run."""
+
+
+class TenterhookWarning(UserWarning):
+    """Something that deserves a look and is no error."""

@@ -1,0 +1,221 @@
+"""The hooks that PyTorch users know, under the names that they know, done right.
+
+>>> import torch
+>>> from tenterhook import hooks
+>>> linear = torch.nn.Linear(2, 1)
+>>> with hooks.register_forward_hook(linear, lambda module, args, output: output * 0 + 7):
+...     linear(torch.ones(1, 2)).item()
+7.0
+
+Signatures, order and return rules are PyTorch's own; the forward hooks *are* PyTorch's own, so they stand in line with
+those that other code registers. ``readonly=True`` makes it an error for a hook to return a value or to change one in
+place. ``register_backward_hook`` gives the true gradients also where PyTorch's own hook fails, is not called, or warns:
+around in-place operations, for outputs that are dicts, lists, dataclasses or nested, for inputs given as keywords, and
+for views.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch  # noqa: F401  For the examples.
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tenterhook._tree import tensors
+from tenterhook.errors import HookError, ReadonlyHook
+from tenterhook.sites.backward import BackwardHooks, backward_hooks, name_of
+from tenterhook.sites.tensor import hook_tensor
+
+__all__ = [
+    "Handle",
+    "register_backward_hook",
+    "register_backward_pre_hook",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_hook",
+]
+
+Hook = Callable[..., Any]
+
+
+class Handle:
+    """What a registration returns: ``remove()`` it, any number of times, or use it as a context manager."""
+
+    __slots__ = ("_remove", "id")
+
+    def __init__(self, id: int, remove: Callable[[], object]) -> None:  # noqa: A002  PyTorch's handles call it id.
+        self.id = id
+        self._remove: Callable[[], object] | None = remove
+
+    def remove(self) -> None:
+        """Take the hook away. A second time does nothing."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id}, {'removed' if self._remove is None else 'in place'}>"
+
+
+def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle:
+    """Call ``fn(grad)`` when the gradient of ``tensor`` is computed; a tensor that it returns replaces the gradient.
+
+    The gradient is that of the value which the tensor has now, whatever is done to it in place later, views included.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = x * 2
+    >>> handle = register_hook(y, lambda grad: grad * 10)
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([20., 20.])
+    """
+    _check(tensor, Tensor, "tensor")
+    if not tensor.requires_grad:
+        raise HookError(
+            "this tensor requires no gradient, so its hook would never be called. Make it: tensor.requires_grad_(), "
+            "or compute it from something that does."
+        )
+    remove = hook_tensor(tensor, _noted(_guarded(fn, readonly=readonly)))
+    return Handle(_next_id(), remove)
+
+
+def register_forward_pre_hook(
+    module: nn.Module, fn: Hook, *, prepend: bool = False, with_kwargs: bool = False, readonly: bool = False
+) -> Handle:
+    """Call ``fn(module, args)``, or ``fn(module, args, kwargs)``, before ``forward``.
+
+    What it returns replaces the arguments: one value is wrapped into a tuple; with ``with_kwargs`` it is
+    ``(args, kwargs)``.
+    """
+    _check(module, nn.Module, "module")
+    guarded = _guarded(fn, readonly=readonly)
+    return _native(module.register_forward_pre_hook(guarded, prepend=prepend, with_kwargs=with_kwargs))
+
+
+def register_forward_hook(
+    module: nn.Module,
+    fn: Hook,
+    *,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    readonly: bool = False,
+) -> Handle:
+    """Call ``fn(module, args, output)``, or ``fn(module, args, kwargs, output)``, after ``forward``.
+
+    What it returns replaces the output. With ``always_call`` it is called even if ``forward`` raises.
+    """
+    _check(module, nn.Module, "module")
+    guarded = _guarded(fn, readonly=readonly)
+    return _native(
+        module.register_forward_hook(guarded, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call)
+    )
+
+
+def register_backward_pre_hook(module: nn.Module, fn: Hook, *, prepend: bool = False, readonly: bool = False) -> Handle:
+    """Call ``fn(module, grad_output)`` before the gradient passes back through the module.
+
+    ``grad_output`` has an entry for each tensor of the output; a tuple that ``fn`` returns replaces it.
+    """
+    return _backward(module, fn, "before", prepend=prepend, readonly=readonly)
+
+
+def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False, readonly: bool = False) -> Handle:
+    """Call ``fn(module, grad_input, grad_output)`` when the gradient has passed back through the module.
+
+    ``grad_input`` has an entry for each tensor that was given to the module, by place and then by keyword: the gradient
+    through this module, None where there is none. A tuple that ``fn`` returns replaces it.
+
+    >>> class Twice(nn.Module):
+    ...     def forward(self, x):
+    ...         return {"y": (x * 2).relu_()}
+    >>> module = Twice()
+    >>> handle = register_backward_hook(module, lambda module, grad_input, grad_output: print(grad_input, grad_output))
+    >>> module(x=torch.ones(1, requires_grad=True))["y"].backward()
+    (tensor([2.]),) (tensor([1.]),)
+    """
+    return _backward(module, fn, "after", prepend=prepend, readonly=readonly)
+
+
+def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonly: bool) -> Handle:
+    _check(module, nn.Module, "module")
+    manager: BackwardHooks = backward_hooks(module)
+    key = _next_id()
+    manager.add(which, key, _guarded(fn, readonly=readonly), prepend=prepend)
+    return Handle(key, lambda: manager.discard(module, which, key))
+
+
+def _native(handle: RemovableHandle) -> Handle:
+    return Handle(handle.id, handle.remove)
+
+
+def _next_id() -> int:
+    """An id from PyTorch's own count, so that no two handles of either kind share one."""
+    return int(RemovableHandle(OrderedDict()).id)
+
+
+def _check(given: Any, wanted: type, what: str) -> None:
+    if not isinstance(given, wanted):
+        got = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise HookError(
+            f"the {what} comes first and is an instance of {wanted.__module__}.{wanted.__name__}; got {got}"
+        )
+
+
+def _guarded(fn: Hook, *, readonly: bool) -> Hook:
+    if not callable(fn):
+        raise HookError(f"a hook is a function; got a {type(fn).__name__}: {fn!r:.80}")
+    return _read_only(fn) if readonly else fn
+
+
+def _noted(fn: Hook) -> Hook:
+    """A tensor's hook, whose errors say where they come from: autograd's own traceback does not."""
+
+    def noted(gradient: Tensor) -> Any:
+        try:
+            return fn(gradient)
+        except Exception as error:
+            error.add_note(f"in the tensor hook {name_of(fn)}")
+            raise
+
+    return noted
+
+
+def _read_only(fn: Hook) -> Hook:
+    """The hook, held to its word: it returns nothing and changes nothing."""
+    name = name_of(fn)
+
+    @functools.wraps(fn)
+    def watched(*given: Any) -> None:
+        before = _states(given)
+        returned = fn(*given)
+        if returned is not None:
+            raise ReadonlyHook(f"the read-only hook {name} returned a {type(returned).__name__}; it must return None")
+        if any(_changed(*state) for state in before):
+            raise ReadonlyHook(f"the read-only hook {name} changed a tensor in place")
+
+    return watched
+
+
+def _states(given: Sequence[Any]) -> list[tuple[Tensor, int | Tensor]]:
+    """Each tensor with its version, or with a copy where it has none."""
+    inside = [tensor for value in given if not isinstance(value, nn.Module) for _, tensor in tensors(value)]
+    return [(tensor, tensor.clone() if tensor.is_inference() else tensor._version) for tensor in inside]
+
+
+def _changed(tensor: Tensor, state: int | Tensor) -> bool:
+    if isinstance(state, Tensor):
+        same = (tensor == state) | (tensor.isnan() & state.isnan())
+        return not bool(same.all())
+    return tensor._version != state

@@ -1,0 +1,109 @@
+"""``tape.backward``: the gradients of the recorded points alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tenterhook._tree import describe
+from tenterhook.errors import GradientError
+from tenterhook.record.cell import Cell
+from tenterhook.record.gradient import NONE_RECORDED, WHY
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape import Tape
+
+__all__ = ["backward"]
+
+FREED = (
+    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass but the "
+    "last, or call tape.backward first."
+)
+APART = (
+    "the loss depends on no recorded point whose graph is at hand. Compute it from the run that was recorded; where a "
+    "backward pass has freed that run's graph, pass retain_graph=True to it."
+)
+
+
+def backward(
+    tape: Tape,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    *,
+    parameters: bool = False,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Let the gradient of ``loss`` flow to the tape's points; what ``Tape.backward`` says in full."""
+    cells = tape.grad.cells()
+    _check(cells, loss, gradient)
+    for cell in cells:
+        cell.graphs = create_graph
+    try:
+        if parameters:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph)
+        else:
+            _to_points(cells, loss, gradient, retain_graph=retain_graph, create_graph=create_graph)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise GradientError(FREED.format(what="this loss")) from error
+        raise
+    finally:
+        for cell in cells:
+            cell.graphs = False
+
+
+def _check(cells: list[Cell], loss: Any, gradient: Tensor | None) -> None:
+    if not cells:
+        raise GradientError(NONE_RECORDED)
+    if not isinstance(loss, Tensor):
+        raise GradientError(f"the loss is a tensor; got a {type(loss).__name__}")
+    if not loss.requires_grad:
+        raise GradientError(
+            "this loss requires no gradient: it was computed under no_grad, or from nothing that requires one"
+        )
+    if gradient is None and loss.numel() != 1:
+        raise GradientError(
+            f"this loss is {describe(loss)} and no single number. Reduce it, for example by .sum(), or give its own "
+            "gradient: tape.backward(loss, gradient)"
+        )
+    if all(cell.why for cell in cells):
+        raise GradientError(f"no recorded point can have a gradient: {WHY[cells[0].why]}")
+
+
+def _to_points(
+    cells: list[Cell], loss: Tensor, gradient: Tensor | None, *, retain_graph: bool | None, create_graph: bool
+) -> None:
+    """Run the engine as far as the points, and no further.
+
+    The hooks catch what comes by, as in any backward pass. What the engine hands out itself is of no use where an edit
+    has hooked the same tensor: for a tensor that lies on the way to another one it is the gradient before the edit.
+    Nothing lies behind a parameter, and its hook goes with the session, so its gradient is taken from the engine.
+    """
+    leaves = [(cell, leaf) for cell in cells if cell.leaf is not None and (leaf := cell.leaf()) is not None]
+    parameters = [get_gradient_edge(leaf) for _, leaf in leaves]
+    targets = list(dict.fromkeys(edge[:2] for edge in [*parameters, *(edge for cell in cells for edge in cell.edges)]))
+    if not targets:
+        raise GradientError(FREED.format(what="every recorded point"))
+    before = [_caught(cell) for cell in cells]
+    for cell, _ in leaves:
+        cell.silent = True
+    try:
+        edges = [GradientEdge(*target) for target in targets]
+        found = torch.autograd.grad(loss, edges, gradient, retain_graph, create_graph, allow_unused=True)
+    finally:
+        for cell, _ in leaves:
+            cell.silent = False
+    arrived = dict(zip(targets, found, strict=True))
+    for (cell, _), edge in zip(leaves, parameters, strict=True):
+        if arrived[edge[:2]] is not None:
+            cell.take((), arrived[edge[:2]], frees=False)
+    if before == [_caught(cell) for cell in cells]:
+        raise GradientError(APART)
+
+
+def _caught(cell: Cell) -> int:
+    return sum(len(found) for found in cell.parts.values())

@@ -1,0 +1,141 @@
+"""What is kept of a value that passes: by reference with its version, or as a copy.
+
+A copy is made where a later in-place change is to be expected, and wherever a change could not be noticed. Everything
+else is kept by reference together with the version that it had, and reading it compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import Opaque, map_tensors
+from tenterhook.engine.action import Context
+from tenterhook.errors import TapeError, ValueChanged
+
+__all__ = ["Copy", "Entry", "Kept", "Policy", "Recorder", "read", "value"]
+
+Copy = Literal["auto", "always", "never"]
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+CHANGED = (
+    "{address!r} was changed in place after it was recorded (its version was {old} and is now {new}), so the recorded "
+    "value is gone. The code that did it gave no sign beforehand. Record with a copy: "
+    'th.record(model, ..., copy="always").'
+)
+ESCAPED = (
+    "{address!r} was recorded inside vmap, grad or another transform of torch.func, whose tensors mean nothing outside "
+    "it. Run the model without the transform, or record around it."
+)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A structure that was kept, and the tensors in it whose versions must not move."""
+
+    value: Any
+    watched: list[tuple[Tensor, int]]
+
+
+# A plain tensor is kept without a Kept around it: dispatch stores it so, and there may be thousands.
+Entry = tuple[Tensor, int] | Kept
+
+
+class Policy:
+    """How tensors are kept: ``in_place`` says that the model shows signs of changing tensors in place."""
+
+    __slots__ = ("by_reference", "copy", "device", "dtype", "in_place")
+
+    def __init__(
+        self,
+        copy: Copy = "auto",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        self.copy, self.device, self.dtype, self.in_place = copy, device, dtype, in_place
+        # Whether a plain tensor is kept as it is, with its version to tell of later changes.
+        self.by_reference = device is None and dtype is None and copy == "auto" and not in_place
+
+    def keep(self, value: Any) -> Entry:
+        """Keep a structure, each tensor detached."""
+        watched: list[tuple[Tensor, int]] = []
+        one = self._refer if self.by_reference else self._keep_one
+        return Kept(map_tensors(lambda tensor: one(tensor, watched), value, opaque=Opaque.of), watched)
+
+    @staticmethod
+    def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        if isinstance(tensor, nn.Parameter):  # A module that gives its own parameter: an optimiser will change it.
+            return _clone(kept)
+        try:
+            watched.append((kept, kept._version))
+        except RuntimeError:  # An inference tensor has no version, so no later change could be noticed.
+            return _clone(kept)
+        return kept
+
+    def _keep_one(self, tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
+        kept = tensor.detach()
+        if is_wrapped(kept):
+            watched.append((kept, kept._version))  # For the error that explains.
+        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
+        converted = kept.to(device=self.device, dtype=dtype) if self.device is not None or dtype is not None else kept
+        if converted is not kept or self.copy == "never":
+            return converted
+        return _clone(converted)
+
+
+class Recorder:
+    """The action that keeps what passes a point."""
+
+    observes = True
+    again = False
+
+    def __init__(self, policy: Policy, keep: int = sys.maxsize) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.policy, self.keep = policy, keep
+        self.direct = policy.by_reference
+        self.passed = False
+        self.track: Any = None
+
+    @property
+    def reached(self) -> bool:
+        # What dispatch stores itself does not come by here, but leaves an entry, unless the tape was cleared.
+        return self.passed or (self.direct and (bool(self.entries) or bool(self.track and self.track.cleared)))
+
+    def __call__(self, value: Any, context: Context) -> None:
+        self.passed = True
+        self.entries[context.call] = self.policy.keep(value)
+        if context.call >= self.keep:
+            self.entries.pop(context.call - self.keep, None)
+
+
+def value(entry: Entry) -> Any:
+    """The kept value, whatever has become of it."""
+    return entry[0] if isinstance(entry, tuple) else entry.value
+
+
+def read(entry: Entry, address: str) -> Any:
+    """The kept value, if it is still what passed."""
+    found, watched = value(entry), [entry] if isinstance(entry, tuple) else entry.watched
+    for tensor, version in watched:
+        if tensor._version != version:
+            raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
+    if any(is_wrapped(tensor) for tensor, _ in watched):
+        raise TapeError(ESCAPED.format(address=address))
+    # It may require a gradient now, although it did not when it passed.
+    return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy that later changes do not reach and that can be used outside inference mode."""
+    if tensor.is_inference():
+        with torch.inference_mode(mode=False):
+            return tensor.clone()
+    return tensor.clone()

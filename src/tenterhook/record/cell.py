@@ -1,0 +1,232 @@
+"""Cells: the gradients of one recorded value, and the hooks that fill them.
+
+A hook never holds its cell, and a cell holds no tensor that has a graph: each hook has a weak reference to its cell, so
+that a tape is gone when its last user is. What a cell does hold of the graph is the edges at which its gradients
+arrive, because ``tape.backward`` asks for them; ``release`` says when they go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tenterhook._tree import Opaque, Path, map_tensors, replace_at
+from tenterhook.errors import ValueChanged
+from tenterhook.sites.tensor import LeafHook, Place, attach_hook, base_of, why_no_gradient
+
+__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_leaf", "watch_parameter"]
+
+graph_task = torch._C._current_graph_task_id
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+# What GradientEdge is made of; where a node is written in Python, with a third thing that keeps it alive.
+Edge = tuple[Any, ...]
+PythonNode: Any = torch._C._FunctionBase
+
+CHANGED = (
+    "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
+    "what flowed is gone. A hook should return a new tensor."
+)
+
+
+class Cell:
+    """The gradients of one value: for each of its tensors, what every backward pass brought."""
+
+    __slots__ = (
+        "__weakref__",
+        "closed",
+        "edges",
+        "graphs",
+        "leaf",
+        "parts",
+        "shape",
+        "silent",
+        "spent",
+        "tasks",
+        "why",
+    )
+
+    def __init__(self, value: Any, why: str | None = None) -> None:
+        # Each gradient with the version that it had, which tells whether it was changed since.
+        self.parts: dict[Path, list[tuple[Tensor, int]]] = {}
+        # What the gradient is poured into: the value's own structure, with None for each tensor.
+        self.shape = None if isinstance(value, Tensor) else map_tensors(lambda _: None, value, opaque=Opaque.of)
+        self.why = why_no_gradient(value) if why is None else why
+        self.edges: tuple[Edge, ...] = ()  # How far a backward pass must come for the hooks to catch it all.
+        self.tasks: dict[Path, int] | None = None
+        self.leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
+        self.silent = self.graphs = self.spent = self.closed = False
+
+    def add(self, path: Path, gradient: Tensor) -> None:
+        """Take what the backward pass that is running has brought."""
+        self.take(path, gradient, frees=not keeps_graph())
+
+    def take(self, path: Path, gradient: Tensor, *, frees: bool) -> None:
+        """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
+        if gradient.requires_grad and not self.graphs:
+            gradient = gradient.detach()
+        self.parts.setdefault(path, []).append((gradient, gradient._version))
+        if frees:
+            self.spent = True
+            if self.closed:
+                self.release()
+
+    def gather(self, path: Path, gradient: Tensor) -> None:
+        """Take one of several shares of a pass, and add them up in the order in which the engine would."""
+        task, found = graph_task(), self.parts.get(path)
+        if self.tasks is None:
+            self.tasks = {}
+        if found and self.tasks.get(path) == task:
+            gradient = found.pop()[0] + gradient
+        self.tasks[path] = task
+        self.add(path, gradient)
+
+    def total(self, address: str) -> Any:
+        """The gradient in the value's structure: the sum over backward passes, None where nothing flowed."""
+        for found in self.parts.values():
+            if any(gradient._version != version for gradient, version in found):
+                raise ValueChanged(CHANGED.format(address=address))
+        sums = {path: _sum(found) for path, found in self.parts.items()}
+        if self.shape is None:
+            return sums.get(())
+        return _pour(self.shape, sums)
+
+    def release(self) -> None:
+        """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
+        self.edges = ()
+
+    def close(self, *, spent: bool) -> None:
+        """The session is over. ``spent`` says that a backward pass freed a graph of it."""
+        self.closed = True
+        if self.spent or spent:
+            self.release()
+
+
+class Catch:
+    """A tensor hook that fills a cell as long as somebody holds it."""
+
+    __slots__ = ("_find", "_path")
+
+    observes = True  # Among the hooks of a leaf it comes last.
+    __torch_unserializable__ = True  # Saving a tensor that was recorded gives no warning about this hook.
+
+    def __init__(self, cell: Cell, path: Path) -> None:
+        self._find, self._path = weakref.ref(cell), path
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is None or cell.silent:
+            return
+        if cell.parts or cell.closed or gradient.requires_grad:
+            cell.add(self._path, gradient)
+        else:  # The same as add(), for the one gradient that most cells get.
+            cell.parts[self._path] = [(gradient, gradient._version)]
+            cell.spent = not keeps_graph()
+
+
+class CatchView(Catch):
+    """The hook of a view: it holds its tongue where the view, or its base, was changed in place meanwhile."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, cell: Cell, path: Path, place: Place) -> None:
+        super().__init__(cell, path)
+        self._place = place
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is not None and not self._place.changed:
+            cell.add(self._path, gradient)
+
+
+class CatchPart(CatchView):
+    """The hook of that view's base, which speaks where the other is silent.
+
+    What it gives is the gradient of the memory that the view showed: a use that others make of that memory through the
+    base, and not through the view, is part of it.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is None or not self._place.changed:
+            return
+        if self._place.tied:
+            cell.why = "tied"
+        else:
+            cell.add(self._path, self._place.take(gradient))
+
+
+class CatchShown(Catch):
+    """The hook of an input's memory that outputs of the module show: it speaks where one of them was changed in place.
+
+    Then, too, it is the gradient of that memory that is caught.
+    """
+
+    __slots__ = ("_place", "_shown")
+
+    def __init__(self, cell: Cell, path: Path, shown: list[Place], place: Place | None) -> None:
+        super().__init__(cell, path)
+        self._shown, self._place = shown, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is None or not any(place.changed for place in self._shown):
+            return
+        if self._place is None:
+            cell.add(self._path, gradient)
+        elif self._place.tied:
+            cell.why = "tied"
+        else:
+            cell.add(self._path, self._place.take(gradient))
+
+
+def watch(cell: Cell, path: Path, tensor: Tensor) -> None:
+    """Catch the gradient of the value that a tensor with a history has now."""
+    base = base_of(tensor)
+    if base is None:
+        cell.edges += (edge_of(tensor),)
+        attach_hook(tensor, Catch(cell, path))
+        return
+    cell.edges += (edge_of(tensor), edge_of(base))
+    place = Place(tensor, base)
+    attach_hook(tensor, CatchView(cell, path, place))
+    attach_hook(base, CatchPart(cell, path, place))
+
+
+def watch_leaf(cell: Cell, path: Path, tensor: Tensor) -> None:
+    """Catch the gradient of a leaf that somebody handed in; its hook goes when the cell does."""
+    cell.edges += (edge_of(tensor),)
+    handle = tensor.register_hook(Catch(cell, path))
+    weakref.finalize(cell, handle.remove).atexit = False
+
+
+def watch_parameter(cell: Cell, tensor: Tensor) -> LeafHook:
+    """Catch the gradient of a parameter, until the hook is taken away; ``tape.backward`` finds it without one."""
+    cell.leaf = weakref.ref(tensor)
+    return LeafHook(tensor, Catch(cell, ()))
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """Where the tensor's gradient arrives; by the short way, where its node can be held from Python."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, PythonNode):
+        return get_gradient_edge(tensor)
+    return node, tensor.output_nr
+
+
+def _sum(found: list[tuple[Tensor, int]]) -> Tensor:
+    total = found[0][0]
+    for gradient, _ in found[1:]:
+        total = total + gradient
+    return total
+
+
+def _pour(shape: Any, sums: dict[Path, Tensor]) -> Any:
+    for path, gradient in sums.items():
+        shape = replace_at(shape, path, gradient)
+    return shape

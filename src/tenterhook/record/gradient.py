@@ -1,0 +1,343 @@
+"""Gradients of what was recorded: caught as autograd passes back, and kept without their graph.
+
+An output's gradient is caught by a tensor hook, which stays with the value that it was put on when that value is later
+changed in place, views included (see :mod:`tenterhook.sites.tensor`). A module that returns what it was given, such as
+``nn.Identity``, shares that tensor with others, so its output is handed on as an alias with a place of its own in the
+graph. That is the one thing that recording adds to a graph; where the shared tensor has three uses or more, the sum of
+their gradients may then be formed in another order.
+
+An input's gradient *through this module* is what the operations inside the module hand back to it. Those are found by
+walking the graph from the module's outputs to the input, once per call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from tenterhook._tree import Path, replace_at, tensors
+from tenterhook.engine.action import Context
+from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
+from tenterhook.record.cell import Catch, CatchShown, Cell, PythonNode, edge_of, graph_task, watch, watch_leaf
+from tenterhook.record.tape import View
+from tenterhook.sites import tensor as sites
+from tenterhook.sites.tensor import Place, attach_hook, base_of, is_older, is_own, own_alias, sequence_number
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape import Tape
+
+__all__ = ["WHY", "Cell", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
+
+WHY = sites.WHY | {"tied": f"{sites.TIED}."}
+NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
+
+
+class Gradients(View):
+    """The gradients of a tape's values, by the same addresses."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape._model())
+        self._aliases = tape._aliases
+        self._tape = weakref.ref(tape)
+        self._begun: int | None = None
+
+    def begin(self) -> None:
+        """The session opens: note the time, as the engine counts it."""
+        self._begun = _passes()
+
+    def end(self) -> None:
+        """The session is over: let go of every graph that a backward pass has used up."""
+        cells = self.cells()
+        spent = any(cell.spent for cell in cells)
+        for cell in cells:
+            cell.close(spent=spent)
+
+    def cells(self) -> list[Cell]:
+        """Every cell of the tape."""
+        entries = (entry for track in self._tracks.values() for entry in track.entries.values())
+        return [entry for entry in entries if isinstance(entry, Cell)]
+
+    def _read(self, entry: Any, address: str) -> Any:
+        if not isinstance(entry, Cell):
+            return super()._read(entry, address)
+        if entry.why:
+            raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
+        if entry.parts:
+            return entry.total(address)
+        raise self._missing(address)
+
+    def _missing(self, address: str) -> GradientError:
+        caught = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
+        if caught or (self._begun is not None and _passes() > self._begun + 1):
+            return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
+        text = f"there is no gradient of {address!r} yet: backward() has not run."
+        return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
+
+    def _held(self, entry: Any) -> bool:
+        return not isinstance(entry, Cell) or (bool(entry.parts) and not entry.why)
+
+    def _unknown(self, address: str) -> TenterhookError:
+        return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
+
+
+class _Gradient:
+    """What the actions below share: one cell per call, and none anew where a call is only made again."""
+
+    observes = True
+    again = True
+
+    def __init__(self, entries: dict[int, Any], keep: int) -> None:
+        self.entries, self.keep = entries, keep
+        self._latest = -1
+
+    @property
+    def reached(self) -> bool:
+        return self._latest >= 0
+
+    def _open(self, value: Any, call: int) -> Cell | None:
+        """A cell for this call, or None if nothing is to be caught."""
+        known = self.entries.get(call)
+        # In a recomputation the first run's graph is the one that backward goes through, unless it had none.
+        if (known is not None and not known.why) or call <= self._latest - self.keep:
+            return None
+        cell = Cell(value, "") if type(value) is Tensor and value.requires_grad else Cell(value)
+        cell.closed = known is not None and graph_task() != -1  # Such a graph is used up at once.
+        self.entries[call] = cell
+        self._latest = max(self._latest, call)
+        self._trim(call)
+        return None if cell.why else cell
+
+    def _trim(self, call: int) -> None:
+        """Forget what is beyond the calls to keep, and the graph of the last one if a backward pass has freed it."""
+        if call >= self.keep:
+            self.entries.pop(call - self.keep, None)
+        last = self.entries.get(call - 1)
+        if last is not None and last.spent:
+            last.release()
+
+
+class OutputGradient(_Gradient):
+    """Catches the gradient of what a module returns."""
+
+    def __init__(self, entries: dict[int, Any], keep: int) -> None:
+        super().__init__(entries, keep)
+        self._since: dict[int, int] = {}
+
+    def enter(self, call: int, since: int) -> None:
+        """The call begins: whatever has a history by now is not the module's own."""
+        self._since[call] = since
+
+    def watch(self, tensor: Tensor, call: int, since: int) -> bool:
+        """The short way, for the most frequent case by far; False where it is another."""
+        node: Any = tensor.grad_fn
+        if node is None or tensor._base is not None or node._sequence_nr() < since or isinstance(node, PythonNode):
+            return False
+        cell = self.entries[call] = Cell(tensor, "")
+        cell.edges = ((node, tensor.output_nr),)
+        attach_hook(tensor, Catch(cell, ()))
+        self._latest = call
+        self._trim(call)
+        return True
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        call = context.call
+        since = self._since.pop(call, 0)
+        cell = self._open(value, call)
+        if cell is None:
+            return None
+        if type(value) is Tensor:
+            return self._watch(cell, (), value, since)
+        for path, tensor in list(tensors(value)):
+            if tensor.requires_grad:
+                alias = self._watch(cell, path, tensor, since)
+                value = value if alias is None else replace_at(value, path, alias)
+        return value
+
+    @staticmethod
+    def _watch(cell: Cell, path: Path, tensor: Tensor, since: int) -> Tensor | None:
+        """Watch a tensor of the module's own; for one that it shares with others, watch and give an alias."""
+        if not is_older(tensor, since):
+            watch(cell, path, tensor)
+            return None
+        alias = own_alias(tensor)
+        watch(cell, path, alias)
+        return alias
+
+
+class TotalGradient(_Gradient):
+    """Catches the gradient of an argument from all its uses, in this module and elsewhere."""
+
+    def __call__(self, value: Any, context: Context) -> None:
+        cell = self._open(value, context.call)
+        if cell is None:
+            return
+        for path, tensor in tensors(value):
+            if tensor.requires_grad:
+                (watch if tensor.grad_fn is not None else watch_leaf)(cell, path, tensor)
+
+
+@dataclass(slots=True)
+class Entered:
+    """A call that is running: the argument's tensors, and the edges over which their gradients will come."""
+
+    cell: Cell
+    since: int
+    given: list[tuple[Path, Tensor, int]] = field(default_factory=list)
+    wanted: dict[Any, tuple[Path, Place | None]] = field(default_factory=dict)
+
+
+class InputGradient(_Gradient):
+    """Catches what flows back to an argument through one module, and nothing of its other uses.
+
+    It notes on the way in where the argument's gradient will arrive, and its other half, :class:`InputGradientOut`,
+    finds on the way out which operations send it there.
+    """
+
+    def __init__(self, entries: dict[int, Any], keep: int) -> None:
+        super().__init__(entries, keep)
+        self.entered: dict[int, Entered] = {}
+
+    def __call__(self, value: Any, context: Context) -> None:
+        cell = self._open(value, context.call)
+        if cell is None:
+            return
+        entered = self.entered[context.call] = Entered(cell, sequence_number())
+        for path, tensor in tensors(value):
+            if not tensor.requires_grad:
+                continue
+            if is_own(tensor, context.module):
+                # An edit has made it this module's alone, and what flows on is what its hook lets through.
+                cell.edges += (edge_of(tensor),)
+                attach_hook(tensor, Catch(cell, path))
+            else:
+                self._want(entered, path, tensor)
+
+    @staticmethod
+    def _want(entered: Entered, path: Path, tensor: Tensor) -> None:
+        edge, base = edge_of(tensor), base_of(tensor)
+        entered.given.append((path, tensor, tensor._version))
+        entered.wanted[edge[:2]] = (path, None)
+        entered.cell.edges += (edge,)
+        if base is not None:
+            # If the module changes this view in place, its gradient is handed to the base.
+            whole = edge_of(base)
+            entered.wanted[whole[:2]] = (path, Place(tensor, base))
+            entered.cell.edges += (whole,)
+
+
+class InputGradientOut:
+    """The other half of an :class:`InputGradient`, on the way out of the module."""
+
+    observes = True
+    again = True
+
+    def __init__(self, way_in: InputGradient) -> None:
+        self._in = way_in
+
+    @property
+    def reached(self) -> bool:
+        return self._in.reached
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        entered = self._in.entered.pop(context.call, None)
+        if entered is None:
+            return None
+        outputs: list[Tensor] = []
+        for path, tensor in list(tensors(value)):
+            if not tensor.requires_grad:
+                continue
+            own = tensor
+            if edge_of(tensor)[:2] in entered.wanted:
+                # Handed on: what comes back to this output is the input's, and an alias keeps it apart from the rest.
+                own = own_alias(tensor)
+                value = replace_at(value, path, own)
+            outputs.append(own)
+        _hook_shares(entered, outputs)
+        return value
+
+
+def _hook_shares(entered: Entered, outputs: list[Tensor]) -> None:
+    """Hook the operations of the module that hand a gradient to the argument."""
+    cell, starts = entered.cell, [tensor.grad_fn for tensor in outputs]
+    shown: dict[Path, list[Place]] = {}
+    for path, tensor, version in entered.given:
+        if tensor._version != version:
+            starts.append(tensor.grad_fn)  # Changed in place by the module: what it is now comes from what it was.
+        else:
+            shown[path] = _watch_shown(cell, path, tensor, outputs)
+    for node, index, path, place in _consumers(starts, entered):
+        node.register_hook(_share(cell, index, path, place, shown.get(path, [])))
+
+
+def _watch_shown(cell: Cell, path: Path, tensor: Tensor, outputs: list[Tensor]) -> list[Place]:
+    """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
+    base = base_of(tensor)
+    whole = tensor if base is None else base
+    places = [Place(output, whole) for output in outputs if base_of(output) is whole]
+    if places:
+        attach_hook(whole, CatchShown(cell, path, places, None if base is None else Place(tensor, base)))
+    return places
+
+
+def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[Node, int, Path, Place | None]]:
+    """The operations, from ``starts`` back to the wanted edges, that hand a gradient over one of them."""
+    found: list[tuple[Node, int, Path, Place | None]] = []
+    seen: set[Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node._sequence_nr() < entered.since:  # Older: it lies before the module.
+            continue
+        seen.add(node)
+        for index, (before, output) in enumerate(node.next_functions):
+            path, place = entered.wanted.get((before, output), (None, None))
+            if path is not None and (place is None or place.changed):
+                found.append((node, index, path, place))
+            else:
+                todo.append(before)
+    return found
+
+
+def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[Place]) -> Callable[[Any, Any], None]:
+    """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
+    find = weakref.ref(cell)
+
+    def caught(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
+        cell, gradient = find(), inputs[index]
+        if cell is None or gradient is None or any(output.changed for output in shown):
+            return
+        if place is None:
+            cell.gather(path, gradient)
+        elif place.tied:
+            cell.why = "tied"
+        else:
+            cell.gather(path, place.take(gradient))
+
+    return caught
+
+
+@functools.cache
+def _probe() -> tuple[Tensor, Tensor, list[int]]:
+    """A graph of one operation, whose hook tells the number of the backward pass that is running."""
+    numbers: list[int] = []
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        top = leaf * 1
+    top.register_hook(lambda _: numbers.append(graph_task()))
+    return leaf, top, numbers
+
+
+def _passes() -> int:
+    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
+    leaf, top, numbers = _probe()
+    torch.autograd.grad(top, leaf, retain_graph=True)
+    number = numbers[-1]
+    del numbers[:-1]
+    return number

@@ -1,0 +1,62 @@
+"""``th.points``: what there is to hook, and, after a run, what passed there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tenterhook._tree import describe
+from tenterhook.address import Seen, Selection, Selector, select
+from tenterhook.errors import TenterhookError
+from tenterhook.record.tape import Tape
+from tenterhook.record.verb import record
+
+__all__ = ["points"]
+
+
+def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tape | None = None) -> Selection:
+    """The points that selectors stand for; every module's output if there are none. Printing it draws the tree.
+
+    >>> from torch import nn
+    >>> import tenterhook as th
+    >>> th.points(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), inputs=torch.ones(4, 2))
+    Sequential: 3 modules, 9 parameters, 3 points
+    name     type        params  output  calls
+    :return  Sequential       9  [4, 3]      1
+    ├─ 0     Linear           9  [4, 3]      1
+    └─ 1     ReLU                [4, 3]      1
+
+    Args:
+        model: any ``nn.Module``.
+        *selectors: addresses, globs, modules, classes, regexes or predicates.
+        inputs: what to call the model with, once, in order to show shapes and numbers of calls: a tensor, a tuple of
+            arguments, or a dict of keywords. Parameters, buffers and random numbers stay as they are.
+        tape: or a tape of a run that was made already.
+    """
+    seen = _seen(tape) if tape is not None else _survey(model, inputs) if inputs is not None else None
+    return select(model, *selectors, seen=seen)
+
+
+def _survey(model: nn.Module, inputs: Any) -> Mapping[str, Seen]:
+    args = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    # Buffers are replaced by copies for the call: BatchNorm in train mode would update the real ones.
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(), torch.no_grad(), record(model, "**", copy="never") as tape:
+        torch.func.functional_call(model, copies, args, kwargs)
+    return _seen(tape)
+
+
+def _seen(tape: Tape) -> Mapping[str, Seen]:
+    return {address: Seen(len(track.entries), _shape(tape, address)) for address, track in tape._tracks.items()}
+
+
+def _shape(tape: Tape, address: str) -> str:
+    try:
+        shapes = dict.fromkeys(describe(value).replace("float32[", "[") for value in tape.calls(address))
+    except TenterhookError:
+        return ""
+    return " | ".join(shapes)

@@ -1,0 +1,82 @@
+"""The rows that a tape is drawn from."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tenterhook._draw import Column, Row, Table
+from tenterhook._tree import describe, show_path, tensors
+from tenterhook.errors import TenterhookError
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape import Tape
+
+__all__ = ["table"]
+
+COLUMNS = (
+    Column("point"),
+    Column("module"),
+    Column("shape"),
+    Column("mean", right=True),
+    Column("std", right=True),
+    Column("min", right=True),
+    Column("max", right=True),
+    Column("zeros", right=True),
+    Column("|grad|", right=True),
+)
+SHOWN = 400
+
+
+def table(tape: Tape) -> Table:
+    """One row per recorded tensor, with the norm of its gradient where there is one."""
+    addresses = list(tape)
+    rows = [row for address in addresses[:SHOWN] for row in _rows(tape, address)]
+    more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
+    title = f"tape: {len(addresses)} values, {len(tape.grad)} gradients"
+    return Table(title, COLUMNS, tuple(rows), more)
+
+
+def _rows(tape: Tape, address: str) -> list[Row]:
+    kind = tape._tracks[tape._find(address)[0]].kind
+    try:
+        value = tape[address]
+    except TenterhookError as error:
+        return [Row((address, kind, f"unreadable: {type(error).__name__}", *[""] * 6), style="dim")]
+    gradients = dict(tensors(tape.grad[address])) if address in tape.grad else {}
+    found = list(tensors(value))
+    if not found:
+        return [Row((address, kind, describe(value), *[""] * 6))]
+    return [
+        Row((address + show_path(path), kind, _shape(tensor), *_numbers(tensor), _norm(gradients.get(path))))
+        for path, tensor in found
+    ]
+
+
+def _shape(tensor: Tensor) -> str:
+    """The shape, and the dtype where it is not the usual one."""
+    shape = f"nested {tensor.size(0)}" if tensor.is_nested else "×".join(map(str, tensor.shape)) or "scalar"
+    return shape if tensor.dtype == torch.float32 else f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _numbers(tensor: Tensor) -> tuple[str, ...]:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return ("",) * 5
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return ("",) * 5
+    values = tensor.detach().double()
+    zeros = (values == 0).double().mean().item()
+    spread = values.std().item() if values.numel() > 1 else 0.0
+    numbers = (values.mean().item(), spread, values.min().item(), values.max().item())
+    return (*(_number(number) for number in numbers), f"{zeros:.0%}" if zeros else "")
+
+
+def _norm(gradient: Any) -> str:
+    return _number(torch.linalg.vector_norm(gradient.double()).item()) if isinstance(gradient, Tensor) else ""
+
+
+def _number(number: float) -> str:
+    return f"{number:.2g}" if math.isfinite(number) else str(number)

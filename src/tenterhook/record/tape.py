@@ -1,0 +1,270 @@
+"""The tape: what a session recorded, by address and call."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from tenterhook._draw import Table, as_html, as_rich, as_text
+from tenterhook._tree import tensors
+from tenterhook.address import Point, Site, resolve
+from tenterhook.address.grammar import parse
+from tenterhook.address.suggest import listed, nearest
+from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
+from tenterhook.record.capture import read, value
+
+if TYPE_CHECKING:
+    from tenterhook.record.gradient import Gradients
+
+__all__ = ["Tape", "Track", "View", "load"]
+
+
+class Track:
+    """Everything that was kept at one point: one entry per call that is still held."""
+
+    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "where")
+
+    def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
+        self.entries = entries
+        self.cleared = False
+        self.kind = type(point.module).__name__ if point is not None else kind
+        # Weak, so that a tape does not keep a model alive; it serves to find a point by its other names.
+        self._module = weakref.ref(point.module) if point is not None else lambda: None
+        self._site = point.site if point is not None else None
+        self.where = point.spot.where if point is not None and point.spot is not None else ""
+        self._name = point.name if point is not None else None
+
+    def is_at(self, point: Point) -> bool:
+        """Whether this is what was kept at ``point``, under whatever name."""
+        module = self._module()
+        if module is None or self._site is not point.site:
+            return False
+        if point.site is not Site.PARAMETER:
+            return module is point.module and self._name == point.name
+        mine = Point("", Site.PARAMETER, module, "", self._name).tensor
+        return mine is not None and mine is point.tensor
+
+
+class View(Mapping[str, Any]):
+    """Recorded values by address. Iterating gives addresses that each name one value."""
+
+    _what = "value"
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._tracks: dict[str, Track] = {}
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._aliases: dict[str, str] = {}
+
+    def __getitem__(self, address: str) -> Any:
+        base, call = self._find(address)
+        entries = self._tracks[base].entries
+        if not entries:
+            raise self._nothing(base)
+        return self._read(entries[self._choose(base, entries, call)], address)
+
+    def calls(self, address: str) -> list[Any]:
+        """The values of every call that is held, in the order of the calls."""
+        base, call = self._find(address)
+        if call is not None:
+            raise AddressError(f"{address!r} names one call already; ask for the calls of {base!r}")
+        entries = self._tracks[base].entries
+        return [self._read(entries[index], f"{base}#{index}") for index in sorted(entries)]
+
+    def __iter__(self) -> Iterator[str]:
+        for base, track in self._tracks.items():
+            if len(track.entries) == 1 and 0 in track.entries:
+                yield from (base for entry in track.entries.values() if self._held(entry))
+            else:
+                yield from (f"{base}#{index}" for index in sorted(track.entries) if self._held(track.entries[index]))
+
+    def __len__(self) -> int:
+        return sum(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
+
+    def __contains__(self, address: object) -> bool:
+        try:
+            base, call = self._find(address)  # type: ignore[arg-type]
+        except TenterhookError:
+            return False
+        entries = self._tracks[base].entries
+        if call is not None:
+            index = self._position(entries, call)
+            return index in entries and self._held(entries[index])
+        return any(map(self._held, entries.values()))
+
+    def _read(self, entry: Any, address: str) -> Any:
+        return read(entry, address)
+
+    def _held(self, _entry: Any) -> bool:
+        """Whether there is something to read in an entry."""
+        return True
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def _find(self, address: str) -> tuple[str, int | None]:
+        """The track that an address means, by the name it was recorded under or by another name of the same module."""
+        if address in self._tracks:
+            return address, None
+        if not isinstance(address, str):
+            raise NotRecorded(f"a tape is asked by address, a str; got a {type(address).__name__}: {address!r:.80}")
+        parsed = parse(address)
+        base = str(replace(parsed, call=None))
+        for name in (base, self._aliases.get(base), self._alias(base)):
+            if name is not None and name in self._tracks:
+                return name, parsed.call
+        raise self._unknown(address)
+
+    def _alias(self, base: str) -> str | None:
+        model = self._model()
+        parsed = parse(base)
+        if model is None or parsed.names is None:
+            return None
+        try:
+            meant = resolve(model, base)[0]
+        except AddressError:
+            return None
+        return next((name for name, track in self._tracks.items() if track.is_at(meant)), None)
+
+    def _choose(self, base: str, entries: dict[int, Any], call: int | None) -> int:
+        if call is None:
+            if len(entries) > 1:
+                shown = listed([f"{base}#{index}" for index in sorted(entries)])
+                fix = f"Ask for one of {shown}, or for all of them with .calls({base!r})."
+                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call is held.\n{fix}")
+            return min(entries)
+        index: int = self._position(entries, call)
+        if index not in entries:
+            held = listed([f"#{held}" for held in sorted(entries)])
+            raise NotRecorded(f"{base}#{call}: no such call is held. Held: {held}.")
+        return index
+
+    @staticmethod
+    def _position(entries: dict[int, Any], call: int) -> int:
+        held: list[int] = sorted(entries)
+        return call if call >= 0 else held[call] if -call <= len(held) else -1
+
+    def _unknown(self, address: str) -> TenterhookError:
+        names = list(self._tracks)
+        near = nearest(address, names)
+        lines = [f"{address!r} is not on this tape."]
+        if near:
+            lines.append(f"Did you mean {listed(near)}?")
+        elif names:
+            lines.append(f"It has {len(names)} points, such as {listed(names[:3])}.")
+        else:
+            lines.append("It is empty.")
+        return NotRecorded("\n".join(lines))
+
+    def _nothing(self, base: str) -> Exception:
+        return NotRecorded(f"{base!r} was asked for, but no call has passed it so far.")
+
+
+class Tape(View):
+    """What a session recorded.
+
+    ``tape[address]`` is the value, in the structure that the model produced; ``tape.grad[address]`` its gradient;
+    ``tape.calls(address)`` one value per call. A tape is a mapping over everything that it holds.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model)
+        from tenterhook.record.gradient import Gradients  # It builds on View, which stands here.
+
+        self.grad = Gradients(self)
+
+    def where(self, address: str) -> str:
+        """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
+        return self._tracks[self._find(address)[0]].where
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is held, values and gradients, in bytes."""
+        kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
+        return sum(int(t.nbytes) for held in (*kept, *self.grad.values()) for _, t in tensors(held))
+
+    def clear(self) -> None:
+        """Forget what was recorded so far; an open session goes on recording."""
+        for view in (self, self.grad):
+            for track in view._tracks.values():
+                track.cleared = track.cleared or bool(track.entries)
+                track.entries.clear()
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        parameters: bool = False,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> Gradients:
+        """Compute the gradients of the recorded points, and nothing further back; gives ``tape.grad``.
+
+        >>> import torch, tenterhook as th
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> with th.record(model, "1", grad=True) as tape:
+        ...     loss = model(torch.ones(4, 2)).sum()
+        >>> tape.backward(loss)["1"].shape, model[0].weight.grad
+        (torch.Size([4, 3]), None)
+
+        It works while the session is open and after it, as long as the graph is there. For that a tape holds the places
+        in the graph where its gradients arrive. It lets go of them when a module is called again after a backward pass
+        that freed its graph, when the session ends and such a pass has run in it, when such a pass comes by later, and
+        with :meth:`clear`.
+
+        Args:
+            loss: what to differentiate, one number; or any tensor, with ``gradient``.
+            gradient: the gradient of ``loss`` itself, in its shape.
+            parameters: run the usual backward pass, which also accumulates into the parameters' ``.grad``.
+            retain_graph: keep the graph for another pass; gradients of several passes add up.
+            create_graph: keep a graph of the gradients, so that they can be differentiated in turn.
+        """
+        from tenterhook.record.backward import backward
+
+        backward(self, loss, gradient, parameters=parameters, retain_graph=retain_graph, create_graph=create_graph)
+        return self.grad
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tape to one file, whole or not at all: safetensors and plain text, no pickle."""
+        from tenterhook.record.store import save  # safetensors is loaded only when it is needed.
+
+        save(self, path)
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """One row per value that is held, for whatever draws it."""
+        from tenterhook.record.table import table
+
+        return table(self)
+
+    def __repr__(self) -> str:
+        return as_text(self.table())
+
+    def __rich__(self) -> Any:
+        return as_rich(self.table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
+def load(path: str | os.PathLike[str]) -> Tape:
+    """Read a tape that ``tape.save`` wrote. Nothing in the file is run.
+
+    >>> import os, tempfile, torch, tenterhook as th
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with th.record(model) as tape:
+    ...     output = model(torch.ones(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tape.save(os.path.join(folder, "run.th"))
+    ...     again = th.load(os.path.join(folder, "run.th"))
+    >>> torch.equal(again[":return"], output)
+    True
+    """
+    from tenterhook.record import store  # safetensors is loaded only when it is needed.
+
+    return store.load(path)

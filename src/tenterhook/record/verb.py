@@ -1,0 +1,209 @@
+"""``th.record``: keep what passes at points, and its gradients."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from tenterhook.address import Point, Selector, Site, resolve
+from tenterhook.address.suggest import listed
+from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.session import Session
+from tenterhook.errors import AddressError, TenterhookWarning
+from tenterhook.record.capture import Copy, Policy, Recorder
+from tenterhook.record.cell import Cell, watch_parameter
+from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
+from tenterhook.record.tape import Tape, Track
+from tenterhook.sites.facts import facts
+from tenterhook.sites.module import can_be_called
+
+__all__ = ["Recording", "record"]
+
+Keep = Literal["all", "last"] | int
+
+
+def record(
+    model: nn.Module,
+    *selectors: Selector,
+    grad: bool | Literal["total"] = False,
+    stop: bool = False,
+    keep: Keep = "all",
+    copy: Copy = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Recording:
+    """Record what passes at the selected points while the session is open; ``with`` gives the tape.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    >>> with th.record(model, "1", "2:in", grad=True) as tape:
+    ...     model(torch.ones(4, 2)).sum().backward()
+    >>> tape["1"].shape, torch.equal(tape["1"], tape["2:in"])
+    (torch.Size([4, 3]), True)
+    >>> tape.grad["1"].shape
+    torch.Size([4, 3])
+
+    Args:
+        model: any ``nn.Module``.
+        *selectors: addresses, globs, modules, classes, regexes or predicates; none selects every module's output.
+        grad: also record gradients. For an argument this is the gradient through that module; with ``"total"`` it is
+            the gradient from all uses of the tensor that was passed.
+        stop: run nothing after the last of these points, and end the ``with`` block there.
+        keep: ``"all"`` calls of a module, the ``"last"`` one, or the last so many.
+        copy: ``"auto"`` copies where a later in-place change is to be expected or could not be noticed, and compares
+            versions elsewhere; ``"always"`` copies everything; ``"never"`` nothing, and compares nothing.
+        device: where the values go, for example ``"cpu"``.
+        dtype: what floating-point values are converted to.
+    """
+    points = resolve(model, selectors or "**")
+    policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype)
+    return Recording(model, points, policy, grad=grad, stop=stop, keep=_calls(keep))
+
+
+class Recording(Session):
+    """A session that records. ``with`` gives its tape, which is also ``.tape``."""
+
+    verb = "record"
+
+    def __init__(
+        self, model: nn.Module, points: tuple[Point, ...], policy: Policy, *, grad: bool | str, stop: bool, keep: int
+    ) -> None:
+        in_place = facts(model).in_place
+        self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place)
+        self._grad, self._stop, self._keep = grad, stop, keep
+        bindings: list[Binding] = []
+        super().__init__(model, bindings, [])
+        self.tape = tape = Tape(model)
+        self._waiting: set[Point] = set()
+        self._handles: list[Any] = []
+        self._parameters: list[tuple[Point, Recorder, dict[int, Any]]] = []
+        for point in points:
+            self._add(point, tape, bindings)
+
+    def _add(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
+        if point.call is not None and point.call < 0:
+            raise AddressError(f"{point}: a session cannot know which call will be the last; count from the first, #0")
+        recorder = (
+            _Stopping(self._policy, self._keep, self, point) if self._stop else Recorder(self._policy, self._keep)
+        )
+        track = self._track(tape, point, recorder.entries)
+        if track is not None:
+            recorder.entries = track
+        if point.call is not None:
+            recorder.direct = False  # Its entries are not its own alone, so they do not tell whether it was reached.
+        recorder.track = tape._tracks[point.address]
+        binding = Binding(point, recorder)
+        bindings.append(binding)
+        if point.explicit:
+            self.required.append([binding])
+        grads: dict[int, Any] = {}
+        if self._grad:
+            grads = self._track(tape.grad, point, grads) or grads
+        if point.site is Site.PARAMETER:
+            self._parameters.append((point, recorder, grads))
+        elif self._grad:
+            bindings.extend(self._gradient_bindings(point, grads))
+
+    @staticmethod
+    def _track(view: Any, point: Point, entries: dict[int, Any]) -> dict[int, Any] | None:
+        """Give a point its track; several calls of one point, asked for singly, share one."""
+        track = view._tracks.get(point.address)
+        if track is not None:
+            return track.entries  # type: ignore[no-any-return]
+        view._tracks[point.address] = Track(entries, point=point)
+        return None
+
+    def _gradient_bindings(self, point: Point, entries: dict[int, Any]) -> list[Binding]:
+        if point.site is Site.RETURN:
+            return [Binding(point, OutputGradient(entries, self._keep))]
+        if point.site is Site.VARIABLE or self._grad == "total":
+            return [Binding(point, TotalGradient(entries, self._keep))]
+        through = InputGradient(entries, self._keep)
+        out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
+        return [Binding(point, through), Binding(out, InputGradientOut(through))]
+
+    def on_start(self) -> None:
+        if self._stop:
+            self._waiting.update(
+                binding.point
+                for binding in self.bindings
+                if isinstance(binding.action, _Stopping) and _is_ever_called(binding.point.module)
+            )
+        for point, recorder, grads in self._parameters:
+            self._watch_parameter(point, recorder, grads)
+        if self._grad:
+            self.tape.grad.begin()
+
+    def _watch_parameter(self, point: Point, recorder: Recorder, grads: dict[int, Any]) -> None:
+        tensor = point.tensor
+        if tensor is None:
+            return
+        # An optimiser changes parameters in place, so their values are always copied.
+        recorder.entries[0] = Policy("always", self._policy.device, self._policy.dtype).keep(tensor)
+        recorder.passed = True
+        self.reached(point)
+        if self._grad:
+            cell = grads[0] = Cell(tensor)
+            if tensor.requires_grad:
+                self._handles.append(watch_parameter(cell, tensor))
+
+    def on_close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.tape.grad.end()
+
+    def _say_what_was_missed(self) -> None:
+        super()._say_what_was_missed()
+        if self._stop and self._waiting:
+            shown = listed([str(point) for point in self._waiting])
+            text = f"the run was not stopped, because it never came to {len(self._waiting)} of the points: {shown}"
+            warnings.warn(text, TenterhookWarning, stacklevel=4)
+
+    def reached(self, point: Point) -> None:
+        """A point that the stop waits for has been passed."""
+        if point in self._waiting:
+            self._waiting.discard(point)
+            self.done = not self._waiting
+
+    def __enter__(self) -> Tape:
+        super().__enter__()
+        return self.tape  # type: ignore[no-any-return]
+
+
+class _Stopping(Recorder):
+    """A recorder whose session stops when all of them have been passed."""
+
+    def __init__(self, policy: Policy, keep: int, session: Recording, point: Point) -> None:
+        super().__init__(policy, keep)
+        self.direct = False  # Dispatch would not tell the session.
+        self._session, self._point = session, point
+
+    def __call__(self, value: Any, context: Context) -> None:
+        super().__call__(value, context)
+        self._session.reached(self._point)
+
+
+def _is_ever_called(module: nn.Module) -> bool:
+    """Whether a stop may wait for this module: nn.MultiheadAttention uses the weight of its projection, uncalled."""
+    return can_be_called(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def _calls(keep: Keep) -> int:
+    if keep == "all":
+        return sys.maxsize
+    if keep == "last":
+        return 1
+    if type(keep) is int and keep > 0:
+        return keep
+    raise ValueError(f'keep= is "all", "last" or a positive number of calls; got {keep!r}')
+
+
+def _checked_copy(copy: Copy) -> Copy:
+    if copy not in ("auto", "always", "never"):
+        raise ValueError(f'copy= is "auto", "always" or "never"; got {copy!r}')
+    return copy

@@ -1,0 +1,150 @@
+"""The site of a module's call: how an argument is read from a call and written back into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+__all__ = ["MISSING", "Argument", "argument", "can_be_called", "parameters_of"]
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class _Missing:
+    """Says that a call did not carry the argument."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING = _Missing()
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Whether the module has a ``forward`` at all, of its class or its own; a ModuleList, say, has none.
+
+    >>> can_be_called(nn.Linear(1, 1)), can_be_called(nn.ModuleList())
+    (True, False)
+    """
+    # A scripted module's class cannot be asked for its forward.
+    return "forward" in module.__dict__ or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _read(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return ()  # Compiled code that does not tell.
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_class(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return _read(forward)[1:]
+
+
+def parameters_of(module: nn.Module) -> tuple[inspect.Parameter, ...]:
+    """What the module's ``forward`` declares, without ``self``; nothing where Python cannot tell."""
+    own = module.__dict__.get("forward")
+    # An instance's own forward is not remembered: it may hold the module, and the memory would keep the model alive.
+    return _read(own) if own is not None else _read_class(type(module).forward)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Argument(Protocol):
+    """One argument of a call: ``get`` reads it (MISSING where there is none), ``put`` gives the call with another."""
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """An argument that ``forward`` declares: given by place, by name, or left to its default."""
+
+    name: str
+    index: int | None
+    default: Any = MISSING
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.index is not None and len(args) > self.index:
+            return args[self.index]
+        return kwargs.get(self.name, self.default)
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+        if self.index is not None and len(args) > self.index:
+            return (*args[: self.index], value, *args[self.index + 1 :]), kwargs
+        return args, {**kwargs, self.name: value}
+
+
+class First:
+    """Whatever comes first in a call whose ``forward`` declares no first argument."""
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else next(iter(kwargs.values()), MISSING)
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): value}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestOfPlaces:
+    """``*args``: the tuple of what was given beyond the declared places."""
+
+    start: int
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
+        return args[self.start :]
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+        return (*args[: self.start], *value), kwargs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestOfNames:
+    """``**kwargs``: the dict of what was given beyond the declared names."""
+
+    declared: frozenset[str]
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
+        return {name: value for name, value in kwargs.items() if name not in self.declared}
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+        return args, {**{name: old for name, old in kwargs.items() if name in self.declared}, **value}
+
+
+def argument(module: nn.Module, name: str | None) -> Argument:
+    """How the argument ``name`` of the module's ``forward`` is reached; None stands for the first one.
+
+    >>> second = argument(nn.Bilinear(2, 2, 2), "input2")
+    >>> second.get((1, 2), {}), second.get((1,), {"input2": 5})
+    (2, 5)
+    """
+    parameters = parameters_of(module)
+    if name is None:
+        return _declared(0, parameters) if parameters and parameters[0].kind in POSITIONAL else First()
+    for index, parameter in enumerate(parameters):
+        if parameter.name == name:
+            return _declared(index, parameters)
+    return Named(name, None)
+
+
+def _declared(index: int, parameters: tuple[inspect.Parameter, ...]) -> Argument:
+    parameter = parameters[index]
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return RestOfPlaces(index)
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return RestOfNames(frozenset(other.name for other in parameters))
+    place = index if parameter.kind in POSITIONAL else None
+    # A default that could not be overridden by name is left alone.
+    fixed = parameter.default is inspect.Parameter.empty or parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+    return Named(parameter.name, place, MISSING if fixed else parameter.default)

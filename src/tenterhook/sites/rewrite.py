@@ -1,0 +1,224 @@
+"""Rewriting a function so that values at chosen places pass through our hands.
+
+The function is compiled again from its own tree with small calls put in, under its own file name and line numbers. The
+new code has one more free variable, through which each use of it is given its own :class:`Hands`; so the code is made
+once for a set of places and shared by every session, module and thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, Protocol
+
+from tenterhook.address.functions import plain
+from tenterhook.address.places import Place, bound_names, call_name, walk
+from tenterhook.address.source import compiled, read_source
+from tenterhook.errors import NoSource
+
+__all__ = ["Hands", "key_of", "rebuilt", "rewritten"]
+
+HANDS = "__tenterhook__"
+
+
+class Hands(Protocol):
+    """What the rewritten code calls: ``value`` at a place, ``enter`` for a function that is about to be called."""
+
+    def value(self, place: int, value: Any) -> Any: ...
+
+    def enter(self, place: int, function: Any) -> Any: ...
+
+    def each(self, place: int, values: Any) -> Any: ...
+
+
+def rewritten(
+    function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: Hands
+) -> FunctionType:
+    """The function with ``tapped`` values and ``entered`` calls passing through ``hands``; in all else the same."""
+    code = _code(function.__code__, function.__qualname__, tapped, entered)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells[HANDS] = CellType(hands)
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = function.__annotations__
+    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(code: CodeType, qualname: str, tapped: frozenset[Place], entered: frozenset[Place]) -> CodeType:
+    source = read_source(code, qualname)
+    tree = copy.deepcopy(source.tree)
+    numbered = {id(node): index for index, node in enumerate(walk(tree))}
+    by_key = {("tap", place.kind, place.key): place for place in tapped}
+    by_key |= {("enter", place.kind, place.key): place for place in entered}
+    writer = _Writer(numbered, by_key)
+    given = [
+        _again(_name_of(place, tree), place)
+        for place in sorted(tapped, key=lambda p: p.key)
+        if place.kind == "argument"
+    ]
+    tree.body = [*given, *(new for statement in tree.body for new in writer.statements(statement))]
+    ast.fix_missing_locations(tree)
+    return compiled(source, tree, code, extra=HANDS)
+
+
+class _Writer(ast.NodeTransformer):
+    """Puts the calls in. Nodes are known by the number that they had before anything was changed."""
+
+    def __init__(self, numbered: dict[int, int], wanted: dict[Any, Place]) -> None:
+        self._numbered, self._wanted = numbered, wanted
+
+    def statements(self, statement: ast.stmt) -> list[ast.stmt]:
+        new = self.visit(statement)
+        return new if isinstance(new, list) else [new]
+
+    def _place(self, what: str, kind: str, node: ast.AST, target: int = 0) -> Place | None:
+        index = self._numbered.get(id(node))
+        return None if index is None else self._wanted.get((what, kind, (index, target)))
+
+    def visit(self, node: ast.AST) -> Any:
+        name = call_name(node)
+        tap = self._place("tap", "call", node) if name is not None else None
+        enter = self._place("enter", "call", node) if name is not None else None
+        new = super().visit(node)
+        if enter is not None:
+            new.func = _through("enter", enter, new.func)
+        return _through("value", tap, new) if tap is not None else new
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        return node
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
+        place = self._place("tap", "name", node)
+        self.generic_visit(node)
+        if place is not None:
+            node.value = _through("value", place, node.value)
+        return node
+
+    def _assignment(self, node: Any, *, alone: bool) -> Any:
+        """Pass the value through where it has one target, or pass each target's value through afterwards."""
+        targets = list(bound_names(node))
+        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        self.generic_visit(node)
+        if not any(taps):
+            return node
+        if alone and len(targets) == 1 and node.value is not None and taps[0] is not None:
+            node.value = _through("value", taps[0], node.value)
+            return node
+        after = [_again(target, place) for target, place in zip(targets, taps, strict=True) if place is not None]
+        return [node, *after]
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        alone = len(node.targets) == 1 and not isinstance(node.targets[0], ast.Tuple | ast.List)
+        return self._assignment(node, alone=alone)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        return self._assignment(node, alone=True)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        return self._assignment(node, alone=False)
+
+    def _block(self, node: Any) -> Any:
+        """A loop, a ``with`` or a ``case``: pass what it binds through at the start of its body."""
+        targets = bound_names(node)
+        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        self.generic_visit(node)
+        node.body = [
+            *(_again(target, place) for target, place in zip(targets, taps, strict=True) if place is not None),
+            *node.body,
+        ]
+        return node
+
+    def visit_For(self, node: ast.For) -> Any:
+        return self._block(node)
+
+    def visit_With(self, node: ast.With) -> Any:
+        return self._block(node)
+
+    def visit_match_case(self, node: ast.match_case) -> Any:
+        return self._block(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> Any:
+        """A comprehension has no body: what it goes through is passed through, item by item."""
+        targets = bound_names(node)
+        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        self.generic_visit(node)
+        if taps and taps[0] is not None and isinstance(node.target, ast.Name):
+            node.iter = _through("each", taps[0], node.iter)
+        return node
+
+
+def _through(method: str, place: Place, value: ast.expr) -> ast.expr:
+    """``__tenterhook__.method(place, value)``, standing where the value stood."""
+    hands = ast.Attribute(value=ast.Name(id=HANDS, ctx=ast.Load()), attr=method, ctx=ast.Load())
+    new = ast.Call(func=hands, args=[ast.Constant(value=key_of(place)), value], keywords=[])
+    for node in ast.walk(new):
+        if not hasattr(node, "lineno") and isinstance(node, ast.expr):
+            ast.copy_location(node, value)
+    return new
+
+
+def _again(target: ast.expr, place: Place) -> ast.stmt:
+    """``target = __tenterhook__.value(place, target)``, on the target's own line."""
+    load = copy.deepcopy(target)
+    for node in ast.walk(load):
+        if hasattr(node, "ctx"):
+            node.ctx = ast.Load()
+    store = copy.deepcopy(target)
+    statement = ast.Assign(targets=[store], value=_through("value", place, load))
+    return ast.copy_location(statement, target)
+
+
+def _name_of(place: Place, tree: ast.FunctionDef) -> ast.expr:
+    """An argument as a target, on the function's first line of code."""
+    return ast.copy_location(ast.Name(id=place.name, ctx=ast.Store()), tree.body[0])
+
+
+def key_of(place: Place) -> Any:
+    """The constant by which the rewritten code names a place."""
+    return (place.kind, *place.key)
+
+
+def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
+    """``wrapped`` with ``new`` at the bottom in place of ``old``: bindings and decorators are made again around it.
+
+    A decorator is a function that holds what it wraps in a closure; its copy holds the new one instead.
+    """
+    if wrapped is old:
+        return new
+    if isinstance(wrapped, MethodType):
+        return MethodType(rebuilt(wrapped.__func__, old, new), wrapped.__self__)
+    if isinstance(wrapped, FunctionType):
+        cells = [_cell(cell, old, new) for cell in wrapped.__closure__ or ()]
+        if any(cell is not None for cell in cells):
+            kept = zip(cells, wrapped.__closure__ or (), strict=True)
+            return _copy(wrapped, tuple(cell if cell is not None else before for cell, before in kept), new)
+    raise NoSource(
+        f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it: what is inside it cannot be reached. "
+        "Its arguments and its output can."
+    )
+
+
+def _cell(cell: CellType, old: FunctionType, new: FunctionType) -> CellType | None:
+    """A new cell where this one holds the old function, under whatever wraps it there."""
+    try:
+        held = cell.cell_contents
+    except ValueError:  # It is still empty.
+        return None
+    return CellType(rebuilt(held, old, new)) if callable(held) and plain(held) is old else None
+
+
+def _copy(function: FunctionType, closure: tuple[CellType, ...], inner: FunctionType) -> FunctionType:
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    made.__wrapped__ = inner  # type: ignore[attr-defined]
+    return made

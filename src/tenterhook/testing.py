@@ -1,0 +1,231 @@
+"""For tests: toy models that show what goes wrong with hooks, and checkers of what a session must leave alone.
+
+>>> import torch, tenterhook as th
+>>> from tenterhook.testing import Residual, untouched
+>>> model = Residual()
+>>> with untouched(model):
+...     with th.record(model, "**") as tape:
+...         _ = model(torch.ones(1, 4))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tenterhook.sites.module import MISSING
+
+__all__ = ["Attention", "Cell", "Mixed", "Residual", "live_tensors", "no_leak", "state_of", "untouched"]
+
+
+class Residual(nn.Module):
+    """A residual block whose sum is in place and whose activation is too, as in a ResNet."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise, rectify and normalise again, then add the input in place."""
+        out = self.norm2(self.relu(self.norm1(x)))
+        out += x
+        return self.relu(out)  # type: ignore[no-any-return]
+
+
+class Cell(nn.Module):
+    """A recurrent model that calls one module at every step."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One call of the cell for each step, the first dimension."""
+        state = torch.zeros_like(x[0])
+        for step in x:
+            state = self.cell(step, state)
+        return state
+
+
+class Attention(nn.Module):
+    """Attention without weights: what is interesting lies between module boundaries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every position looks at every other one."""
+        scores = x @ x.mT / x.shape[-1] ** 0.5
+        weights = scores.softmax(-1)
+        return weights @ x  # type: ignore[no-any-return]
+
+
+class Mixed(nn.Module):
+    """A model whose parts take keywords and return structures, None among them."""
+
+    class Part(nn.Module):
+        """Takes a keyword, returns a dict with a tuple in it."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
+            """The linear map, scaled, with what it was made of."""
+            y = self.linear(x)
+            return {"y": y if scale is None else y * scale, "rest": (y, None)}
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.part = self.Part(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both tensors of the part's output, multiplied."""
+        found = self.part(x, scale=torch.full_like(x, 2.0))
+        return found["y"] * found["rest"][0]  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
+    """Check that the model, and the process around it, come out of the block as they went in.
+
+    Compared are every module's ``__dict__`` with its hooks, flags and own ``forward``, every parameter and buffer by
+    identity and bit for bit, gradients, hooks on tensors, PyTorch's global hooks and switches, and, unless ``rng`` is
+    False, the random generators. Use ``rng=False`` around code that draws random numbers itself.
+    """
+    before = state_of(model, rng=rng)
+    yield
+    after = state_of(model, rng=rng)
+    keys = before.keys() | after.keys()
+    wrong = [key for key in keys if not _same(before.get(key, MISSING), after.get(key, MISSING))]
+    if wrong:
+        told = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
+        shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in told)
+        raise AssertionError(f"{len(wrong)} things were not left as they were:\n{shown}")
+
+
+def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
+    """Everything about a model and the process that a session must leave as it is."""
+    state = _process_state()
+    if rng:
+        state["rng: torch"] = torch.get_rng_state()
+        state["rng: python"] = random.getstate()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["rng: cuda"] = torch.cuda.get_rng_state()
+    for path, module in model.named_modules(remove_duplicate=False):
+        state |= {f"{path or 'the model'}: {key}": value for key, value in _module_state(module).items()}
+    return state
+
+
+def _process_state() -> dict[str, Any]:
+    named = vars(torch_module).items()
+    everywhere = {f"global: {name}": dict(hooks) for name, hooks in named if name.startswith("_global_") and hooks}
+    return everywhere | {
+        "switch: grad": torch.is_grad_enabled(),
+        "switch: inference": torch.is_inference_mode_enabled(),
+        "switch: fast path": torch.backends.mha.get_fastpath_enabled(),
+        "switch: deterministic": torch.are_deterministic_algorithms_enabled(),
+        "class: Module.__call__": nn.Module.__call__,
+        "class: Module._call_impl": nn.Module._call_impl,
+        "class: Tensor.backward": Tensor.backward,
+    }
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {"class": type(module)}
+    for key, value in vars(module).items():
+        # Containers are compared by what is in them now, so they are copied; the rest by identity.
+        state[key] = dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+        if isinstance(value, dict | list):
+            state[f"{key} (object)"] = _Object(value)
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            state[f"{name} (bits)"] = tensor.detach().clone()
+            state[f"{name} (grad)"] = None if tensor.grad is None else tensor.grad.clone()
+            state[f"{name} (requires_grad)"] = tensor.requires_grad
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = getattr(tensor, kind, None)
+                state[f"{name} ({kind})"] = None if hooks is None else dict(hooks)
+    return state
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(_same_inside(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same_inside, one, other))
+    return one is other or _equal(one, other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    if isinstance(one, weakref.ref) and isinstance(other, weakref.ref):
+        return one() is other()
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # Arrays and the like, which answer for each element.
+        return False
+
+
+def _same_inside(one: Any, other: Any) -> bool:
+    """In a container a tensor has to be the very same one; its bits are compared by themselves."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return _same(one, other)
+
+
+class _Object:
+    """A container as such, whatever is in it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__} at {id(self.value):#x}>"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor as bytes, so that NaN equals itself and -0.0 differs from 0.0."""
+    plain = tensor.detach().contiguous().cpu()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() and not plain.is_quantized else plain.reshape(-1)
+
+
+def live_tensors() -> list[Tensor]:
+    """Every tensor that Python still knows of, after a collection."""
+    gc.collect()
+    # type(), because isinstance() would wake lazy proxies that stand among the objects.
+    return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+
+
+@contextlib.contextmanager
+def no_leak() -> Iterator[None]:
+    """Check that no tensor which came to be in the block is alive after it, without the collector's help."""
+    before = live_tensors()  # Held until the end, so that no new tensor can have the identity of one of these.
+    known = {id(tensor) for tensor in before}
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        # Without a collection: what is only kept by a cycle counts as leaked.
+        left = [found for found in gc.get_objects() if issubclass(type(found), Tensor) and id(found) not in known]
+    finally:
+        if enabled:
+            gc.enable()
+    if left:
+        shown = ", ".join(f"{type(found).__name__}{list(found.shape)}" for found in left[:10])
+        raise AssertionError(f"{len(left)} tensors outlived the block: {shown}")

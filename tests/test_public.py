@@ -1,0 +1,111 @@
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tenterhook as th
+
+SOURCE = Path(th.__file__).parent
+
+# Each room may use those before it, and itself.
+ROOMS = [
+    {"errors", "_tree", "_draw", "_version"},
+    {"address"},
+    {"sites"},
+    {"engine"},
+    {"record", "edit", "replay", "sinks"},
+    {"report", "recipes"},
+    {"integrations", "cli"},
+]
+# What stands beside the line: the room after which it comes.
+BESIDE = {"hooks": "sites", "testing": "sites"}
+
+NAMES = """
+    AddressError AmbiguousCall ClosedSession EditError GradientError HookError ModelChanged NeverReached
+    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
+    Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
+    at clamp edit hooks load mean noise points project record scale set zero
+"""
+
+
+def test_the_public_names_are_these():
+    assert sorted(NAMES.split()) == sorted(th.__all__)
+    assert len(th.__all__) == len(set(th.__all__))
+    assert list(th.__all__) == sorted(th.__all__)
+
+
+def test_every_public_name_is_there_and_nothing_else_is_imported_by_star():
+    scope = {}
+    exec("from tenterhook import *", scope)
+    assert set(scope) - {"__builtins__"} == set(th.__all__)
+
+
+def test_the_package_itself_only_imports():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    assert all(isinstance(node, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign) for node in tree.body)
+
+
+def level(room):
+    room = BESIDE.get(room, room)
+    return next(place for place, rooms in enumerate(ROOMS) if room in rooms)
+
+
+def imports(path):
+    """The rooms that a file imports from, with the line; what stands below TYPE_CHECKING does not run."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno} a relative import"
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "tenterhook" else [module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "tenterhook" and "." in name:
+                yield name.split(".")[1], node.lineno
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_code_depends_one_way_only(path):
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    for room, line in imports(path):
+        if room == own:
+            continue
+        assert level(room) <= level(own), f"{path.relative_to(SOURCE)}:{line}: {own} must not know {room}"
+        assert own != "recipes", "recipes are built only through the public names"
+
+
+def test_every_room_has_a_place_in_the_line():
+    rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES}
+    known = set().union(*ROOMS) | set(BESIDE)
+    assert rooms <= known
+
+
+HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray"]
+
+
+def test_importing_loads_nothing_but_torch():
+    code = (
+        "import torch, sys; before = set(sys.modules); import tenterhook; "
+        f"print([name for name in {HEAVY!r} if name in sys.modules and name not in before])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_package_is_typed():
+    assert (SOURCE / "py.typed").exists()
