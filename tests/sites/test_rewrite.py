@@ -231,6 +231,42 @@ def test_a_forward_without_source_says_so():
     assert torch.equal(tape[":return"], X + 1)
 
 
+def typed():
+    """A model as it is typed at a prompt, with a child of its own."""
+    space = {"nn": nn, "torch": torch, "F": F}
+    exec(
+        "class Typed(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.child = nn.Softmax(-1)\n"
+        "    def forward(self, x):\n"
+        "        y = F.softmax(x, -1) @ x\n        return self.child(y) + y.softmax(-1)\n",
+        space,
+    )
+    return space["Typed"]()
+
+
+def test_calls_inside_a_forward_without_source_are_found_as_they_are_made():
+    model = typed()
+    with untouched(model), th.record(model, ":softmax()", ":matmul()", ":add()") as tape:
+        result = model(X)
+    product = F.softmax(X, -1) @ X
+    assert torch.equal(tape[":matmul()"], product)
+    assert torch.equal(tape[":add()"], result)
+    first, second = tape.calls(":softmax()")  # The child's own softmax is not the model's.
+    assert torch.equal(first, F.softmax(X, -1))
+    assert torch.equal(second, product.softmax(-1))
+
+
+def test_calls_inside_a_forward_without_source_are_edited():
+    model = typed()
+    with th.edit(model, {":matmul()": th.zero()}):
+        assert torch.allclose(model(X), torch.full_like(X, 2 / 3))
+
+
+def test_a_call_that_a_forward_without_source_never_makes_is_said():
+    with pytest.raises(th.NeverReached), th.record(typed(), ":relu()") as tape:
+        tape._model()(X)
+
+
 def test_a_file_that_changed_since_it_was_imported_is_refused(tmp_path, monkeypatch):
     import importlib
 

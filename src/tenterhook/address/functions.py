@@ -89,8 +89,11 @@ def _callees(function: FunctionType, cls: type) -> dict[str, Callee]:
             found[name] = Callee(target, ((before.at if before else ()) + (by_key[index, 0],)))
         elif _calls_a_variable(node, local):
             handed.append(by_key[index, 0])
+    # What is called through a variable may be any function that is mentioned; its code will tell.
     for name, target in _mentioned(tree, function).items() if handed else ():
-        found.setdefault(name, Callee(target, tuple(handed)))
+        known = found.get(name)
+        if known is None or known.function is target:
+            found[name] = Callee(target, (*(known.at if known else ()), *handed))
     return found
 
 

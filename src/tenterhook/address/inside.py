@@ -47,16 +47,21 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spot:
-    """Places in one function, and the calls through which it is reached from the module's ``forward``."""
+    """Places in one function, and the calls through which it is reached from the module's ``forward``.
+
+    In a function without source there are no places, only the name of an operation that it may make.
+    """
 
     function: FunctionType
     places: tuple[Place, ...]
     route: tuple[Callee, ...] = ()
+    operation: str | None = None
 
     @property
     def where(self) -> str:
         """File and line of the first of them."""
-        return f"{self.function.__code__.co_filename}:{self.places[0].line}"
+        line = self.places[0].line if self.places else self.function.__code__.co_firstlineno
+        return f"{self.function.__code__.co_filename}:{line}"
 
 
 class Found(NamedTuple):
@@ -159,10 +164,19 @@ def _inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> li
         if not literal and len(inner) == 1 and inner[0].name.literal is not None:
             found += list(_deeper(function, type(module), inner, "", (), {function}))
     except NoSource:
-        if literal:
+        operation = _operation(module, inner) if literal else None
+        if literal and operation is None:
             raise
-        return []
+        return [operation] if operation is not None else []
     return [Found(Site.VARIABLE, text, spot) for text, spot in found]
+
+
+def _operation(module: nn.Module, inner: tuple[Inner, ...]) -> Found | None:
+    """A call by its name in a Python function without source: it can still be told as PyTorch makes it."""
+    name = inner[0].name.literal
+    if len(inner) > 1 or name is None or not inner[0].is_call or inner[0].place is not None:
+        return None
+    return Found(Site.VARIABLE, str(inner[0]), Spot(forward_of(module), (), operation=name))
 
 
 def _spots(

@@ -15,6 +15,7 @@ from torch import nn
 from tenterhook.address.functions import forward_of, plain
 from tenterhook.address.places import Place
 from tenterhook.engine.action import Context
+from tenterhook.engine.operations import watched
 from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Node:
         self._edits: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._looks: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._below: dict[Any, dict[CodeType, Node]] = {}
-        self._made: Any = None
+        self._made: dict[FunctionType, Any] = {}
 
     def add(self, lane: Lane, binding: Binding) -> None:
         """Let a binding act at the places of its point, in this function or below."""
@@ -51,6 +52,17 @@ class Node:
         for place in spot.places:
             node._tapped.add(place)
             table.setdefault(key_of(place), []).append((lane, binding))
+        if spot.operation is not None:
+            table.setdefault(spot.operation, []).append((lane, binding))
+
+    def watches(self, place: Any) -> bool:
+        """Whether anything happens at a place."""
+        return place in self._edits or place in self._looks
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether there is anything to rewrite, and not only operations to watch."""
+        return bool(self._tapped or self._entered)
 
     def _child(self, function: FunctionType, at: tuple[Place, ...]) -> Node:
         child = Node(function, self._stop)
@@ -59,15 +71,11 @@ class Node:
             child = self._below.setdefault(key_of(place), {}).setdefault(function.__code__, child)
         return child
 
-    @property
-    def made(self) -> Any:
-        """The rewritten function."""
-        if self._made is None:
-            self._made = self.made_of(self.function)
-        return self._made
+    def made(self, function: FunctionType) -> Any:
+        """The function, or another one with the same code, rewritten.
 
-    def made_of(self, function: FunctionType) -> FunctionType:
-        """The same rewriting of a function that has the same code."""
+        It holds this node, so this node must not hold it: what it keeps would then wait for the garbage collector.
+        """
         return rewritten(function, frozenset(self._tapped), frozenset(self._entered), self)
 
     # -- called by the rewritten code ---------------------------------------------------------------------------------
@@ -100,7 +108,10 @@ class Node:
         if child is None or target is None:
             return function
         # The code tells which function it is; the function itself may be another one, with other defaults or cells.
-        return rebuilt(function, target, child.made if target is child.function else child.made_of(target))
+        made = self._made.get(target)
+        if made is None:
+            made = self._made[target] = child.made(target)
+        return rebuilt(function, target, made)
 
 
 def _context(lane: Lane, binding: Binding) -> Context | None:
@@ -120,4 +131,6 @@ def inside(module: nn.Module, original: Callable[..., Any], lanes: tuple[Lane, .
     for lane in lanes:
         for binding in lane.inner:
             node.add(lane, binding)
-    return rebuilt(original, function, node.made)  # type: ignore[no-any-return]
+    if not node.rewrites:
+        return watched(node, original)
+    return rebuilt(original, function, node.made(function))  # type: ignore[no-any-return]
