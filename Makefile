@@ -4,10 +4,11 @@ PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+ZOO_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-PY_SOURCES := $(wildcard src tests benchmarks examples)
+PY_SOURCES := $(wildcard src tests benchmarks examples hazards docs)
 
 # One thread for each test worker: several workers with a thread per core each would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow bench bench-peers clean
+.PHONY: help setup demo lint format types test test-slow bench bench-peers hazards clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,5 +56,19 @@ bench: $(READY) ## measure, and write docs/benchmarks.md
 bench-peers: $(READY) ## the same work by other libraries, each in its own environment
 	@$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
 
+hazards: $(READY) ## what goes wrong with hooks, run with several tools; writes docs/hazards.md
+	@$(BIN)/python -m hazards
+
+zoo: .venv-zoo/.ready ## check every architecture that can be built, and write docs/zoo.md
+	@.venv-zoo/bin/python -m zoo $(ZOO_ARGS)
+
+# The model libraries come without what they depend on: theirs would bring another torch, and ours is there already.
+.venv-zoo/.ready: pyproject.toml constraints.txt
+	@echo "making .venv-zoo (a minute or two)"
+	@$(PYTHON) -m venv .venv-zoo
+	@$(subst $(BIN),.venv-zoo/bin,$(PIP_INSTALL)) -e '.[hf]' pillow psutil
+	@$(subst $(BIN),.venv-zoo/bin,$(PIP_INSTALL)) --no-deps timm torchvision peft accelerate
+	@touch $@
+
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,13 +20,13 @@ ROOMS = [
     {"integrations", "cli"},
 ]
 # What stands beside the line: the room after which it comes.
-BESIDE = {"hooks": "sites", "testing": "sites"}
+BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall ClosedSession EditError GradientError HookError ModelChanged NeverReached
+    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
     NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
     Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at clamp edit hooks load mean noise points project record scale set zero
+    at audit clamp edit hooks load mean noise points project record scale set zero
 """
 
 

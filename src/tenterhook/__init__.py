@@ -11,6 +11,7 @@
 from tenterhook import hooks
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection
+from tenterhook.audit.verb import Audit, audit
 from tenterhook.edit.ready import Add as add
 from tenterhook.edit.ready import Clamp as clamp
 from tenterhook.edit.ready import Mean as mean
@@ -52,6 +53,7 @@ from tenterhook.record.verb import record
 __all__ = [
     "AddressError",
     "AmbiguousCall",
+    "Audit",
     "ClosedSession",
     "EditError",
     "GradientError",
@@ -78,6 +80,7 @@ __all__ = [
     "__version__",
     "add",
     "at",
+    "audit",
     "clamp",
     "edit",
     "hooks",

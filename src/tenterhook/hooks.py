@@ -150,9 +150,10 @@ def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False
 
 def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonly: bool) -> Handle:
     _check(module, nn.Module, "module")
+    guarded = _guarded(fn, readonly=readonly)
     manager: BackwardHooks = backward_hooks(module)
     key = _next_id()
-    manager.add(which, key, _guarded(fn, readonly=readonly), prepend=prepend)
+    manager.add(which, key, guarded, prepend=prepend)
     return Handle(key, lambda: manager.discard(module, which, key))
 
 

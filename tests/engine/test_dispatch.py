@@ -391,16 +391,6 @@ def test_what_is_not_asked_for_is_not_touched():
         model(X)
 
 
-@pytest.mark.parametrize("copy", ["auto", "always"])
-def test_a_recording_inside_vmap_says_that_its_values_are_of_no_use(copy):
-    model = mlp()
-    with th.record(model, "0", "1", copy=copy) as tape, th.edit(model, {"2": th.scale(1)}):
-        torch.func.vmap(model)(X)
-    with pytest.raises(th.TapeError, match="inside vmap"):
-        tape["0"]
-    assert "unreadable" in repr(tape)
-
-
 def test_an_edit_inside_vmap_takes_effect():
     model = mlp()
     with th.edit(model, {"1": th.scale(2)}):

@@ -13,6 +13,7 @@ from tenterhook._tree import describe, tensors
 from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
+from tenterhook.sites.wrapped import is_spread
 
 __all__ = ["Change", "as_change", "check_same_kind"]
 
@@ -93,6 +94,8 @@ def check_same_kind(old: Any, new: Any, context: Context, name: str) -> None:
         other = after[path]
         if tensor.shape != other.shape or tensor.dtype != other.dtype:
             raise _mismatch(context, name, describe(old), describe(new))
+        if is_spread(tensor) != is_spread(other):
+            raise _mismatch(context, name, type(tensor).__name__, f"a {type(other).__name__}")
         if tensor.device != other.device:
             raise _mismatch(context, name, f"a tensor on {tensor.device}", f"one on {other.device}")
 

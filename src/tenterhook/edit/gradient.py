@@ -133,7 +133,11 @@ class InputGradientEdit(_Base):
     def __init__(self, change: Change, *, check: bool) -> None:
         super().__init__(change, check=check)
         self._given: dict[int, list[_Given]] = {}
-        self.written_back = _WriteBack(self)
+
+    @property
+    def written_back(self) -> _WriteBack:
+        """The other half, which holds this one; the reverse would be a cycle."""
+        return _WriteBack(self)
 
     def __call__(self, value: Any, context: Context) -> Any:
         given = self._given[context.call] = []

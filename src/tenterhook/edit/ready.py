@@ -16,6 +16,7 @@ from torch import Tensor
 from tenterhook._tree import Path, describe, replace_at, tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
+from tenterhook.sites.wrapped import gathered, is_spread, spread_like
 
 __all__ = ["Add", "At", "Clamp", "Edit", "Mean", "Noise", "Project", "Scale", "Set", "Zero", "at", "fit"]
 
@@ -42,12 +43,17 @@ class Edit:
 
     def __call__(self, value: Any, context: Context) -> Any:
         path, tensor = self._tensor(value, context)
-        if self.at is None:
-            new = self.change(tensor, context)
-        else:
-            new = tensor.clone()
-            new[self.at] = self.change(self._cut(tensor, context), context)
+        new = self._changed(gathered(tensor), context)
+        if is_spread(tensor):  # An index means the whole value, on every process.
+            new = spread_like(new, tensor)
         return new if not path else replace_at(value, path, new)
+
+    def _changed(self, tensor: Tensor, context: Context) -> Tensor:
+        if self.at is None:
+            return self.change(tensor, context)
+        new = tensor.clone()
+        new[self.at] = self.change(self._cut(tensor, context), context)
+        return new
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         """The tensor that takes the place of this one."""

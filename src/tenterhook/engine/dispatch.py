@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 from tenterhook.engine import recompute
 from tenterhook.engine.action import Context
 from tenterhook.engine.stopping import run_clean_up
+from tenterhook.engine.tracing import refuse_traced
 from tenterhook.errors import Stopped
 from tenterhook.sites.module import MISSING
 
@@ -35,7 +36,7 @@ __all__ = ["direct", "general", "watched"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
-Watch = Callable[[Tensor, int, int], bool]
+Watch = Callable[[Tensor, int, int, tuple[Tensor, int]], Tensor | None]
 
 graph_task = torch._C._current_graph_task_id
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -54,6 +55,7 @@ def direct(tap: Tap, lane: Lane, observer: Direct, original: Forward) -> Forward
         call = next_call()
         value = original(*args, **kwargs)
         if type(value) is not Tensor or state["_forward_hooks"] or global_forward_hooks:
+            refuse_traced(module)
             return leave(tap, [(lane, call)], value)
         try:
             entries[call] = (value.detach() if value.requires_grad else value, value._version)
@@ -77,15 +79,18 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
             return dispatch(tap, self, args, kwargs)
         call, since = next_call(), sequence_number()
         value = original(*args, **kwargs)
-        foreign = state["_forward_hooks"] or global_forward_hooks
-        if foreign or type(value) is not Tensor or not watch(value, call, since):
-            for enter in lane.enters:
-                enter(call, since)
-            return leave(tap, [(lane, call)], value)
-        entries[call] = (value.detach(), value._version)
-        if call >= keep:
-            entries.pop(call - keep, None)
-        return value
+        if type(value) is Tensor and value.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+            kept = (value.detach(), value._version)
+            own = watch(value, call, since, kept)
+            if own is not None:
+                entries[call] = kept
+                if call >= keep:
+                    entries.pop(call - keep, None)
+                return own
+        refuse_traced(module)
+        for enter in lane.enters:
+            enter(call, since)
+        return leave(tap, [(lane, call)], value)
 
     return forward
 
@@ -110,6 +115,7 @@ def dispatch(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         visits = [(lane, lane.next_call()) for lane in tap.lanes if lane.mine(me)]
     if not visits:
         return tap.outside(args, kwargs)
+    refuse_traced(module)
     recompute.carry(visits)
     return visit(tap, visits, args, kwargs)
 

@@ -120,7 +120,7 @@ class Lane:
         if self.direct is not None:
             _cell(self.direct, "entries").cell_contents = {}
             if "watch" in self.direct.__code__.co_freevars:
-                _cell(self.direct, "watch").cell_contents = lambda *_: True
+                _cell(self.direct, "watch").cell_contents = lambda value, *_: value
             self.direct = None
 
     @property

@@ -14,11 +14,19 @@ from tenterhook.address.walk import find, module_ids
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.reasons import never_reached
-from tenterhook.errors import ClosedSession, ModelChanged, SessionError, Stopped, TenterhookWarning
+from tenterhook.errors import (
+    ClosedSession,
+    ModelChanged,
+    SessionError,
+    Stopped,
+    TenterhookWarning,
+    UnsupportedModel,
+)
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
 from tenterhook.sites.module import can_be_called
-from tenterhook.sites.parameter import Swap
+from tenterhook.sites.parameter import Swap, is_offloaded
+from tenterhook.sites.wrapped import is_spread
 
 __all__ = ["Session"]
 
@@ -26,6 +34,14 @@ REPLACED = (
     "the forward of {path!r} was replaced by another while a session was open. The replacement was left in place, and "
     "may go on calling through tenterhook, which now does nothing there. Close the session first, or put the "
     "replacement in before it starts."
+)
+OFFLOADED = (
+    "{address!r} is offloaded: its value is elsewhere and comes only for the time of a call, so that there is none to "
+    "record, edit or watch here. Use the outputs and arguments of its module, or a model that is not offloaded."
+)
+REPLICAS = (
+    "nn.DataParallel runs copies of the model in threads of their own, and a session is one thread's. Open it on the "
+    "module inside and call that one, or use DistributedDataParallel."
 )
 
 
@@ -92,6 +108,8 @@ class Session:
                 self._lane(point.module, point.path).add(binding)
         self._leave_fast_paths()
         self._check_model()
+        if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
+            raise UnsupportedModel(REPLICAS)
 
     def _check_model(self) -> None:
         """Raise if the model is not any more what it was when the session was made."""
@@ -113,12 +131,16 @@ class Session:
     def _plan_parameter(self, binding: Binding) -> None:
         """An edited parameter is exchanged around every call of its owner and of the modules above it."""
         point, action = binding.point, binding.action
+        if is_offloaded(point.module, point.tensor):
+            raise UnsupportedModel(OFFLOADED.format(address=point.address))
         if action.observes or hasattr(action, "install") or point.tensor is None:
             return
         context = Context(point.address, 0, point.module, self)
         swap = Swap(self.model, point.tensor, lambda tensor: action(tensor, context))
         steps = point.path.split(".") if point.path else []
-        for length in range(len(steps) + 1):
+        # FSDP2 puts a parameter together for the calls of its owner, and above that it is not what will be used.
+        above = len(steps) if is_spread(point.tensor) else 0
+        for length in range(above, len(steps) + 1):
             path = ".".join(steps[:length])
             module = find(self.model, path)
             if module is not None:

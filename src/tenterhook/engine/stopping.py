@@ -1,7 +1,8 @@
 """Other libraries' clean-up when a run is stopped.
 
 ``Stopped`` is no ``Exception``, and PyTorch runs hooks that were registered with ``always_call=True`` only for an
-``Exception``. They are run here instead, from the innermost module outwards, before the stop is raised.
+``Exception``. They are run here instead, from the innermost module outwards, before the stop is raised. So is the hook
+by which FSDP2 spreads a module's parameters over the processes again, which PyTorch runs for no exception at all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def run_clean_up(frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code in _INNER:
             _clean_up_one(frame.f_locals)
+            _shard_again(frame.f_locals)
         frame = frame.f_back
 
 
@@ -39,6 +41,14 @@ def _clean_up_one(call: dict[str, Any]) -> None:
             named = key in module._forward_hooks_with_kwargs
             rest = (call["args"], call["kwargs"], call["result"]) if named else (call["args"], call["result"])
             _run(module._forward_hooks[key], module, rest)
+
+
+def _shard_again(call: dict[str, Any]) -> None:
+    """End the call for FSDP2 as if it had returned nothing, unless that was done already."""
+    module = call["self"]
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    if state is not None and state._training_state.name == "FORWARD":
+        _run(state._post_forward, module, (call["args"], None))
 
 
 def _run(hook: Any, module: nn.Module, rest: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ def backward(
         if parameters:
             torch.autograd.backward(loss, gradient, retain_graph, create_graph)
         else:
-            _to_points(cells, loss, gradient, retain_graph=retain_graph, create_graph=create_graph)
+            _to_points(tape, loss, gradient, retain_graph=retain_graph, create_graph=create_graph)
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise GradientError(FREED.format(what="this loss")) from error
@@ -75,19 +76,19 @@ def _check(cells: list[Cell], loss: Any, gradient: Tensor | None) -> None:
 
 
 def _to_points(
-    cells: list[Cell], loss: Tensor, gradient: Tensor | None, *, retain_graph: bool | None, create_graph: bool
+    tape: Tape, loss: Tensor, gradient: Tensor | None, *, retain_graph: bool | None, create_graph: bool
 ) -> None:
-    """Run the engine as far as the points, and no further.
+    """Run the engine as far as the points and no further, unless it is not known where they all are.
 
     The hooks catch what comes by, as in any backward pass. What the engine hands out itself is of no use where an edit
     has hooked the same tensor: for a tensor that lies on the way to another one it is the gradient before the edit.
     Nothing lies behind a parameter, and its hook goes with the session, so its gradient is taken from the engine.
     """
+    cells = tape.grad.cells()
     leaves = [(cell, leaf) for cell in cells if cell.leaf is not None and (leaf := cell.leaf()) is not None]
     parameters = [get_gradient_edge(leaf) for _, leaf in leaves]
-    targets = list(dict.fromkeys(edge[:2] for edge in [*parameters, *(edge for cell in cells for edge in cell.edges)]))
-    if not targets:
-        raise GradientError(FREED.format(what="every recorded point"))
+    wanted = [*parameters, *(edge for cell in cells for edge in cell.edges)]
+    targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
     before = [_caught(cell) for cell in cells]
     for cell, _ in leaves:
         cell.silent = True
@@ -103,6 +104,25 @@ def _to_points(
             cell.take((), arrived[edge[:2]], frees=False)
     if before == [_caught(cell) for cell in cells]:
         raise GradientError(APART)
+
+
+def _has_lost_one(tape: Tape) -> bool:
+    """Whether an earlier pass has made a point's latest cell let go of the graph: the loss may still depend on it."""
+    latest = (track.entries[max(track.entries)] for track in tape.grad._tracks.values() if track.entries)
+    return any(isinstance(cell, Cell) and cell.spent for cell in latest)
+
+
+def _ends(loss: Tensor) -> Iterator[Any]:
+    """Where the graph of a loss ends: its leaves."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            yield node, 0
+        todo.extend(before for before, _ in node.next_functions)
 
 
 def _caught(cell: Cell) -> int:

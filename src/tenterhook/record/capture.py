@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from tenterhook._tree import Opaque, map_tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
+from tenterhook.sites.wrapped import gathered, in_transform, is_wrapped, outside, settled, unwrapped
 
 __all__ = ["Copy", "Entry", "Kept", "Policy", "Recorder", "read", "value"]
 
 Copy = Literal["auto", "always", "never"]
-
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 CHANGED = (
     "{address!r} was changed in place after it was recorded (its version was {old} and is now {new}), so the recorded "
     "value is gone. The code that did it gave no sign beforehand. Record with a copy: "
     'th.record(model, ..., copy="always").'
 )
-ESCAPED = (
-    "{address!r} was recorded inside vmap, grad or another transform of torch.func, whose tensors mean nothing outside "
-    "it. Run the model without the transform, or record around it."
+INSIDE = (
+    "{address!r} was recorded inside vmap, grad or another transform of torch.func, and is the whole value, of all "
+    "examples, which does not fit in with what passes inside it. Read it when the transform is over."
+)
+REUSED = (
+    "{address!r} was recorded inside a transform of torch.func and its memory was changed in place, before or after "
+    'that; there it cannot be told which. Record with a copy: th.record(model, ..., copy="always").'
 )
 
 
@@ -49,7 +52,7 @@ Entry = tuple[Tensor, int] | Kept
 class Policy:
     """How tensors are kept: ``in_place`` says that the model shows signs of changing tensors in place."""
 
-    __slots__ = ("by_reference", "copy", "device", "dtype", "in_place")
+    __slots__ = ("by_reference", "copy", "device", "dtype", "gather", "in_place")
 
     def __init__(
         self,
@@ -58,19 +61,27 @@ class Policy:
         dtype: torch.dtype | None = None,
         *,
         in_place: bool = False,
+        gather: bool = False,
     ) -> None:
         self.copy, self.device, self.dtype, self.in_place = copy, device, dtype, in_place
+        self.gather = gather  # Whether a value that is spread over processes is put together.
         # Whether a plain tensor is kept as it is, with its version to tell of later changes.
         self.by_reference = device is None and dtype is None and copy == "auto" and not in_place
 
     def keep(self, value: Any) -> Entry:
         """Keep a structure, each tensor detached."""
         watched: list[tuple[Tensor, int]] = []
-        one = self._refer if self.by_reference else self._keep_one
-        return Kept(map_tensors(lambda tensor: one(tensor, watched), value, opaque=Opaque.of), watched)
+        if self.gather:
+            value = map_tensors(gathered, value)
+        if in_transform():
+            return Kept(map_tensors(self._keep_whole, value, opaque=Opaque.of), watched)
+        if not self.by_reference:
+            return Kept(map_tensors(self._keep_one, value, opaque=Opaque.of), watched)
+        return Kept(map_tensors(lambda tensor: self._refer(tensor, watched), value, opaque=Opaque.of), watched)
 
     @staticmethod
     def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
+        tensor = settled(tensor)
         kept = tensor.detach() if tensor.requires_grad else tensor
         if isinstance(tensor, nn.Parameter):  # A module that gives its own parameter: an optimiser will change it.
             return _clone(kept)
@@ -80,15 +91,18 @@ class Policy:
             return _clone(kept)
         return kept
 
-    def _keep_one(self, tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
-        kept = tensor.detach()
-        if is_wrapped(kept):
-            watched.append((kept, kept._version))  # For the error that explains.
+    def _keep_one(self, tensor: Tensor) -> Tensor:
+        kept = settled(tensor).detach()
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         converted = kept.to(device=self.device, dtype=dtype) if self.device is not None or dtype is not None else kept
         if converted is not kept or self.copy == "never":
             return converted
         return _clone(converted)
+
+    def _keep_whole(self, tensor: Tensor) -> Tensor:
+        """What lies beneath the tensors of a transform, always as a copy."""
+        with outside():
+            return self._keep_one(unwrapped(tensor)[0].clone())
 
 
 class Recorder:
@@ -128,9 +142,20 @@ def read(entry: Entry, address: str) -> Any:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
     if any(is_wrapped(tensor) for tensor, _ in watched):
-        raise TapeError(ESCAPED.format(address=address))
+        return map_tensors(lambda tensor: _whole(tensor, address), found)
     # It may require a gradient now, although it did not when it passed.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+def _whole(tensor: Tensor, address: str) -> Tensor:
+    if not is_wrapped(tensor):
+        return tensor.detach()
+    if in_transform():
+        raise TapeError(INSIDE.format(address=address))
+    whole, changed = unwrapped(tensor)
+    if changed:
+        raise ValueChanged(REUSED.format(address=address))
+    return whole
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
-from tenterhook.sites.tensor import LeafHook, Place, attach_hook, base_of, why_no_gradient
+from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
+from tenterhook.sites.wrapped import is_wrapped, unwrapped
 
-__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_leaf", "watch_parameter"]
+__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -35,30 +36,33 @@ CHANGED = (
 class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
-    __slots__ = (
-        "__weakref__",
-        "closed",
-        "edges",
-        "graphs",
-        "leaf",
-        "parts",
-        "shape",
-        "silent",
-        "spent",
-        "tasks",
-        "why",
-    )
+    # Most cells are a plain tensor's and keep these as they are: a cell is made for each call of a recorded module.
+    shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
+    why = ""
+    edges: tuple[Edge, ...] = ()  # How far a backward pass must come for the hooks to catch it all.
+    tasks: dict[Path, int] | None = None
+    leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
+    kept: tuple[Tensor, int] | None = None  # A view's memory, and its version as it was recorded.
+    places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
+    silent = graphs = spent = False
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         # Each gradient with the version that it had, which tells whether it was changed since.
         self.parts: dict[Path, list[tuple[Tensor, int]]] = {}
-        # What the gradient is poured into: the value's own structure, with None for each tensor.
-        self.shape = None if isinstance(value, Tensor) else map_tensors(lambda _: None, value, opaque=Opaque.of)
-        self.why = why_no_gradient(value) if why is None else why
-        self.edges: tuple[Edge, ...] = ()  # How far a backward pass must come for the hooks to catch it all.
-        self.tasks: dict[Path, int] | None = None
-        self.leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
-        self.silent = self.graphs = self.spent = self.closed = False
+        if not isinstance(value, Tensor):
+            self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
+        if why is None:
+            self.why = why_no_gradient(value)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether this is a view that was changed in place: its hook has then lost its place in the graph."""
+        return self.kept is not None and self.kept[0]._version != self.kept[1]
+
+    def hold(self, place: Place) -> weakref.ref[Place]:
+        """Keep a place for a hook, which itself must keep nothing: the graph that it is on may outlive the tape."""
+        self.places += (place,)
+        return weakref.ref(place)
 
     def add(self, path: Path, gradient: Tensor) -> None:
         """Take what the backward pass that is running has brought."""
@@ -70,9 +74,7 @@ class Cell:
             gradient = gradient.detach()
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
-            self.spent = True
-            if self.closed:
-                self.release()
+            self.release()
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Take one of several shares of a pass, and add them up in the order in which the engine would."""
@@ -96,19 +98,13 @@ class Cell:
 
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
-        self.edges = ()
-
-    def close(self, *, spent: bool) -> None:
-        """The session is over. ``spent`` says that a backward pass freed a graph of it."""
-        self.closed = True
-        if self.spent or spent:
-            self.release()
+        self.spent, self.edges = True, ()
 
 
 class Catch:
     """A tensor hook that fills a cell as long as somebody holds it."""
 
-    __slots__ = ("_find", "_path")
+    __slots__ = ("_find", "_path", "number")
 
     observes = True  # Among the hooks of a leaf it comes last.
     __torch_unserializable__ = True  # Saving a tensor that was recorded gives no warning about this hook.
@@ -120,11 +116,11 @@ class Catch:
         cell = self._find()
         if cell is None or cell.silent:
             return
-        if cell.parts or cell.closed or gradient.requires_grad:
+        if cell.parts or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:  # The same as add(), for the one gradient that most cells get.
             cell.parts[self._path] = [(gradient, gradient._version)]
-            cell.spent = not keeps_graph()
+            cell.spent, cell.edges = True, ()
 
 
 class CatchView(Catch):
@@ -134,11 +130,11 @@ class CatchView(Catch):
 
     def __init__(self, cell: Cell, path: Path, place: Place) -> None:
         super().__init__(cell, path)
-        self._place = place
+        self._place = cell.hold(place)
 
     def __call__(self, gradient: Tensor) -> None:
-        cell = self._find()
-        if cell is not None and not self._place.changed:
+        cell, place = self._find(), self._place()
+        if cell is not None and place is not None and not place.changed:
             cell.add(self._path, gradient)
 
 
@@ -152,13 +148,45 @@ class CatchPart(CatchView):
     __slots__ = ()
 
     def __call__(self, gradient: Tensor) -> None:
-        cell = self._find()
-        if cell is None or not self._place.changed:
+        cell, place = self._find(), self._place()
+        if cell is None or place is None or not place.changed:
             return
-        if self._place.tied:
+        if place.tied:
             cell.why = "tied"
         else:
-            cell.add(self._path, self._place.take(gradient))
+            cell.add(self._path, place.take(gradient))
+
+
+class CatchKept(Catch):
+    """:class:`CatchView` for a value that the tape keeps as it is: that tells of changes already."""
+
+    __slots__ = ()
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is not None and not cell.overwritten:
+            cell.add(self._path, gradient)
+
+
+class CatchBase(Catch):
+    """:class:`CatchPart` for a value that the tape keeps as it is."""
+
+    __slots__ = ("_offset", "_stride")
+
+    def __init__(self, cell: Cell, base: Tensor) -> None:
+        super().__init__(cell, ())
+        self._stride, self._offset = base.stride(), base.storage_offset()
+
+    def __call__(self, gradient: Tensor) -> None:
+        cell = self._find()
+        if cell is None or cell.kept is None or not cell.overwritten:
+            return
+        layout = (gradient.size(), self._stride, self._offset, gradient.dtype, False, False)
+        place = Place(cell.kept[0], layout)
+        if place.tied:
+            cell.why = "tied"
+        else:
+            cell.add(self._path, place.take(gradient))
 
 
 class CatchShown(Catch):
@@ -171,18 +199,20 @@ class CatchShown(Catch):
 
     def __init__(self, cell: Cell, path: Path, shown: list[Place], place: Place | None) -> None:
         super().__init__(cell, path)
-        self._shown, self._place = shown, place
+        self._shown = [cell.hold(each) for each in shown]
+        self._place = cell.hold(place) if place is not None else None
 
     def __call__(self, gradient: Tensor) -> None:
-        cell = self._find()
-        if cell is None or not any(place.changed for place in self._shown):
+        cell, shown = self._find(), [find() for find in self._shown]
+        if cell is None or not any(place is not None and place.changed for place in shown):
             return
-        if self._place is None:
+        place = self._place() if self._place is not None else None
+        if place is None:
             cell.add(self._path, gradient)
-        elif self._place.tied:
+        elif place.tied:
             cell.why = "tied"
         else:
-            cell.add(self._path, self._place.take(gradient))
+            cell.add(self._path, place.take(gradient))
 
 
 def watch(cell: Cell, path: Path, tensor: Tensor) -> None:
@@ -193,9 +223,17 @@ def watch(cell: Cell, path: Path, tensor: Tensor) -> None:
         attach_hook(tensor, Catch(cell, path))
         return
     cell.edges += (edge_of(tensor), edge_of(base))
-    place = Place(tensor, base)
+    place = Place(tensor, layout_of(base))
     attach_hook(tensor, CatchView(cell, path, place))
-    attach_hook(base, CatchPart(cell, path, place))
+    attach_part(base, tensor.grad_fn, CatchPart(cell, path, place))
+
+
+def watch_kept(cell: Cell, tensor: Tensor, node: Any, base: Tensor, kept: tuple[Tensor, int]) -> None:
+    """The same for a view that the tape keeps as it is, with its version: at half the cost."""
+    cell.kept = kept
+    cell.edges += (edge_of(base),)
+    attach_hook(tensor, CatchKept(cell, ()), node)
+    attach_part(base, node, CatchBase(cell, base))
 
 
 def watch_leaf(cell: Cell, path: Path, tensor: Tensor) -> None:
@@ -220,10 +258,15 @@ def edge_of(tensor: Tensor) -> Edge:
 
 
 def _sum(found: list[tuple[Tensor, int]]) -> Tensor:
-    total = found[0][0]
-    for gradient, _ in found[1:]:
+    total, *rest = [_plain(gradient) for gradient, _ in found]
+    for gradient in rest:
         total = total + gradient
     return total
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """A gradient that came inside a transform of torch.func is the whole one, of all examples, outside it."""
+    return unwrapped(gradient)[0] if is_wrapped(gradient) else gradient
 
 
 def _pour(shape: Any, sums: dict[Path, Tensor]) -> Any:

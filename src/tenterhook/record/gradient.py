@@ -12,7 +12,6 @@ walking the graph from the module's outputs to the input, once per call.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,10 +24,30 @@ from torch.autograd.graph import Node
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import Catch, CatchShown, Cell, PythonNode, edge_of, graph_task, watch, watch_leaf
+from tenterhook.record.cell import (
+    Catch,
+    CatchShown,
+    Cell,
+    PythonNode,
+    edge_of,
+    graph_task,
+    watch,
+    watch_kept,
+    watch_leaf,
+)
 from tenterhook.record.tape import View
 from tenterhook.sites import tensor as sites
-from tenterhook.sites.tensor import Place, attach_hook, base_of, is_older, is_own, own_alias, sequence_number
+from tenterhook.sites.tensor import (
+    Place,
+    attach_hook,
+    attach_part,
+    base_of,
+    is_older,
+    is_own,
+    layout_of,
+    own_alias,
+    sequence_number,
+)
 
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
@@ -55,9 +74,9 @@ class Gradients(View):
     def end(self) -> None:
         """The session is over: let go of every graph that a backward pass has used up."""
         cells = self.cells()
-        spent = any(cell.spent for cell in cells)
-        for cell in cells:
-            cell.close(spent=spent)
+        if any(cell.spent for cell in cells):
+            for cell in cells:
+                cell.release()
 
     def cells(self) -> list[Cell]:
         """Every cell of the tape."""
@@ -92,6 +111,7 @@ class _Gradient:
 
     observes = True
     again = True
+    anywhere = False  # Whether gradients count that do not come through the module.
 
     def __init__(self, entries: dict[int, Any], keep: int) -> None:
         self.entries, self.keep = entries, keep
@@ -108,19 +128,13 @@ class _Gradient:
         if (known is not None and not known.why) or call <= self._latest - self.keep:
             return None
         cell = Cell(value, "") if type(value) is Tensor and value.requires_grad else Cell(value)
-        cell.closed = known is not None and graph_task() != -1  # Such a graph is used up at once.
+        if not self.anywhere and not cell.why and not torch.is_grad_enabled():
+            cell.why = "no_grad"  # The tensor had a history before; nothing that the module did here is part of one.
         self.entries[call] = cell
         self._latest = max(self._latest, call)
-        self._trim(call)
-        return None if cell.why else cell
-
-    def _trim(self, call: int) -> None:
-        """Forget what is beyond the calls to keep, and the graph of the last one if a backward pass has freed it."""
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
-        last = self.entries.get(call - 1)
-        if last is not None and last.spent:
-            last.release()
+        return None if cell.why else cell
 
 
 class OutputGradient(_Gradient):
@@ -134,17 +148,25 @@ class OutputGradient(_Gradient):
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 
-    def watch(self, tensor: Tensor, call: int, since: int) -> bool:
-        """The short way, for the most frequent case by far; False where it is another."""
+    def watch(self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int]) -> Tensor | None:
+        """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another."""
         node: Any = tensor.grad_fn
-        if node is None or tensor._base is not None or node._sequence_nr() < since or isinstance(node, PythonNode):
-            return False
+        if node is None or isinstance(node, PythonNode):
+            return None
+        if node._sequence_nr() < since:  # A module that hands its input on.
+            tensor = own_alias(tensor)
+            node = tensor.grad_fn
         cell = self.entries[call] = Cell(tensor, "")
         cell.edges = ((node, tensor.output_nr),)
-        attach_hook(tensor, Catch(cell, ()))
+        base = tensor._base
+        if base is None or base.grad_fn is None:
+            attach_hook(tensor, Catch(cell, ()), node)
+        else:
+            watch_kept(cell, tensor, node, base, kept)
         self._latest = call
-        self._trim(call)
-        return True
+        if call >= self.keep:
+            self.entries.pop(call - self.keep, None)
+        return tensor
 
     def __call__(self, value: Any, context: Context) -> Any:
         call = context.call
@@ -173,6 +195,8 @@ class OutputGradient(_Gradient):
 
 class TotalGradient(_Gradient):
     """Catches the gradient of an argument from all its uses, in this module and elsewhere."""
+
+    anywhere = True
 
     def __call__(self, value: Any, context: Context) -> None:
         cell = self._open(value, context.call)
@@ -214,8 +238,7 @@ class InputGradient(_Gradient):
                 continue
             if is_own(tensor, context.module):
                 # An edit has made it this module's alone, and what flows on is what its hook lets through.
-                cell.edges += (edge_of(tensor),)
-                attach_hook(tensor, Catch(cell, path))
+                watch(cell, path, tensor)
             else:
                 self._want(entered, path, tensor)
 
@@ -228,7 +251,7 @@ class InputGradient(_Gradient):
         if base is not None:
             # If the module changes this view in place, its gradient is handed to the base.
             whole = edge_of(base)
-            entered.wanted[whole[:2]] = (path, Place(tensor, base))
+            entered.wanted[whole[:2]] = (path, Place(tensor, layout_of(base)))
             entered.cell.edges += (whole,)
 
 
@@ -280,9 +303,13 @@ def _watch_shown(cell: Cell, path: Path, tensor: Tensor, outputs: list[Tensor]) 
     """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
     base = base_of(tensor)
     whole = tensor if base is None else base
-    places = [Place(output, whole) for output in outputs if base_of(output) is whole]
+    places = [Place(output, layout_of(whole)) for output in outputs if base_of(output) is whole]
     if places:
-        attach_hook(whole, CatchShown(cell, path, places, None if base is None else Place(tensor, base)))
+        attach_part(
+            whole,
+            tensor.grad_fn,
+            CatchShown(cell, path, places, None if base is None else Place(tensor, layout_of(base))),
+        )
     return places
 
 
@@ -307,12 +334,15 @@ def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[No
 
 def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[Place]) -> Callable[[Any, Any], None]:
     """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
-    find = weakref.ref(cell)
+    find, outputs = weakref.ref(cell), [cell.hold(each) for each in shown]
+    held = cell.hold(place) if place is not None else None
 
     def caught(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
         cell, gradient = find(), inputs[index]
-        if cell is None or gradient is None or any(output.changed for output in shown):
+        seen = (output() for output in outputs)
+        if cell is None or gradient is None or any(output is not None and output.changed for output in seen):
             return
+        place = held() if held is not None else None
         if place is None:
             cell.gather(path, gradient)
         elif place.tied:
@@ -323,21 +353,12 @@ def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[
     return caught
 
 
-@functools.cache
-def _probe() -> tuple[Tensor, Tensor, list[int]]:
-    """A graph of one operation, whose hook tells the number of the backward pass that is running."""
+def _passes() -> int:
+    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
     numbers: list[int] = []
     with torch.inference_mode(mode=False), torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True, device="cpu")
         top = leaf * 1
     top.register_hook(lambda _: numbers.append(graph_task()))
-    return leaf, top, numbers
-
-
-def _passes() -> int:
-    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
-    leaf, top, numbers = _probe()
-    torch.autograd.grad(top, leaf, retain_graph=True)
-    number = numbers[-1]
-    del numbers[:-1]
-    return number
+    torch.autograd.grad(top, leaf)
+    return numbers[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tenterhook._draw import Column, Row, Table
 from tenterhook._tree import describe, show_path, tensors
@@ -63,7 +64,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _numbers(tensor: Tensor) -> tuple[str, ...]:
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or is_fake(tensor):
         return ("",) * 5
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return ("",) * 5

@@ -212,9 +212,9 @@ class Tape(View):
         (torch.Size([4, 3]), None)
 
         It works while the session is open and after it, as long as the graph is there. For that a tape holds the places
-        in the graph where its gradients arrive. It lets go of them when a module is called again after a backward pass
-        that freed its graph, when the session ends and such a pass has run in it, when such a pass comes by later, and
-        with :meth:`clear`.
+        in the graph where its gradients arrive. It lets go of each as soon as a backward pass without ``retain_graph``
+        comes by, of what such a pass in the session did not reach when the session ends, and of all with :meth:`clear`.
+        A later call then goes through the whole graph of its loss, if that is still there.
 
         Args:
             loss: what to differentiate, one number; or any tensor, with ``gradient``.

@@ -36,6 +36,7 @@ def record(
     copy: Copy = "auto",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    gather: bool = False,
 ) -> Recording:
     """Record what passes at the selected points while the session is open; ``with`` gives the tape.
 
@@ -59,9 +60,11 @@ def record(
             versions elsewhere; ``"always"`` copies everything; ``"never"`` nothing, and compares nothing.
         device: where the values go, for example ``"cpu"``.
         dtype: what floating-point values are converted to.
+        gather: put values together that are spread over processes (``DTensor``), as they pass. All of the processes
+            have to record the same points.
     """
     points = resolve(model, selectors or "**")
-    policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype)
+    policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
     return Recording(model, points, policy, grad=grad, stop=stop, keep=_calls(keep))
 
 
@@ -74,7 +77,7 @@ class Recording(Session):
         self, model: nn.Module, points: tuple[Point, ...], policy: Policy, *, grad: bool | str, stop: bool, keep: int
     ) -> None:
         in_place = facts(model).in_place
-        self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place)
+        self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place, gather=policy.gather)
         self._grad, self._stop, self._keep = grad, stop, keep
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
@@ -144,7 +147,8 @@ class Recording(Session):
         if tensor is None:
             return
         # An optimiser changes parameters in place, so their values are always copied.
-        recorder.entries[0] = Policy("always", self._policy.device, self._policy.dtype).keep(tensor)
+        always = Policy("always", self._policy.device, self._policy.dtype, gather=self._policy.gather)
+        recorder.entries[0] = always.keep(tensor)
         recorder.passed = True
         self.reached(point)
         if self._grad:

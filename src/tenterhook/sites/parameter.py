@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Exchange", "Swap", "holders"]
+__all__ = ["Exchange", "Swap", "holders", "is_offloaded"]
 
 
 class Exchange(Protocol):
@@ -38,6 +38,11 @@ def holders(model: nn.Module, tensor: Tensor) -> Iterator[tuple[dict[str, Any], 
             for name, held in container.items():
                 if held is tensor:
                     yield container, name
+
+
+def is_offloaded(module: nn.Module, tensor: Tensor | None) -> bool:
+    """Whether accelerate keeps this tensor elsewhere, and brings it only for the module's calls."""
+    return tensor is not None and tensor.is_meta and getattr(getattr(module, "_hf_hook", None), "offload", False)
 
 
 class Flat:

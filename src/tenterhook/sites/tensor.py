@@ -8,16 +8,17 @@ gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tenterhook._tree import tensors
-from tenterhook.errors import HookError
+from tenterhook.errors import GradientError, HookError
+from tenterhook.sites.wrapped import is_wrapped
 
 __all__ = [
     "TIED",
@@ -27,10 +28,12 @@ __all__ = [
     "Place",
     "PostAccumulateHook",
     "attach_hook",
+    "attach_part",
     "base_of",
     "hook_tensor",
     "is_older",
     "is_own",
+    "layout_of",
     "mark_own",
     "own_alias",
     "sequence_number",
@@ -43,6 +46,10 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 WHY = {
     "no_grad": "gradients were switched off (no_grad) when it passed. Run the forward with gradients on.",
     "inference": "it passed in inference_mode, whose tensors can have no gradient. Use no inference_mode.",
+    "transform": (
+        "it passed inside vmap or jvp of torch.func, which differentiate nothing there. Use torch.func.grad, or run "
+        "the model on the whole batch."
+    ),
     "no float": "it holds no floating-point tensor.",
     "no need": (
         "it did not require one: nothing before it does. Make an input require one, x.requires_grad_(), or unfreeze a "
@@ -53,55 +60,93 @@ TIED = (
     "it shows the same memory more than once, or as another type, and that memory was changed in place later, so that "
     "its gradient cannot be told from that of the memory. Return a copy of it: .clone()"
 )
+TRANSFORMED = (
+    "inside a transform of torch.func, the gradient of a view, and of an argument through one module alone, cannot be "
+    "told from others. Ask for the gradient of the output that it comes from, or use no transform."
+)
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
 
-class LeafHook:
+class _Tidy:
+    """A hook on a leaf that leaves no trace: with the last of ours, the table of hooks goes too, if there was none."""
+
+    __slots__ = ("_handle", "_tensor")
+
+    table = ""
+    # How many of our hooks a tensor has, and whether it had no table before the first; a hook keeps its tensor alive.
+    counts: ClassVar[dict[tuple[str, int], tuple[int, bool]]] = {}
+
+    def __init__(self, tensor: Tensor, register: Callable[[], Any]) -> None:
+        key = (self.table, id(tensor))
+        count, bare = self.counts.get(key, (0, getattr(tensor, self.table) is None))
+        self._tensor, self._handle = tensor, register()
+        self.counts[key] = (count + 1, bare)
+
+    def remove(self) -> None:
+        """Take it away; any number of times."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.remove()
+        key = (self.table, id(self._tensor))
+        count, bare = self.counts.pop(key)
+        if count > 1:
+            self.counts[key] = (count - 1, bare)
+        elif bare and not getattr(self._tensor, self.table):
+            setattr(self._tensor, self.table, None)
+
+
+class LeafHook(_Tidy):
     """A hook on the gradient of a leaf, before it is accumulated."""
 
-    __slots__ = ("_bare", "_handle", "_tensor")
+    __slots__ = ()
+
+    table = "_backward_hooks"
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
-        self._tensor, self._bare = tensor, tensor._backward_hooks is None
-        self._handle = tensor.register_hook(function)
+        super().__init__(tensor, lambda: tensor.register_hook(function))
         hooks: OrderedDict[Any, Any] = tensor._backward_hooks  # type: ignore[assignment]
         # What only looks sees what flows on, also if it was there before the hook that changes it.
         for key in [key for key, hook in hooks.items() if getattr(hook, "observes", False)]:
             hooks[key] = hooks.pop(key)  # Not move_to_end: autograd reads the dict beneath, whose order that leaves.
 
-    def remove(self) -> None:
-        """Take it away; the tensor is then what it was, to the empty dict that PyTorch would leave."""
-        self._handle.remove()
-        if self._bare and not self._tensor._backward_hooks:
-            self._tensor._backward_hooks = None
 
-
-class PostAccumulateHook:
+class PostAccumulateHook(_Tidy):
     """A hook on a leaf that runs after its gradient was accumulated."""
 
-    __slots__ = ("_bare", "_handle", "_tensor")
+    __slots__ = ()
+
+    table = "_post_accumulate_grad_hooks"
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
-        self._tensor, self._bare = tensor, tensor._post_accumulate_grad_hooks is None
-        self._handle = tensor.register_post_accumulate_grad_hook(function)
-
-    def remove(self) -> None:
-        """Take it away; the tensor is then what it was, to the empty dict that PyTorch would leave."""
-        self._handle.remove()
-        if self._bare and not self._tensor._post_accumulate_grad_hooks:
-            self._tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))
 
 
-def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
     """``Tensor.register_hook`` for a tensor that has a history, without a handle: a third of its cost."""
     hooks: Any = tensor._backward_hooks
     if hooks is None:
         # Reading grad_fn first spares a crash on a view that was changed through an alias
         # (https://github.com/pytorch/pytorch/issues/196459).
-        node: Any = tensor.grad_fn
+        node = node or tensor.grad_fn
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)
     hooks[hook] = hook
+
+
+def attach_part(base: Tensor, node: Any, hook: Any) -> None:
+    """Hook a base for the view that ``node`` made; such hooks come before the base's own, and the latest view's first.
+
+    Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
+    """
+    hook.number = node._sequence_nr()
+    attach_hook(base, hook)
+    hooks: Any = base._backward_hooks
+    if len(hooks) == 1:
+        return
+    in_order = sorted(hooks.items(), key=lambda item: -getattr(item[1], "number", -1))
+    hooks.clear()
+    hooks.update(in_order)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -119,7 +164,7 @@ def is_older(tensor: Tensor, since: int) -> bool:
 
 def own_alias(tensor: Tensor) -> Tensor:
     """The same memory with a place of its own in the graph, for what flows back to this use of the tensor alone."""
-    return tensor.view_as(tensor)
+    return tensor[...]  # Not view_as: it writes the strides of dimensions of size one anew, and kernels look at them.
 
 
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
@@ -135,9 +180,11 @@ def is_own(tensor: Tensor, module: nn.Module) -> bool:
 class Counter:
     """Whether a tensor's memory was changed in place since; it holds neither the memory nor the graph."""
 
-    __slots__ = ("_counter", "_version")
+    __slots__ = ("__weakref__", "_counter", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
+        if is_wrapped(tensor):
+            raise GradientError(TRANSFORMED)
         # A tensor that shares the other one's count of changes, and nothing else.
         self._counter = tensor.detach()
         self._counter.data = tensor.new_empty(0)
@@ -149,21 +196,26 @@ class Counter:
         return self._counter._version != self._version
 
 
+Layout = tuple[Any, ...]
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """How a tensor lies in its memory."""
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
+
+
 class Place(Counter):
     """Where a view lies in its base, and whether either was changed in place since."""
 
     __slots__ = ("_base", "_exact", "_view")
 
-    def __init__(self, view: Tensor, base: Tensor) -> None:
+    def __init__(self, view: Tensor, base: Layout) -> None:
         super().__init__(view)
-        self._view = (view.size(), view.stride(), view.storage_offset() - base.storage_offset())
-        self._base = (base.size(), base.stride())
-        self._exact = view.dtype == base.dtype and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg()
-
-    @property
-    def changed(self) -> bool:
-        """Whether the memory was changed in place."""
-        return self._counter._version != self._version
+        size, stride, offset, *kind = base
+        self._view = (view.size(), view.stride(), view.storage_offset() - offset)
+        self._base = (size, stride)
+        self._exact = kind == [view.dtype, view.is_conj(), view.is_neg()]
 
     @property
     def tied(self) -> bool:
@@ -185,7 +237,7 @@ class Place(Counter):
         return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
     def _reaches_out(self) -> bool:
-        return self._view[2] + _extent(*self._view[:2]) > _extent(*self._base)
+        return bool(self._view[2] + _extent(*self._view[:2]) > _extent(*self._base))
 
 
 def why_no_gradient(value: Any) -> str:
@@ -197,6 +249,8 @@ def why_no_gradient(value: Any) -> str:
         return ""
     if any(tensor.is_inference() for tensor in floats):
         return "inference"
+    if any(map(is_wrapped, floats)):
+        return "transform"
     return "no need" if torch.is_grad_enabled() else "no_grad"
 
 
@@ -209,8 +263,8 @@ def hook_tensor(
     """
     base = base_of(tensor) if tensor.grad_fn is not None else None
     if base is None:
-        return _remover(tensor.register_hook(function))
-    place = Place(tensor, base)
+        return tensor.register_hook(function).remove  # type: ignore[no-any-return]
+    place = Place(tensor, layout_of(base))
 
     def own(gradient: Tensor) -> Any:
         return None if place.changed else function(gradient)
@@ -226,13 +280,15 @@ def hook_tensor(
             raise HookError(f"a hook got a gradient of shape {list(mine.shape)} and returned {list(new.shape)}")
         return None if new is None else place.put(gradient, new)
 
-    return _remover(tensor.register_hook(own), base.register_hook(part))
+    attach_part(base, tensor.grad_fn, part)
+    handle, shared = tensor.register_hook(own), base._backward_hooks
+    table: weakref.ref[Any] = weakref.ref(shared)
 
-
-def _remover(*handles: RemovableHandle) -> Callable[[], None]:
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
+        hooks = table()
+        if hooks is not None:
+            hooks.pop(part, None)
 
     return remove
 

@@ -1,0 +1,201 @@
+"""What hooks cost: each is wrapped by a clock for a few passes, and everything is put back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import map_tensors, tensors
+from tenterhook.address.walk import named_tensors, walk
+from tenterhook.audit.found import CALL_KINDS, Cost, Found, Kind
+from tenterhook.audit.tables import global_tables, tensor_tables
+
+__all__ = ["measure"]
+
+PASSES = 5
+BACKWARD = frozenset(
+    {
+        Kind.BACKWARD_PRE, Kind.FULL_BACKWARD, Kind.LEGACY_BACKWARD, Kind.OUR_BACKWARD_PRE, Kind.OUR_BACKWARD,
+        Kind.GRADIENT, Kind.GLOBAL_BACKWARD_PRE, Kind.GLOBAL_FULL_BACKWARD, Kind.GLOBAL_LEGACY_BACKWARD,
+    }
+)  # fmt: skip
+# Hooks after accumulation are left out: they are there to change what is trained, and no gradient is accumulated here.
+TIMED = CALL_KINDS | BACKWARD | {Kind.GLOBAL_FORWARD_PRE, Kind.GLOBAL_FORWARD}
+
+
+class Clock:
+    """A hook that counts and times the one that it stands for."""
+
+    __slots__ = ("calls", "hook", "seconds")
+
+    def __init__(self, hook: Any) -> None:
+        self.hook, self.calls, self.seconds = hook, 0, 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self.hook(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.calls += 1
+
+    def reset(self) -> None:
+        self.calls, self.seconds = 0, 0.0
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(round(self.calls / PASSES), self.seconds / self.calls * 1e6 if self.calls else 0.0)
+
+
+class Pass(nn.Module):
+    """One forward and backward pass, inside which the buffers of the model are exchanged for copies.
+
+    Its own call is no module's call, so that global hooks do not see it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules["model"] = model  # Past the hooks that are told of registrations.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        """Run, and say whether there was a backward pass."""
+        model = self._modules["model"]
+        output = model(*args, **kwargs)  # type: ignore[misc]
+        ends = [tensor for _, tensor in tensors(output) if tensor.requires_grad]
+        given = [tensor for _, tensor in tensors((args, kwargs))]
+        leaves = [tensor for tensor in (*self.parameters(), *given) if tensor.requires_grad]
+        if not ends or not leaves:
+            return False
+        # Not backward(): that would accumulate into .grad, and run the hooks that train.
+        torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+        return True
+
+
+def measure(model: nn.Module, inputs: Any, rows: list[Found]) -> dict[Found, Cost]:
+    """What each hook costs in a pass with these inputs. Backward hooks are left out if there is no backward pass."""
+    clocks = {row: Clock(row.hook) for row in rows if row.kind in TIMED and row.table is not None}
+    backward = True
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_same_random_numbers(model))
+        stack.enter_context(_eager(rows))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # The risks say the same, at the hook that they are about.
+        for number in range(PASSES + 1):
+            if number == 1:  # The first pass only warms up.
+                for clock in clocks.values():
+                    clock.reset()
+            with _as_it_was(model, rows), _ticking(clocks):
+                backward = _one_pass(model, inputs)
+    return {row: clock.cost for row, clock in clocks.items() if backward or row.kind not in BACKWARD}
+
+
+def _one_pass(model: nn.Module, inputs: Any) -> bool:
+    # Copies for each pass: an in-place operation at the beginning of a model writes into its inputs.
+    mine = map_tensors(_copy, inputs)
+    args = () if isinstance(mine, Mapping) else mine if isinstance(mine, tuple) else (mine,)
+    kwargs = dict(mine) if isinstance(mine, Mapping) else {}
+    buffers = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return bool(torch.func.functional_call(Pass(model), buffers, args, kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _ticking(clocks: dict[Found, Clock]) -> Iterator[None]:
+    """Clocks in the places of the hooks; assigning to a key that is there keeps its place in line."""
+    for row, clock in clocks.items():
+        if row.table is not None:
+            row.table.hooks[row.key] = clock
+    try:
+        yield
+    finally:
+        for row, clock in clocks.items():
+            if row.table is not None and row.table.hooks.get(row.key) is clock:
+                row.table.hooks[row.key] = row.hook
+
+
+# --- everything as it was ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _same_random_numbers(model: nn.Module) -> Iterator[None]:
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = [device.index for device in found if device.type == "cuda"]
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+@contextlib.contextmanager
+def _eager(rows: list[Found]) -> Iterator[None]:
+    """Without the compiler where parts are compiled: clocks in their hooks would have them compiled again."""
+    if any(row.kind is Kind.COMPILED for row in rows):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, rows: list[Found]) -> Iterator[None]:
+    """Put back what hooks and modules change as they run: attributes, tables, lists, gradients, weights."""
+    containers = [(container, copy.copy(container)) for container in _containers(model)]
+    gradients: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in model.parameters()]
+    # Only a module's own hooks are likely to write into its weights, and a copy of a whole model may not fit.
+    weights = [(tensor, tensor.detach().clone()) for tensor in _in_reach(rows)]
+    try:
+        yield
+    finally:
+        for container, was in containers:
+            _refill(container, was)
+        for tensor, gradient in gradients:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+        for tensor, before in weights:
+            if not torch.equal(tensor.detach(), before):
+                tensor.data.copy_(before)
+
+
+def _containers(model: nn.Module) -> Iterator[Any]:
+    """The dicts, lists and sets in which a model and the process keep their state, as far as hooks can reach them."""
+    modules = walk(model)[0]
+    for _, module in modules:
+        yield module.__dict__
+        yield from (value for value in vars(module).values() if isinstance(value, dict | list | set))
+    for entry in named_tensors(modules):
+        yield from (table.hooks for table in tensor_tables(entry.tensor))
+    for table in global_tables():
+        yield from (table.hooks, *table.sides.values())
+
+
+def _refill(container: Any, was: Any) -> None:
+    """Give a container the entries that it had, in their order, if it has others now."""
+    if isinstance(container, dict):
+        same = list(container) == list(was) and all(container[key] is value for key, value in was.items())
+    else:
+        same = len(container) == len(was) and all(one is other for one, other in zip(container, was, strict=True))
+    if not same:
+        container.clear()
+        container.extend(was) if isinstance(container, list) else container.update(was)
+
+
+def _in_reach(rows: list[Found]) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for row in rows:
+        if row.kind in TIMED and row.module is not None:
+            own = [row.tensor] if row.tensor is not None else row.module.parameters(recurse=False)
+            found.update({id(tensor): tensor for tensor in own if not tensor.is_meta})
+    return list(found.values())

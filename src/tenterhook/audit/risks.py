@@ -1,0 +1,261 @@
+"""What can go wrong with what was found. Each check looks at one row and names a risk, or none."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook.address import escape
+from tenterhook.address.walk import walk
+from tenterhook.audit.found import CALL_KINDS, Found, Kind, Risk
+from tenterhook.audit.who import can_be_pickled, held
+from tenterhook.sites.inplace import changes_in_place
+from tenterhook.sites.module import can_be_called
+
+__all__ = ["NEVER_CALLED", "NOT_FIRED", "with_risks"]
+
+LEGACY = Risk(
+    "legacy backward",
+    "it sees the gradients of the module's last operation only, which are wrong for a module of several operations.",
+    "Use tenterhook.hooks.register_backward_hook, or register_full_backward_hook.",
+)
+IN_PLACE = Risk(
+    "in-place neighbour",
+    "PyTorch's backward hooks hand on views that no in-place operation may touch, so the call may raise.",
+    "Use tenterhook.hooks.register_backward_hook, or make the operation out of place.",
+)
+GRAPH = Risk(
+    "holds a graph",
+    "a tensor with a history that the hook can reach keeps its whole graph, with every saved activation, alive.",
+    "Keep tensor.detach(), or record with tenterhook.record.",
+)
+OWN_TENSOR = Risk(
+    "never freed",
+    "the hook reaches the tensor that it is on, through autograd, where the garbage collector cannot follow.",
+    "Use the argument that the hook is given, or a weakref.",
+)
+PARALLEL = Risk(
+    "data parallel",
+    "replicas run the hook in several threads at once, with the replica as its module; what it sets there is lost.",
+    "Use DistributedDataParallel, or make the hook safe for threads.",
+)
+COMPILED = Risk(
+    "compiled",
+    "a hook that comes after the first compiled call may be ignored without a word.",
+    "Register hooks before the first call, or call torch.compiler.reset() after.",
+)
+FAST_PATH = Risk(
+    "leaves the fast path",
+    "a forward hook at or below an nn.TransformerEncoderLayer makes it take its slower path in eval mode.",
+    "Remove it when you no longer need it; expect the last bits of the output to change as well.",
+)
+NO_PICKLE = Risk(
+    "does not pickle",
+    "a lambda or local function has no name to be pickled by, so torch.save(model) and spawned workers fail.",
+    "Define the function at the top of a file, or save the state_dict.",
+)
+NEVER_CALLED = Risk(
+    "never called",
+    "the module is not called itself, so its hooks do not run.",
+    "Hook the module around it, or its children.",
+)
+TWICE = Risk(
+    "registered twice",
+    "the same function is on this module more than once, and runs each time.",
+    "Remove one, and keep the handle of the other.",
+)
+ELSEWHERE = Risk(
+    "bound elsewhere",
+    "this forward runs another module's, with that one's weights, as it happens after a deepcopy.",
+    "Delete the instance's forward, and patch the copy by itself.",
+)
+EVERYWHERE = Risk(
+    "global",
+    "it runs at each call of every module of every model in the process, and all of them lose PyTorch's short way.",
+    "Register it on the modules that you mean.",
+)
+ANOMALY = Risk(
+    "anomaly mode",
+    "every operation records a stack trace, and the backward pass is checked for NaN.",
+    "Switch it off outside debugging: torch.autograd.set_detect_anomaly(False).",
+)
+NO_EFFECT = Risk(
+    "no effect",
+    "Python looks __call__ up on the class, so that an instance's own is never called.",
+    "Set forward, or register a hook.",
+)
+NOT_FIRED = Risk(
+    "did not fire",
+    "the model ran with the given inputs, and the hook was not called.",
+    "Look whether the module is part of that run, and whether its output is a tensor or a tuple of them.",
+)
+
+NATIVE_BACKWARD = (Kind.FULL_BACKWARD, Kind.BACKWARD_PRE)
+GLOBAL_CALLS = (
+    Kind.GLOBAL_FORWARD_PRE, Kind.GLOBAL_FORWARD, Kind.GLOBAL_BACKWARD_PRE, Kind.GLOBAL_FULL_BACKWARD,
+    Kind.GLOBAL_LEGACY_BACKWARD,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a risk may depend on beyond its row: where each module stands."""
+
+    above: dict[int, list[nn.Module]]
+    """the modules above each module, the nearest first"""
+    after: dict[int, nn.Module]
+    """the next module under the same parent"""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Surroundings:
+        above: dict[int, list[nn.Module]] = {id(model): []}
+        after: dict[int, nn.Module] = {}
+        for _, module in walk(model)[0]:  # Parents come before their children.
+            children = [child for _, child in module._modules.items() if child is not None]
+            for child in children:
+                above.setdefault(id(child), [module, *above[id(module)]])
+            after.update({id(one): other for one, other in itertools.pairwise(children)})
+        return cls(above, after)
+
+
+def with_risks(model: nn.Module, rows: list[Found]) -> list[Found]:
+    """The same rows, each with its risks."""
+    around = Surroundings.of(model)
+    return [replace(row, risks=tuple(_risks(row, around))) for row in rows]
+
+
+def _risks(row: Found, around: Surroundings) -> Iterator[Risk]:
+    if row.session:  # Sessions of ours have met these risks already, and go by themselves.
+        return
+    yield from _by_kind(row)
+    if row.table is not None:
+        yield from _by_function(row)
+    if row.kind in CALL_KINDS and row.module is not None:
+        yield from _by_place(row, row.module, around)
+        if row.table is not None and sum(_same(row.hook, other) for other in row.table.hooks.values()) > 1:
+            yield TWICE
+    if row.kind is Kind.OWN_FORWARD and row.module is not None:
+        yield from _elsewhere(row.module, row.hook)
+
+
+def _by_kind(row: Found) -> Iterator[Risk]:
+    if row.kind in (Kind.LEGACY_BACKWARD, Kind.GLOBAL_LEGACY_BACKWARD):
+        yield LEGACY
+    if row.kind in GLOBAL_CALLS:
+        yield EVERYWHERE
+    if row.kind is Kind.ANOMALY:
+        yield ANOMALY
+    if row.kind is Kind.OWN_CALL and row.key == "__call__":
+        yield NO_EFFECT
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+def _by_function(row: Found) -> Iterator[Risk]:
+    for label, value in held(row.hook):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            yield replace(GRAPH, detail=label)
+            break
+    if row.tensor is not None and _holds_for_ever(row, row.tensor):
+        yield OWN_TENSOR
+    if row.module is not None and row.tensor is None and not can_be_pickled(row.hook):
+        yield NO_PICKLE
+
+
+def _holds_for_ever(row: Found, tensor: Tensor) -> bool:
+    # The collector does see through the gradient hooks of a leaf, and through nothing else on a tensor.
+    if row.kind is Kind.GRADIENT and tensor.grad_fn is None:
+        return False
+    return any(value is tensor or _has(value, tensor) for _, value in held(row.hook))
+
+
+def _has(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, nn.Module) and any(own is tensor for own in (*value.parameters(), *value.buffers()))
+
+
+def _same(one: Any, other: Any) -> bool:
+    # Two methods are equal where their objects and functions are the same.
+    return one is other or (isinstance(one, MethodType) and one == other)
+
+
+# --- the place --------------------------------------------------------------------------------------------------------
+
+
+def _by_place(row: Found, module: nn.Module, around: Surroundings) -> Iterator[Risk]:
+    above = around.above.get(id(module), [])
+    if row.kind in NATIVE_BACKWARD and (detail := _in_place(module, around)):
+        yield replace(IN_PLACE, detail=detail)
+    if any(isinstance(each, nn.DataParallel) for each in above):
+        yield PARALLEL
+    if any(_compiles_calls(each) for each in above) or vars(module).get("_compiled_call_impl") is not None:
+        yield COMPILED
+    native_forward = row.kind in (Kind.FORWARD, Kind.FORWARD_PRE)
+    if native_forward and any(isinstance(each, nn.TransformerEncoderLayer) for each in (module, *above)):
+        yield FAST_PATH
+    if detail := _why_never_called(module, above):
+        yield replace(NEVER_CALLED, detail=detail)
+
+
+def _in_place(module: nn.Module, around: Surroundings) -> str:
+    """The in-place operation that would meet the views of a backward hook on this module."""
+    if _starts_in_place(module):
+        return f"{type(module).__name__} itself"
+    following = around.after.get(id(module))
+    if following is not None and _starts_in_place(following):
+        return f"{type(following).__name__} after it"
+    parent = next(iter(around.above.get(id(module), [])), None)
+    if parent is not None and vars(parent).get("inplace") is not True and changes_in_place(parent):
+        return f"the forward of {type(parent).__name__} around it"
+    return ""
+
+
+def _starts_in_place(module: nn.Module) -> bool:
+    """Whether the module may change what it is given: by itself, or as a Sequential by its first step."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return changes_in_place(module)
+
+
+def _compiles_calls(module: nn.Module) -> bool:
+    wrapper = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+    return wrapper or vars(module).get("_compiled_call_impl") is not None
+
+
+def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:
+    parent = above[0] if above else None
+    if not can_be_called(module):
+        return f"a {type(module).__name__} has no forward"
+    if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
+        return "nn.MultiheadAttention uses the weight of its out_proj, and never calls it"
+    if isinstance(parent, torch.jit.ScriptModule):
+        return "a scripted module runs its parts without Python"
+    return ""
+
+
+# --- an instance's own forward ----------------------------------------------------------------------------------------
+
+
+def _elsewhere(module: nn.Module, forward: Any) -> Iterator[Risk]:
+    for other in _bound_to(forward):
+        # A wrapper may well go through a module of another class; a module's twin is what a copy leaves behind.
+        if other is not module and type(other) is type(module):
+            yield replace(ELSEWHERE, detail=f"another {escape(type(other).__name__)}")
+            return
+
+
+def _bound_to(forward: Any) -> Iterator[nn.Module]:
+    """The modules whose methods a forward goes through."""
+    if isinstance(forward, functools.partial):
+        yield from (value for value in forward.args if isinstance(value, nn.Module))
+    candidates = [forward, *(value for label, value in held(forward) if "." not in label)]
+    for value in candidates:
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            yield value.__self__

@@ -1,0 +1,225 @@
+"""From a model to the rows of its audit: what stands in the process, on its modules and on their tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from tenterhook.address import escape
+from tenterhook.address.walk import Named, all_names, named_tensors, walk
+from tenterhook.audit.found import Found, Kind, Table
+from tenterhook.audit.tables import global_tables, is_ours, module_tables, tensor_tables
+from tenterhook.audit.who import Who, held, innermost, who
+from tenterhook.engine.action import Context
+from tenterhook.engine.install import Tap
+from tenterhook.engine.session import Session
+
+__all__ = ["scan"]
+
+# Hooks with which PyTorch computes a weight anew for each call. Without them the weight would stay as it is now.
+REPARAMETRIZED = {
+    "torch.nn.utils.weight_norm": ("weight norm", "torch.nn.utils.remove_weight_norm(module, name)"),
+    "torch.nn.utils.spectral_norm": ("spectral norm", "torch.nn.utils.remove_spectral_norm(module, name)"),
+    "torch.nn.utils.prune": ("pruning", "torch.nn.utils.prune.remove(module, name)"),
+    "torch.nn.utils.parametrizations": (
+        "part of a parametrization",
+        "torch.nn.utils.parametrize.remove_parametrizations(module, name)",
+    ),
+}
+OWN_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+# What sessions of ours put on tensors comes from these; what users register through tenterhook.hooks does not.
+SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.sinks")
+OURS = Who("tenterhook")
+COPIED = "of a session on the module that this is a copy of; it does nothing here"
+END_BLOCK = "leave the `with` block that switched it on"
+
+saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands."""
+
+    address: str = ""
+    aliases: tuple[str, ...] = ()
+    module: nn.Module | None = None
+    tensor: Tensor | None = None
+
+    def row(self, kind: Kind, hook: Any, order: int = 0, **more: Any) -> Found:
+        """A row at this place."""
+        more |= {"aliases": self.aliases, "module": self.module, "tensor": self.tensor}
+        return Found(self.address, kind, order, more.pop("who", None) or who(hook), hook, **more)
+
+
+def scan(model: nn.Module) -> list[Found]:
+    """Every row, without costs and risks: the process first, then the model in its own order."""
+    walked = walk(model)
+    further = _further_names(walked)
+    rows = list(_process())
+    done: set[int] = set()
+    for path, module in walked[0]:
+        address = escape(path) or ":return"
+        place = Place(address, further.get(id(module), ()), module)
+        rows += [*_hooks(place, module_tables(module)), *_own(place, module), *_parametrizations(place, module)]
+        for entry in named_tensors([(path, module)]):
+            if id(entry.tensor) not in done:
+                done.add(id(entry.tensor))
+                named = escape(entry.full)
+                others = tuple(name for name in further.get(id(entry.tensor), ()) if name != named)
+                rows += _hooks(Place(named, others, module, entry.tensor), tensor_tables(entry.tensor))
+    return rows
+
+
+def _further_names(walked: tuple[list[Named], list[Named]]) -> dict[int, tuple[str, ...]]:
+    """The names of modules and tensors beyond their first ones, by identity."""
+    names: dict[int, list[str]] = {}
+    every = all_names(walked)
+    for path, module in every:
+        names.setdefault(id(module), []).append(escape(path) or ":return")
+    for entry in named_tensors(every):
+        names.setdefault(id(entry.tensor), []).append(escape(entry.full))
+    return {key: tuple(dict.fromkeys(found[1:])) for key, found in names.items() if len(found) > 1}
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def _hooks(place: Place, tables: Iterator[Table]) -> Iterator[Found]:
+    everywhere = _global_counts() if place.module is not None and place.tensor is None else {}
+    for table in tables:
+        # What tenterhook itself keeps there is shown by the hooks that it serves.
+        mine = [(key, hook) for key, hook in table.hooks.items() if not is_ours(key)]
+        first = 1 + everywhere.get(f"global {table.kind}", 0)
+        for order, (key, hook) in enumerate(mine, first):
+            note, instead = _machinery(hook)
+            session = _session_of(hook)
+            yield place.row(
+                table.kind, hook, order, key=key, flags=table.flags(key), table=table, instead=instead,
+                note=session or note, session=session, who=OURS if session else None,
+            )  # fmt: skip
+
+
+def _global_counts() -> dict[str, int]:
+    """How many hooks of each global kind come before a module's own."""
+    return {table.kind: len(table.hooks) for table in global_tables()}
+
+
+def _machinery(hook: Any) -> tuple[str, str]:
+    """What a hook of PyTorch's own utilities is for, and what takes it away."""
+    inner = innermost(hook)
+    name = type(inner).__module__ if not hasattr(inner, "__code__") else inner.__module__
+    return REPARAMETRIZED.get(name, ("", ""))
+
+
+def _session_of(hook: Any) -> str:
+    """The open session that put a hook there, in words; nothing if none did."""
+    inner = innermost(hook)
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    if not module.startswith(SESSIONS):
+        return ""
+    for _, value in held(hook):
+        session = value._session if isinstance(value, Context) else value
+        if isinstance(session, Session):
+            return repr(session)
+    return "<open tenterhook session>"
+
+
+# --- what else a module can carry -------------------------------------------------------------------------------------
+
+
+def _own(place: Place, module: nn.Module) -> Iterator[Found]:
+    state = vars(module)
+    if _is_compiled_wrapper(module):
+        yield place.row(Kind.COMPILED, module, who=Who("torch.compile"), instead="use the module's _orig_mod")
+    elif "forward" in state and not isinstance(module, torch.jit.ScriptModule):
+        yield _own_forward(place, state["forward"])
+    if state.get("_compiled_call_impl") is not None:
+        instead = "set the module's _compiled_call_impl to None"
+        yield place.row(Kind.COMPILED, state["_compiled_call_impl"], who=Who("Module.compile"), instead=instead)
+    for name in OWN_CALLS:
+        if name in state:
+            instead = f"del module.__dict__[{name!r}]"
+            yield place.row(Kind.OWN_CALL, state[name], key=name, note=name, instead=instead)
+
+
+def _is_compiled_wrapper(module: nn.Module) -> bool:
+    # Not isinstance: that would import the whole compiler.
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
+def _own_forward(place: Place, forward: Any) -> Found:
+    tap = getattr(getattr(forward, "__func__", None), "tap", None)
+    if not isinstance(tap, Tap):
+        return _foreign_forward(place, forward)
+    if tap.module is not place.module:
+        return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=COPIED, instead="del module.forward")
+    sessions = ", ".join(dict.fromkeys(repr(lane.session) for lane in tap.lanes)) or "<open tenterhook session>"
+    return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=sessions, session=sessions, instead="close the session")
+
+
+def _foreign_forward(place: Place, forward: Any) -> Found:
+    state = vars(place.module) if place.module is not None else {}
+    if "_hf_hook" in state:
+        hook = type(state["_hf_hook"]).__name__
+        instead = "accelerate.hooks.remove_hook_from_module(module)"
+        return place.row(Kind.OWN_FORWARD, forward, note=f"runs the accelerate hook {hook}", instead=instead)
+    how = "a partial" if isinstance(forward, functools.partial) else "a method" if _is_method(forward) else "a function"
+    note = f"{how} over _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
+    return place.row(Kind.OWN_FORWARD, forward, note=note, instead="del module.forward")
+
+
+def _is_method(forward: Any) -> bool:
+    return isinstance(forward, MethodType)
+
+
+def _parametrizations(place: Place, module: nn.Module) -> Iterator[Found]:
+    if not parametrize.is_parametrized(module):
+        return
+    prefix = "" if place.address == ":return" else f"{place.address}."
+    for name, steps in module.parametrizations.items():  # type: ignore[operator, union-attr]
+        instead = f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r})"
+        at = Place(f"{prefix}parametrizations.{escape(name)}", (), steps)
+        for order, step in enumerate(steps, 1):
+            kind = Kind.PARAMETRIZATION
+            yield at.row(kind, step, order, who=_class(step), note=f"computes {name!r}", instead=instead)
+
+
+def _class(thing: Any) -> Who:
+    """An object by its class, with the place of its forward where it has one."""
+    kind = type(thing)
+    found = who(getattr(kind, "forward", kind))
+    return Who(kind.__qualname__, kind.__module__, found.file, found.line)
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def _process() -> Iterator[Found]:
+    everywhere = Place()
+    yield from _hooks(everywhere, global_tables())
+    if nn.Module.__call__.__module__ != nn.Module.__module__:
+        instead = "put nn.Module.__call__ back"
+        yield everywhere.row(Kind.PATCHED_CALL, nn.Module.__call__, note="nn.Module.__call__", instead=instead)
+    saved: Any = saved_tensor_hooks()
+    if saved is not None:
+        yield everywhere.row(Kind.SAVED_TENSORS, saved[0], note="the innermost pair", instead=END_BLOCK)
+    stacks = (
+        (Kind.FUNCTION_MODE, _get_current_function_mode_stack()),
+        (Kind.DISPATCH_MODE, _get_current_dispatch_mode_stack()),
+    )
+    for kind, stack in stacks:
+        # The innermost mode, which stands last, is the first to see a call.
+        for order, mode in enumerate(reversed(stack), 1):
+            yield everywhere.row(kind, mode, order, who=_class(mode), instead=END_BLOCK)
+    if torch.is_anomaly_enabled():
+        instead = "torch.autograd.set_detect_anomaly(False)"
+        yield everywhere.row(Kind.ANOMALY, None, who=Who("torch.autograd.set_detect_anomaly"), instead=instead)

@@ -1,0 +1,193 @@
+"""``th.audit``: every hook on a model and in the process, whoever put it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import torch
+from torch import nn
+
+from tenterhook._draw import Table, as_html, as_rich, as_text
+from tenterhook.address import Selector, resolve
+from tenterhook.audit.cost import measure
+from tenterhook.audit.found import Found, Kind, Risk
+from tenterhook.audit.picture import table
+from tenterhook.audit.risks import NEVER_CALLED, NOT_FIRED, with_risks
+from tenterhook.audit.scan import scan
+from tenterhook.errors import HookError, SelectorError, SessionError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Audit", "audit"]
+
+Chosen: TypeAlias = "Selector | Found | Callable[[Found], object]"
+
+NOTHING_NAMED = (
+    "remove() without a selector removes nothing. Name what is to go: remove('h.3'), remove('**') for the hooks of all "
+    "modules, remove(kind='forward'), or remove(lambda found: ...)."
+)
+
+
+class Audit(Sequence[Found]):
+    """What was found on a model and in the process at one moment; printing it draws a table.
+
+    ``select`` gives a part of it, ``remove`` takes hooks away, ``risks`` lists what can go wrong.
+    """
+
+    __slots__ = ("_model", "_rows")
+
+    def __init__(self, model: nn.Module, rows: Iterable[Found]) -> None:
+        self._model, self._rows = model, tuple(rows)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was looked at."""
+        return self._model
+
+    @property
+    def risks(self) -> tuple[tuple[Found, Risk], ...]:
+        """Each risk with the row that has it."""
+        return tuple((row, risk) for row in self._rows for risk in row.risks)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Found]:
+        return iter(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Found: ...
+    @overload
+    def __getitem__(self, index: slice) -> Audit: ...
+    def __getitem__(self, index: int | slice) -> Found | Audit:
+        return Audit(self._model, self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def select(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> Audit:
+        """The rows that any of the selectors, and the kind, stand for.
+
+        Args:
+            *selectors: addresses and globs, modules, classes and regexes, as everywhere; rows of this audit; or
+                predicates ``found -> bool``. ``**`` stands for every module, ``**.weight`` for those parameters; what
+                stands in the process has no address.
+            kind: one kind or several, such as ``"forward"``.
+        """
+        kinds = _kinds(kind)
+        rows = [row for row in self._rows if kinds is None or row.kind in kinds]
+        if selectors:
+            wanted = {id(row) for selector in selectors for row in self._chosen(selector)}
+            rows = [row for row in rows if id(row) in wanted]
+        return Audit(self._model, rows)
+
+    def _chosen(self, selector: Chosen) -> list[Found]:
+        if isinstance(selector, Found):
+            return [row for row in self._rows if row is selector]
+        if callable(selector) and not isinstance(selector, nn.Module | type):
+            ask: Callable[[Any], object] = selector  # type: ignore[assignment]
+            return [row for row in self._rows if ask(row)]
+        subjects = {
+            id(point.module if point.tensor is None else point.tensor) for point in resolve(self._model, selector)
+        }
+        return [row for row in self._rows if id(_subject(row)) in subjects and row.address]
+
+    def remove(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> tuple[Found, ...]:
+        """Take the hooks that ``select`` would give away, as their handles would, and give back what was removed.
+
+        Nothing is removed if one of them belongs to an open session, or if there is no plain hook among them: an
+        instance's own forward, a parametrization and the like have other ways out, which the error names.
+        """
+        if not selectors and kind is None:
+            raise SelectorError(NOTHING_NAMED)
+        chosen = self.select(*selectors, kind=kind)
+        ours = next((row for row in chosen if row.session), None)
+        if ours is not None:
+            text = f"{_named(ours)} belongs to {ours.session}, which would miss it"
+            raise SessionError(f"{text}; nothing was removed. Close the session first: session.close()")
+        plain = [row for row in chosen if not row.instead]
+        if chosen and not plain:
+            first = chosen[0]
+            raise HookError(f"{_named(first)} is no hook that could be removed. Its own way out: {first.instead}")
+        gone = [row for row in plain if row.in_place]
+        for row in gone:
+            if row.table is not None:
+                row.table.remove(row.key)
+        return tuple(gone)
+
+    def _table(self) -> Table:
+        return table(self._model, self._rows)
+
+    def __str__(self) -> str:
+        return as_text(self._table())
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Group:
+        return as_rich(self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._table())
+
+
+def audit(model: nn.Module, inputs: Any = None) -> Audit:
+    """Every hook on a model and in the process: who put it there, in which order they run, what can go wrong.
+
+    >>> import torch, tenterhook as th
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> handle = model[0].register_forward_hook(print)
+    >>> found = th.audit(model)
+    >>> found[0].address, found[0].kind.value, found[0].who.name, found[0].key == handle.id
+    ('0', 'forward', 'print', True)
+    >>> len(found.remove("**")), len(th.audit(model))
+    (1, 0)
+
+    Args:
+        model: any ``nn.Module``.
+        inputs: what to call the model with in order to measure what each hook costs: a tensor, a tuple of arguments, or
+            a dict of keywords. The model runs forward, and backward if its output requires a gradient, a few times;
+            parameters, gradients, buffers and random numbers stay as they are. The hooks themselves do run, with
+            whatever they do elsewhere.
+    """
+    resolve(model, [])  # Says what is wrong with something that is no model.
+    with torch._C.DisableTorchFunction():  # A mode that is on is to be found, not to be told of each look at a tensor.
+        rows = scan(model)
+    if inputs is not None:
+        rows = _with_costs(model, inputs, rows)
+    with torch._C.DisableTorchFunction():
+        return Audit(model, [_with_silence(row) for row in with_risks(model, rows)])
+
+
+def _with_costs(model: nn.Module, inputs: Any, rows: list[Found]) -> list[Found]:
+    session = next((row.session for row in rows if row.session), None)
+    if session is not None:
+        text = f"{session} would take the passes that measure costs for the user's own"
+        raise SessionError(f"{text}. Close it first, or audit without inputs.")
+    costs = measure(model, inputs, rows)
+    return [replace(row, cost=costs.get(row)) for row in rows]
+
+
+def _with_silence(row: Found) -> Found:
+    """The row, with the risk that its hook did not run where it should have and no other risk explains it."""
+    explained = any(risk.name == NEVER_CALLED.name for risk in row.risks)
+    silent = row.cost is not None and row.cost.calls == 0 and not explained
+    return replace(row, risks=(*row.risks, NOT_FIRED)) if silent else row
+
+
+def _subject(row: Found) -> object:
+    return row.module if row.tensor is None else row.tensor
+
+
+def _named(row: Found) -> str:
+    return f"the {row.kind} of {row.address!r}" if row.address else f"the {row.kind}"
+
+
+def _kinds(kind: str | Iterable[str] | None) -> set[Kind] | None:
+    if kind is None:
+        return None
+    names = [kind] if isinstance(kind, str) else list(kind)
+    known = {each.value: each for each in Kind}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SelectorError(f"there is no kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")
+    return {known[name] for name in names}

@@ -1,0 +1,64 @@
+"""The zoo in short: models of each kind, from the packages that the tests have anyway. `make zoo` runs all of it."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from zoo import models
+from zoo.case import Case, NotRunnable
+from zoo.check import check
+from zoo.isolate import run_apart
+from zoo.values import difference, snapshot
+
+SHORT = (
+    ("own", "residual-inplace"),
+    ("own", "convolution-train"),
+    ("own", "lstm"),
+    ("own", "encoder-train-mask"),
+    ("own", "checkpoint-plain"),
+    ("own", "quantised-mlp"),
+    ("transformers", "gpt2"),
+    ("transformers", "t5"),
+    ("transformers", "mixtral"),
+    ("transformers", "mamba"),
+)
+
+
+@pytest.mark.parametrize(("source", "name"), SHORT, ids=[name for _, name in SHORT])
+@pytest.mark.filterwarnings("ignore")  # The libraries' own remarks on tiny configurations.
+def test_recording_everything_is_right_and_leaves_no_trace(source, name):
+    found = check(models.SOURCES[source].build(name))
+    assert found["problems"] == []
+    assert found["values"] > 0
+
+
+def test_the_check_sees_a_value_that_differs():
+    import torch
+
+    kept = snapshot({"a": (torch.ones(2), None)})
+    assert difference({"a": (torch.ones(2), None)}, kept) is None
+    assert "off by" in difference({"a": (torch.zeros(2), None)}, kept)
+    assert "other keys" in difference({"b": (torch.ones(2), None)}, kept)
+
+
+def test_a_model_that_does_not_run_by_itself_is_not_counted():
+    import torch
+
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            raise ValueError("broken")
+
+    with pytest.raises(NotRunnable, match="broken"):
+        check(Case(Broken(), (torch.ones(1),)))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("source", models.SOURCES)
+def test_no_model_of_the_zoo_fails(source):
+    found = models.SOURCES[source]
+    if not models.installed(found):
+        pytest.skip(f"{found.package} is not installed")
+    models.load(found)
+    results = {name: run_apart(found, name, 60) for name, _ in found.names()}
+    failed = {name: result["problems"] for name, result in results.items() if result["status"] == "failed"}
+    assert failed == {}

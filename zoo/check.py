@@ -1,0 +1,138 @@
+"""The check: what a recording gives, and leaves behind, against plain runs and plain PyTorch hooks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+import tenterhook as th
+from tenterhook.testing import live_tensors, no_leak
+from zoo.case import Case, NotRunnable, Run, run
+from zoo.raw import Trace, trace
+from zoo.state import Watch
+from zoo.values import difference
+
+__all__ = ["check"]
+
+Copy = Literal["auto", "always"]
+SHOWN = 4  # problems of one kind that are told
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Compare; gives the counts of what was compared and ``problems``, empty where all is well."""
+    plain, watch, stays = _plain(case)
+    reference = trace(case)
+    problems: list[str] = []
+    counts = {"modules": sum(1 for _ in case.model.modules()), "values": 0, "gradients": 0}
+    watch.begin()
+    alive = len(live_tensors())
+    if stays is None:
+        try:
+            with no_leak():
+                _recorded(case, plain, reference, problems, counts)
+        except AssertionError as error:
+            problems.append(f"leak: {error}")
+    else:  # The plain run leaves tensors behind too, in cycles or on itself: only more than those are too many.
+        _recorded(case, plain, reference, problems, counts)
+        if (left := len(live_tensors()) - alive - stays) > 0:
+            problems.append(f"leak: {left} tensors stay")
+    problems += watch.problems()
+    return {"problems": problems, "parameters": _size(case), **counts}
+
+
+def _plain(case: Case) -> tuple[Run, Watch, int | None]:
+    """A plain run that can be repeated; what it does to the model by itself; how many tensors stay, if any do."""
+    try:
+        first = run(case)  # Fills what the model keeps on itself, and is the only one that may.
+        plain = run(case)
+    except Exception as error:
+        raise NotRunnable(f"does not run: {type(error).__name__}: {error}") from error
+    if _run_difference(first, plain) and (text := _run_difference(run(case), plain)):
+        raise NotRunnable(f"two plain runs differ: {text.split(':')[0]}")
+    watch = Watch(case.model)
+    watch.begin()
+    alive, stays = len(live_tensors()), None
+    try:
+        with no_leak():
+            run(case)
+    except AssertionError:
+        stays = len(live_tensors()) - alive
+    watch.learn()
+    return plain, watch, stays
+
+
+def _run_difference(found: Run, wanted: Run) -> str | None:
+    if text := difference(found.output, wanted.output, "output"):
+        return text
+    pairs = ((name, found.grads[name], grad) for name, grad in wanted.grads.items())
+    return next((text for name, a, b in pairs if (text := difference(a, b, f"gradient of {name}"))), None)
+
+
+def _recorded(
+    case: Case, plain: Run, reference: Trace, problems: list[str], counts: dict[str, int], copy: Copy = "auto"
+) -> None:
+    """A recorded run, compared with the plain one and with the hooks'. Nothing of it outlives this call."""
+    with th.record(case.model, "**", "**:in", grad=case.backward, keep="all", copy=copy) as tape:
+        found = run(case)
+    if copy == "auto" and _was_told(tape, reference):
+        counts["told"] = 1
+        del tape, found
+        _recorded(case, plain, reference, problems, counts, copy="always")
+        return
+    if text := _run_difference(found, plain):
+        problems.append(f"recording changed the run: {text}")
+    told: dict[str, int] = {}
+
+    def tell(kind: str, text: str) -> None:
+        told[kind] = told.get(kind, 0) + 1
+        if told[kind] <= SHOWN:
+            problems.append(f"{kind}: {text}")
+
+    for address, wanted in reference.values.items():
+        counts["values"] += len(wanted)
+        _compare_values(tape, address, wanted, tell)
+    for (address, call), wanted in reference.grads.items():
+        counts["gradients"] += 1
+        _compare_gradient(tape, f"{address}#{call}", wanted, tell)
+    problems += [f"{kind}: {count - SHOWN} more" for kind, count in told.items() if count > SHOWN]
+
+
+def _was_told(tape: th.Tape, reference: Trace) -> bool:
+    """Whether reading the tape says that a value was changed in place unforeseen, and that a copy must be asked for."""
+    for address in reference.values:
+        try:
+            tape.calls(address)
+        except th.ValueChanged:
+            return True
+        except th.TenterhookError:
+            continue  # Told when it is compared.
+    return False
+
+
+def _compare_values(tape: th.Tape, address: str, wanted: list[Any], tell: Any) -> None:
+    try:
+        found = tape.calls(address)
+    except th.TenterhookError as error:
+        tell("value", f"{address}: {type(error).__name__}: {error}")
+        return
+    if len(found) != len(wanted):
+        tell("calls", f"{address}: {len(found)} for {len(wanted)}")
+        return
+    for call, pair in enumerate(zip(found, wanted, strict=True)):
+        if text := difference(*pair, f"{address}#{call}"):
+            tell("value", text)
+
+
+def _compare_gradient(tape: th.Tape, address: str, wanted: Tensor | None, tell: Any) -> None:
+    try:
+        found = tape.grad[address] if address in tape.grad else None  # noqa: SIM401 - get() would hide errors
+    except th.TenterhookError as error:
+        tell("gradient", f"{address}: {type(error).__name__}: {error}")
+        return
+    if text := difference(found, wanted, address):
+        tell("gradient", text)
+
+
+def _size(case: Case) -> int:
+    return sum(parameter.numel() for parameter in case.model.parameters())

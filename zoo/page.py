@@ -1,0 +1,113 @@
+"""The page that tells what the zoo found: docs/zoo.md."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["text", "write"]
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "zoo.md"
+Found = dict[str, dict[str, dict[str, Any]]]
+
+HEAD = """# The zoo
+
+Every architecture that can be built without a download is checked: the model types of transformers in a small
+configuration, timm's and torchvision's models on small images, and a list of our own with recurrent nets, PyTorch's
+transformer, quantised, parametrized, pruned and adapted modules. `make zoo` runs it and writes this page.
+
+For each model, in a process of its own and from fixed seeds, the output of every module and the first argument of every
+call are recorded, with gradients, and compared:
+
+1. outputs and the gradients of all parameters with those of a plain run, bit for bit;
+2. every recorded value of every call with what a plain forward hook that copies sees, structures included;
+3. gradients at outputs with what `register_hook` on the output gives, where the output is a plain tensor of the
+   module's own that is not changed in place later;
+4. the model and the process before and after, less what the model changes by itself;
+5. no tensor is left when the tape is gone.
+
+A model that does not run by itself, or whose plain runs differ from one another, is listed below and not counted.
+"""
+
+
+def write(found: Found) -> None:
+    """Write the page, whole or not at all."""
+    part = PAGE.with_suffix(".part")
+    part.write_text(text(found), encoding="utf-8")
+    part.replace(PAGE)
+
+
+def text(found: Found) -> str:
+    """The page."""
+    sections = [HEAD, _counts(found), _failures(found), *_families(found), _excluded(found)]
+    return "\n".join(section for section in sections if section)
+
+
+def _counts(found: Found) -> str:
+    head = "| from | models | families | passed | failed | not counted | modules | values | gradients |"
+    rows = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for source, results in found.items():
+        if results:
+            rows.append(_row(source, list(results.values())))
+    rows.append(_row("together", [result for results in found.values() for result in results.values()]))
+    return "## Counts\n\n" + "\n".join(rows) + "\n"
+
+
+def _row(name: str, results: list[dict[str, Any]]) -> str:
+    counts = Counter(result["status"] for result in results)
+    counted = [result for result in results if result["status"] != "excluded"]
+    families = len({result["family"] for result in counted})
+    sums = [f"{sum(result.get(key, 0) for result in counted):,}" for key in ("modules", "values", "gradients")]
+    numbers = [len(counted), families, counts["passed"], counts["failed"], counts["excluded"], *sums]
+    return f"| {name} | {' | '.join(map(str, numbers))} |"
+
+
+def _failures(found: Found) -> str:
+    rows = [
+        f"| {source}/{name} | {_cell('; '.join(result['problems'][:3]))} |"
+        for source, results in found.items()
+        for name, result in results.items()
+        if result["status"] == "failed"
+    ]
+    if not rows:
+        return "## Failures\n\nNone.\n"
+    return "\n".join(["## Failures", "", "| model | what was found |", "|---|---|", *rows, ""])
+
+
+def _families(found: Found) -> Iterator[str]:
+    for source, results in found.items():
+        counted: dict[str, list[str]] = {}
+        for name, result in results.items():
+            if result["status"] == "passed":
+                counted.setdefault(result["family"], []).append(name)
+        if counted:
+            shown = ", ".join(_family(family, names) for family, names in sorted(counted.items()))
+            yield f"## Passed, of {source}\n\n{shown}\n"
+
+
+def _family(family: str, names: list[str]) -> str:
+    return family if len(names) == 1 else f"{family} ({len(names)})"
+
+
+def _excluded(found: Found) -> str:
+    groups: dict[str, list[str]] = {}
+    for source, results in found.items():
+        for name, result in sorted(results.items()):
+            if result["status"] == "excluded":
+                groups.setdefault(_group(result["reason"]), []).append(f"{source}/{name}")
+    rows = [f"| {_cell(group)} | {len(names)} | {', '.join(names)} |" for group, names in sorted(groups.items())]
+    return "\n".join(["## Not counted", "", "| why | models | which |", "|---|--:|---|", *rows, ""])
+
+
+def _group(reason: str) -> str:
+    """The kind of a reason: up to its details."""
+    kind = re.match(r"(does not run|does not build|no fitting input|two plain runs differ|[^:]*)", reason)
+    error = re.search(r": (\w*(?:Error|Exception))", reason)
+    return f"{kind[0] if kind else reason}{f' ({error[1]})' if error else ''}"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"/\S*/", "", text).replace("|", "\\|").replace("\n", " ")

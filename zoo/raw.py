@@ -1,0 +1,158 @@
+"""The reference: plain PyTorch hooks that copy everything, one call after the other.
+
+Where a model calls ``module.forward`` itself, PyTorch's hooks see nothing; such calls are noted by a wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.case import Case, run
+from zoo.values import snapshot, tensors_in
+
+__all__ = ["Trace", "trace"]
+
+graph_task = torch._C._current_graph_task_id  # Not -1 inside a backward pass: there, calls are made again.
+
+
+@dataclass
+class Trace:
+    """Values by address, one for each call; gradients by address and call, where plain hooks can be trusted."""
+
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    grads: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)
+
+
+def trace(case: Case) -> Trace:
+    """Run once with hooks on every module."""
+    found = Trace()
+    outputs: list[tuple[str, int, Tensor, int]] = []
+    seen: dict[int, Tensor] = {}  # Held, so that no identity is used twice.
+    with contextlib.ExitStack() as stack:
+        for path, module in case.model.named_modules():
+            if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+                stack.enter_context(_tapped(module, _Tap(path, module, found, outputs, seen)))
+        run(case)
+    for address, call, tensor, version in outputs:
+        if tensor._version != version:  # Then the hook speaks of another value, or of none.
+            found.grads.pop((address, call))
+    return found
+
+
+class _Tap:
+    """What is noted of one module."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        found: Trace,
+        outputs: list[tuple[str, int, Tensor, int]],
+        seen: dict[int, Tensor],
+    ) -> None:
+        self.address, self.input = path or ":return", f"{path}:in"
+        self.found, self.outputs, self.seen = found, outputs, seen
+        self.first = next(iter(_parameters(module)), None)
+        self.open: list[int] = []
+        self.count = 0
+        self.hooked = False  # A hook has noted the call that is about to begin.
+
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before a call."""
+        if graph_task() == -1:
+            self.enter(args, kwargs)
+            self.hooked = True
+
+    def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        """The hook after a call."""
+        if graph_task() == -1:
+            self.leave(output)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            self.seen[id(tensor)] = tensor
+        self.open.append(self.count)
+        self.count += 1
+        value = self._input(args, kwargs)
+        if value is not self:
+            self.found.values.setdefault(self.input, []).append(snapshot(value))
+
+    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return args[0]
+        if self.first is None or self.first.kind in (self.first.VAR_POSITIONAL, self.first.VAR_KEYWORD):
+            return next(iter(kwargs.values()), self)
+        default = self if self.first.default is self.first.empty else self.first.default
+        return kwargs.get(self.first.name, default)
+
+    def leave(self, output: Any) -> None:
+        call = self.open.pop()
+        # Calls may nest, and end in another order than they began.
+        values = self.found.values.setdefault(self.address, [])
+        values.extend([None] * (call + 1 - len(values)))
+        values[call] = snapshot(output)
+        if type(output) is Tensor and output.grad_fn is not None and id(output) not in self.seen:
+            self._watch(output, call)
+        for tensor in tensors_in(output):
+            self.seen[id(tensor)] = tensor
+
+    def _watch(self, output: Tensor, call: int) -> None:
+        key, grads = (self.address, call), self.found.grads
+        grads[key] = None
+        self.outputs.append((*key, output, output._version))
+
+        def add(grad: Tensor) -> None:
+            if key in grads:
+                known = grads[key]
+                grads[key] = grad.clone() if known is None else known + grad
+
+        output.register_hook(add)
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+@contextlib.contextmanager
+def _tapped(module: nn.Module, tap: _Tap) -> Iterator[None]:
+    handles = (
+        module.register_forward_pre_hook(tap.before, with_kwargs=True),
+        module.register_forward_hook(tap.after),
+    )
+    own = vars(module).get("forward")
+    if not isinstance(module, torch.jit.ScriptModule):
+        object.__setattr__(module, "forward", _wrapped(module.forward, tap))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if own is not None:
+            object.__setattr__(module, "forward", own)
+        elif "forward" in vars(module):
+            object.__delattr__(module, "forward")
+
+
+def _wrapped(forward: Callable[..., Any], tap: _Tap) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if tap.hooked or graph_task() != -1:
+            tap.hooked = False
+            return forward(*args, **kwargs)
+        tap.enter(args, kwargs)
+        output = forward(*args, **kwargs)
+        tap.leave(output)
+        return output
+
+    return wrapper

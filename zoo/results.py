@@ -1,0 +1,28 @@
+"""Results: one JSON line for each model, so that a run can be broken off and taken up again."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+__all__ = ["FOLDER", "append", "read"]
+
+FOLDER = pathlib.Path(__file__).parent / "results"
+Result = dict[str, Any]
+
+
+def read(source: str) -> dict[str, Result]:
+    """The last result of each model."""
+    path = FOLDER / f"{source}.jsonl"
+    if not path.exists():
+        return {}
+    found = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}"))
+    return {result["name"]: result for result in found}
+
+
+def append(source: str, result: Result) -> None:
+    """Add one, whole: a line that a broken run left half is not read."""
+    FOLDER.mkdir(exist_ok=True)
+    with (FOLDER / f"{source}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
