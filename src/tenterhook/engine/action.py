@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from tenterhook.address.match import Point
 
@@ -54,11 +55,13 @@ class Action(Protocol):
 class Direct(Protocol):
     """An observer that lets dispatch store a plain tensor itself, without a call.
 
-    ``entries`` takes ``(tensor, version)`` under the call's index; at most ``keep`` of them stay.
+    ``entries`` takes ``(tensor, version)`` under the call's index, or what ``kept`` makes of any other value; at most
+    ``keep`` of them stay.
     """
 
-    entries: dict[int, tuple[Tensor, int]]
+    entries: dict[int, Any]
     keep: int
+    kept: Callable[[Any], Any]
 
 
 class Binding:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Lane, Tap
     from tenterhook.sites.parameter import Exchange
 
-__all__ = ["direct", "general", "watched"]
+__all__ = ["direct", "general", "watched", "within"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
@@ -47,20 +47,24 @@ def direct(tap: Tap, lane: Lane, observer: Direct, original: Forward) -> Forward
     """A forward that keeps the output of ``original`` for one observer."""
     module, owner, next_call = tap.module, lane.owner, lane.next_call
     state = module.__dict__
-    entries, keep = observer.entries, observer.keep
+    entries, keep, kept = observer.entries, observer.keep, observer.kept
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if get_ident() != owner or graph_task() != -1 or self is not module:
             return dispatch(tap, self, args, kwargs)
         call = next_call()
         value = original(*args, **kwargs)
-        if type(value) is not Tensor or state["_forward_hooks"] or global_forward_hooks:
+        if state["_forward_hooks"] or global_forward_hooks:
             refuse_traced(module)
             return leave(tap, [(lane, call)], value)
-        try:
-            entries[call] = (value.detach() if value.requires_grad else value, value._version)
-        except RuntimeError:  # An inference tensor has no version.
-            return leave(tap, [(lane, call)], value)
+        if type(value) is Tensor:
+            try:
+                entries[call] = (value.detach() if value.requires_grad else value, value._version)
+            except RuntimeError:  # An inference tensor has no version.
+                entries[call] = kept(value)
+        else:
+            refuse_traced(module)
+            entries[call] = kept(value)
         if call >= keep:
             entries.pop(call - keep, None)
         return value
@@ -91,6 +95,20 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
         for enter in lane.enters:
             enter(call, since)
         return leave(tap, [(lane, call)], value)
+
+    return forward
+
+
+def within(tap: Tap, lane: Lane, body: Forward) -> Forward:
+    """A forward for a lane that has nothing but places inside it: ``body`` is the rewritten one."""
+    module, owner, next_call, again = tap.module, lane.owner, lane.next_call, lane.again
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != owner or graph_task() != -1 or self is not module or (again and recompute.may_come()):
+            return dispatch(tap, self, args, kwargs)
+        refuse_traced(module)
+        next_call()
+        return body(*args, **kwargs)
 
     return forward
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tenterhook.address.functions import forward_of, plain
 from tenterhook.address.places import Place
@@ -88,9 +88,17 @@ class Node:
                 value = binding.action(value, context)
         looks = self._looks.get(place, ())
         for lane, binding in looks:
+            action: Any = binding.action
+            if type(value) is Tensor and getattr(action, "direct", False) and not value.is_inference():
+                count = lane.executions.get(binding, 0)
+                lane.executions[binding] = count + 1
+                action.entries[count] = (value.detach() if value.requires_grad else value, value._version)
+                if count >= action.keep:
+                    action.entries.pop(count - action.keep, None)
+                continue
             context = _context(lane, binding)
             if context is not None:
-                binding.action(value, context)
+                action(value, context)
         for lane, _ in looks:
             if lane.session.done:
                 self._stop(lane)

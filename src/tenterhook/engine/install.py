@@ -8,6 +8,7 @@ rebinds it to itself and a pickle of it names the class's own ``forward``.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.address.match import Site
-from tenterhook.engine.dispatch import direct, general, stop_at, watched
+from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
 from tenterhook.sites.module import Argument, argument
@@ -118,20 +119,29 @@ class Lane:
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
         self.inner = ()
         if self.direct is not None:
-            _cell(self.direct, "entries").cell_contents = {}
-            if "watch" in self.direct.__code__.co_freevars:
-                _cell(self.direct, "watch").cell_contents = lambda value, *_: value
+            entries, watch = _places(self.direct.__code__)
+            self.direct.__closure__[entries].cell_contents = {}
+            if watch is not None:
+                self.direct.__closure__[watch].cell_contents = _hand_on
             self.direct = None
+
+    @property
+    def only_inside(self) -> bool:
+        """Whether there is nothing at the module's own boundary."""
+        outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
+        return bool(self.inner) and not outside
 
     @property
     def alone(self) -> Any:
         """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
         if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps:
             return None
-        if len(self.looks_out) not in (1, 2) or any(binding.point.call is not None for binding in self.looks_out):
+        looks = self.looks_out
+        if len(looks) not in (1, 2) or looks[0].point.call is not None or looks[-1].point.call is not None:
             return None
-        first, watch = self.looks_out[0].action, getattr(self.looks_out[-1].action, "watch", None)
-        alone = getattr(first, "direct", False) and (len(self.looks_out) == 1 or watch is not None)
+        first = looks[0].action
+        watch = getattr(looks[1].action, "watch", None) if len(looks) > 1 else None
+        alone = getattr(first, "direct", False) and (len(looks) == 1 or watch is not None)
         return (first, watch) if alone else None
 
 
@@ -179,6 +189,8 @@ class Tap:
                 if watch is None
                 else watched(self, lane, observer, watch, self.original)
             )
+        if alone is None and len(self.lanes) == 1 and lane.only_inside:
+            return within(self, lane, self.body((lane,)))
         return None if alone is None else lane.direct
 
     @property
@@ -189,9 +201,10 @@ class Tap:
     def restore(self) -> None:
         """Leave the module as it was. A forward that someone else has put in since is theirs to keep."""
         state = self.module.__dict__
-        for key in tuple(self.waiting):
-            state["_forward_hooks"].pop(key, None)
-        self.waiting.clear()
+        if self.waiting:
+            for key in tuple(self.waiting):
+                state["_forward_hooks"].pop(key, None)
+            self.waiting.clear()
         if not self.in_place:
             self.silence()
         elif self.own is None:
@@ -245,7 +258,8 @@ def attach(lane: Lane) -> None:
         tap.lanes = (*tap.lanes, lane)
         lane.tap = tap
         tap.refresh()
-        tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.
+        if lane.inner:
+            tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.
 
 
 def detach(lane: Lane) -> bool:
@@ -255,8 +269,9 @@ def detach(lane: Lane) -> bool:
         if tap is None or lane.borrowed:
             return True
         lane.tap = None
-        tap.bodies.clear()
-        tap.lanes = tuple(other for other in tap.lanes if other is not lane)
+        if tap.bodies:
+            tap.bodies.clear()
+        tap.lanes = () if len(tap.lanes) == 1 else tuple([other for other in tap.lanes if other is not lane])
         in_place = tap.in_place
         if not tap.lanes:
             tap.restore()
@@ -306,6 +321,17 @@ def _caller(frame: FrameType | None) -> nn.Module | None:
             return frame.f_locals["self"]  # type: ignore[no-any-return]
         frame = frame.f_back if frame is not None else None
     return None
+
+
+@functools.cache
+def _places(code: CodeType) -> tuple[int, int | None]:
+    """Where a direct forward holds what it fills and, where it has it, what watches."""
+    names = code.co_freevars
+    return names.index("entries"), names.index("watch") if "watch" in names else None
+
+
+def _hand_on(value: Any, *_: Any) -> Any:
+    return value
 
 
 def _cell(function: Any, name: str) -> Any:

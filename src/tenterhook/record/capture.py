@@ -113,7 +113,7 @@ class Recorder:
 
     def __init__(self, policy: Policy, keep: int = sys.maxsize) -> None:
         self.entries: dict[int, Entry] = {}
-        self.policy, self.keep = policy, keep
+        self.policy, self.keep, self.kept = policy, keep, policy.keep
         self.direct = policy.by_reference
         self.passed = False
         self.track: Any = None
