@@ -1,6 +1,7 @@
 """What recording costs on a GPU, beside raw hooks: `PYTHONPATH=src python -m benchmarks.gpu` on a machine that has one.
 
 Wall time of whole steps with the device synchronised before and after, contenders taking turns, minimum of many.
+Given a path, the figures are written there; `--page PATH` puts such figures into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -163,5 +164,24 @@ def main() -> None:
         Path(sys.argv[1]).write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
+def page(path: Path) -> None:
+    """Write the figures of a run into the page, on any machine."""
+    from benchmarks.report import write_section
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        f"## GPU\n\n{result.pop('device')}, torch {result.pop('torch')}, GPT-2 small, bf16, batch 8, 512 tokens.\n"
+    ]
+    lines += ["| work | ms | ratio | goal |", "|---|--:|--:|---|"]
+    goals = {"step, tenterhook on all modules": "≤ 1.15", "tape.backward at the middle block": "≤ 1.03"}
+    lines += [
+        f"| {name} | {row['ms']:.2f} | {row['ratio']:.3f} | {goals.get(name, '')} |" for name, row in result.items()
+    ]
+    write_section("gpu", "\n".join(lines))
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--page"]:
+        page(Path(sys.argv[2]))
+    else:
+        main()

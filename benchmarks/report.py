@@ -83,8 +83,13 @@ def write_json(suite: str, rows: Sequence[Row]) -> None:
 
 def write_markdown(suite: str, rows: Sequence[Row]) -> None:
     """Replace the suite's section of the page, or append it."""
-    begin, end = f"<!-- {suite}: begin -->", f"<!-- {suite}: end -->"
-    section = f"{begin}\n## {suite.capitalize()}\n\n{_machine_line()}\n\n{markdown(rows)}\n{end}"
+    write_section(suite, f"## {suite.capitalize()}\n\n{_machine_line()}\n\n{markdown(rows)}")
+
+
+def write_section(name: str, text: str) -> None:
+    """Replace a section of the page, or append it."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    section = f"{begin}\n{text}\n{end}"
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else TITLE
     if begin in page and end in page:
         before, rest = page.split(begin, 1)

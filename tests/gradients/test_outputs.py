@@ -427,3 +427,17 @@ def test_the_gradient_of_an_output_that_the_module_uses_itself_is_that_of_the_va
     same(grad["y"], truth[0])
     same(grad["rest"][0], truth[1])
     assert grad["rest"][1] is None
+
+
+@pytest.mark.parametrize("part", ["own", "view", "handed on"])
+def test_a_tuple_of_one_tensor_and_nothing_else_has_a_gradient_of_the_same_structure(part):
+    made = {"own": lambda _, x: (x * 2, None), "view": lambda _, x: ((x * 2).view(-1), None, None)}
+    model = Calls(lambda self, x: (self.part(x)[0] * 3).sum(), part=Calls(made.get(part, lambda _, x: (x, None))))
+    x = X.clone().requires_grad_()
+    with th.record(model, "part", grad=True) as tape:
+        model(x).backward()
+    found = tape.grad["part"]
+    assert type(found) is tuple
+    assert len(found) == len(tape["part"])
+    assert all(rest is None for rest in found[1:])
+    same(found[0], torch.full_like(tape["part"][0], 3.0))

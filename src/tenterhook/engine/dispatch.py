@@ -36,7 +36,7 @@ __all__ = ["direct", "general", "watched", "within"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
-Watch = Callable[[Tensor, int, int, tuple[Tensor, int]], Tensor | None]
+Watch = Callable[[Tensor, int, int, tuple[Tensor, int], Any], Tensor | None]
 
 graph_task = torch._C._current_graph_task_id
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -76,27 +76,35 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
     """The same for two observers, of which the second watches the tensor's gradient."""
     module, owner, next_call = tap.module, lane.owner, lane.next_call
     state = module.__dict__
-    entries, keep = observer.entries, observer.keep
+    entries, keep, keep_structure = observer.entries, observer.keep, observer.kept
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if get_ident() != owner or graph_task() != -1 or self is not module or recompute.may_come():
             return dispatch(tap, self, args, kwargs)
         call, since = next_call(), sequence_number()
         value = original(*args, **kwargs)
-        if type(value) is Tensor and value.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
-            kept = (value.detach(), value._version)
-            own = watch(value, call, since, kept)
+        tensor = value if type(value) is Tensor else lone_tensor(value)
+        if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+            kept = (tensor.detach(), tensor._version)
+            own = watch(tensor, call, since, kept, value)
             if own is not None:
-                entries[call] = kept
+                entries[call] = kept if tensor is value else keep_structure(value)
                 if call >= keep:
                     entries.pop(call - keep, None)
-                return own
+                return own if tensor is value else (own, *value[1:])
         refuse_traced(module)
         for enter in lane.enters:
             enter(call, since)
         return leave(tap, [(lane, call)], value)
 
     return forward
+
+
+def lone_tensor(value: Any) -> Tensor | None:
+    """The tensor of a tuple with nothing but None behind it: what attention returns where nobody asked for weights."""
+    if type(value) is not tuple or not value or type(value[0]) is not Tensor:
+        return None
+    return value[0] if all(part is None for part in value[1:]) else None
 
 
 def within(tap: Tap, lane: Lane, body: Forward) -> Forward:

@@ -173,8 +173,8 @@ class CatchBase(Catch):
 
     __slots__ = ("_offset", "_stride")
 
-    def __init__(self, cell: Cell, base: Tensor) -> None:
-        super().__init__(cell, ())
+    def __init__(self, cell: Cell, path: Path, base: Tensor) -> None:
+        super().__init__(cell, path)
         self._stride, self._offset = base.stride(), base.storage_offset()
 
     def __call__(self, gradient: Tensor) -> None:
@@ -228,12 +228,12 @@ def watch(cell: Cell, path: Path, tensor: Tensor) -> None:
     attach_part(base, tensor.grad_fn, CatchPart(cell, path, place))
 
 
-def watch_kept(cell: Cell, tensor: Tensor, node: Any, base: Tensor, kept: tuple[Tensor, int]) -> None:
+def watch_kept(cell: Cell, path: Path, tensor: Tensor, node: Any, base: Tensor, kept: tuple[Tensor, int]) -> None:
     """The same for a view that the tape keeps as it is, with its version: at half the cost."""
     cell.kept = kept
     cell.edges += (edge_of(base),)
-    attach_hook(tensor, CatchKept(cell, ()), node)
-    attach_part(base, node, CatchBase(cell, base))
+    attach_hook(tensor, CatchKept(cell, path), node)
+    attach_part(base, node, CatchBase(cell, path, base))
 
 
 def watch_leaf(cell: Cell, path: Path, tensor: Tensor) -> None:

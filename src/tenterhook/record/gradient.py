@@ -148,21 +148,28 @@ class OutputGradient(_Gradient):
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 
-    def watch(self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int]) -> Tensor | None:
-        """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another."""
+    def watch(self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any) -> Tensor | None:
+        """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
+
+        ``value`` is the tensor, or a tuple in which it stands first and alone.
+        """
         node: Any = tensor.grad_fn
         if node is None or isinstance(node, PythonNode):
             return None
         if node._sequence_nr() < since:  # A module that hands its input on.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        cell = self.entries[call] = Cell(tensor, "")
+        cell = Cell(tensor, "")
+        path: Path = ()
+        if type(value) is tuple:
+            cell.shape, path = (None,) * len(value), (0,)
+        self.entries[call] = cell
         cell.edges = ((node, tensor.output_nr),)
         base = tensor._base
         if base is None or base.grad_fn is None:
-            attach_hook(tensor, Catch(cell, ()), node)
+            attach_hook(tensor, Catch(cell, path), node)
         else:
-            watch_kept(cell, tensor, node, base, kept)
+            watch_kept(cell, path, tensor, node, base, kept)
         self._latest = call
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
