@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow bench bench-peers hazards clean
+.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench: $(READY) ## measure, and write docs/benchmarks.md
 
 bench-peers: $(READY) ## the same work by other libraries, each in its own environment
 	@$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
+
+soak: $(READY) ## random sessions on random models, for long; SOAK_EXAMPLES says how long
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -m soak $(PYTEST_ARGS)
 
 hazards: $(READY) ## what goes wrong with hooks, run with several tools; writes docs/hazards.md
 	@$(BIN)/python -m hazards

@@ -291,3 +291,16 @@ def test_a_model_that_is_defined_in_the_same_function_sees_its_free_variables():
     with th.record(model, ":y") as tape:
         model(X)
     assert torch.equal(tape[":y"], X * 5)
+
+
+def test_calls_of_one_function_can_be_told_apart_and_meant_together():
+    class Both(nn.Module):
+        def forward(self, x):
+            return helper(x) + helper(x + 1)
+
+    model = Both()
+    with th.record(model, ":helper()[0]:doubled", ":helper()[1]:doubled", ":helper():doubled") as tape:
+        model(X)
+    assert torch.equal(tape[":helper()[0]:doubled"], X * 2)
+    assert torch.equal(tape[":helper()[1]:doubled"], (X + 1) * 2)
+    assert len(tape.calls(":helper():doubled")) == 2

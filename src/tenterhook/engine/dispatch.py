@@ -1,9 +1,9 @@
 """The hot path: what runs at each call of a module that a session has touched.
 
-A touched module carries an instance attribute ``forward`` that comes from here. There are three of them. ``direct``
-keeps one plain tensor, ``watched`` also sees to its gradient, and both are as short as Python allows; ``general`` does
-everything else, and the others fall back to it whenever something is out of the ordinary: another thread, a
-recomputation, a copy of the module.
+A touched module carries an instance attribute ``forward`` that comes from here, the shortest that does what is asked:
+``direct`` keeps the output, ``watched`` keeps it and its gradient, ``within`` runs a rewritten forward, and ``general``
+does everything else. The short ones fall back to the general one whenever something is out of the ordinary: another
+thread, a recomputation, a copy of the module.
 
 All leave the value to other libraries' forward hooks first, where there are any: see ``after_foreign_hooks``.
 """

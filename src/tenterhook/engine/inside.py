@@ -39,21 +39,22 @@ class Node:
         self._edits: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._looks: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._below: dict[Any, dict[CodeType, Node]] = {}
-        self._made: dict[FunctionType, Any] = {}
+        self._made: dict[tuple[Node, FunctionType], Any] = {}
 
     def add(self, lane: Lane, binding: Binding) -> None:
         """Let a binding act at the places of its point, in this function or below."""
         spot = binding.point.spot
         assert spot is not None  # noqa: S101  Only points inside a function come here.
-        node = self
+        nodes = [self]
         for callee in spot.route:
-            node = node._child(callee.function, callee.at)
-        table = node._looks if binding.action.observes else node._edits
-        for place in spot.places:
-            node._tapped.add(place)
-            table.setdefault(key_of(place), []).append((lane, binding))
-        if spot.operation is not None:
-            table.setdefault(spot.operation, []).append((lane, binding))
+            nodes = [child for node in nodes for child in node._children(callee.function, callee.at)]
+        for node in nodes:
+            table = node._looks if binding.action.observes else node._edits
+            for place in spot.places:
+                node._tapped.add(place)
+                table.setdefault(key_of(place), []).append((lane, binding))
+            if spot.operation is not None:
+                table.setdefault(spot.operation, []).append((lane, binding))
 
     def watches(self, place: Any) -> bool:
         """Whether anything happens at a place."""
@@ -64,12 +65,13 @@ class Node:
         """Whether there is anything to rewrite, and not only operations to watch."""
         return bool(self._tapped or self._entered)
 
-    def _child(self, function: FunctionType, at: tuple[Place, ...]) -> Node:
-        child = Node(function, self._stop)
+    def _children(self, function: FunctionType, at: tuple[Place, ...]) -> list[Node]:
+        """The nodes of a function that is entered at some places: one for all, unless some have theirs already."""
+        new, found = Node(function, self._stop), dict[Node, None]()
         for place in at:
             self._entered.add(place)
-            child = self._below.setdefault(key_of(place), {}).setdefault(function.__code__, child)
-        return child
+            found[self._below.setdefault(key_of(place), {}).setdefault(function.__code__, new)] = None
+        return list(found)
 
     def made(self, function: FunctionType) -> Any:
         """The function, or another one with the same code, rewritten.
@@ -116,9 +118,9 @@ class Node:
         if child is None or target is None:
             return function
         # The code tells which function it is; the function itself may be another one, with other defaults or cells.
-        made = self._made.get(target)
+        made = self._made.get((child, target))
         if made is None:
-            made = self._made[target] = child.made(target)
+            made = self._made[child, target] = child.made(target)
         return rebuilt(function, target, made)
 
 
