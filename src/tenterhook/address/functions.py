@@ -40,7 +40,7 @@ def plain(target: Any) -> FunctionType | None:
 def forward_of(module: nn.Module) -> FunctionType:
     """The function that a module's ``forward`` comes down to."""
     own = module.__dict__.get("forward")
-    function = plain(own if own is not None else inspect.getattr_static(type(module), "forward", None))
+    function = plain(own if own is not None else getattr(type(module), "forward", None))
     if function is None:
         what = own if own is not None else getattr(type(module), "forward", None)
         raise NoSource(

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from torch import nn
 from tenterhook.address.functions import Callee, callees, forward_of, handed_on, places_of
 from tenterhook.address.globs import name_regex
 from tenterhook.address.grammar import Choice, Inner, Pattern, Wild
-from tenterhook.address.places import Place
+from tenterhook.address.places import Place, places
 from tenterhook.address.point import Site
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, NoSource
@@ -184,14 +184,19 @@ def _spots(
 ) -> Iterator[tuple[str, Spot]]:
     head, rest = inner[0], inner[1:]
     if not rest:
-        for text, found in _here(function, head, entered=bool(route)):
+        for text, found in _here(function.__code__, function.__qualname__, head, entered=bool(route)):
             yield before + text, Spot(function, found, route)
         return
     for text, callee in _entered(function, cls, head):
         yield from _spots(callee.function, cls, rest, f"{before}{text}:", (*route, callee))
 
 
-def _here(function: FunctionType, wanted: Inner, *, entered: bool) -> Iterator[tuple[str, tuple[Place, ...]]]:
+@functools.lru_cache(maxsize=4096)
+def _here(code: CodeType, qualname: str, wanted: Inner, *, entered: bool) -> tuple[tuple[str, tuple[Place, ...]], ...]:
+    return tuple(_find_here(places(code, qualname), wanted, entered=entered))
+
+
+def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Iterator[tuple[str, tuple[Place, ...]]]:
     """The places of one function that a name stands for: all its namesakes together, or each by itself for a glob.
 
     The arguments of a function that was entered are among them; those of a ``forward`` are a site of their own.
@@ -201,7 +206,7 @@ def _here(function: FunctionType, wanted: Inner, *, entered: bool) -> Iterator[t
     kinds = {"call"} if wanted.is_call else {"name", "call"} if every else {"name"}
     if entered and not wanted.is_call and wanted.place is None:
         kinds.add("argument")
-    found = [place for place in places_of(function) if place.kind in kinds and fits(place.name)]
+    found = [place for place in known if place.kind in kinds and fits(place.name)]
     if name is not None and any(place.kind == "argument" for place in found):
         found = found[:1]
     if name is not None:
