@@ -4,33 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from hook_toys import Run, X, then, x_leaf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
 from tenterhook import hooks
 from tenterhook.testing import Residual, no_leak, untouched
-
-X = torch.arange(12.0).view(4, 3) / 7 - 0.8
-
-
-def then(value, use):
-    return use(value)
-
-
-def x_leaf():
-    return X.clone().requires_grad_()
-
-
-class Run(nn.Module):
-    """A module whose forward is whatever a test says."""
-
-    def __init__(self, run):
-        super().__init__()
-        self.run = run
-
-    def forward(self, *args, **kwargs):
-        return self.run(*args, **kwargs)
 
 
 class InPlace(nn.Module):

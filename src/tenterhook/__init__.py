@@ -1,4 +1,4 @@
-"""tenterhook: see, keep, change, stop and replay what passes inside a PyTorch model.
+"""tenterhook: see, keep, change and stop what passes inside a PyTorch model.
 
 >>> import torch, tenterhook as th
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))

@@ -92,8 +92,7 @@ class Node:
         for lane, binding in looks:
             action: Any = binding.action
             if type(value) is Tensor and getattr(action, "direct", False) and not value.is_inference():
-                count = lane.executions.get(binding, 0)
-                lane.executions[binding] = count + 1
+                count = _next_execution(lane, binding)
                 action.entries[count] = (value.detach() if value.requires_grad else value, value._version)
                 if count >= action.keep:
                     action.entries.pop(count - action.keep, None)
@@ -124,11 +123,15 @@ class Node:
         return rebuilt(function, target, made)
 
 
-def _context(lane: Lane, binding: Binding) -> Context | None:
-    """The context of this execution, or None where another one is meant."""
-    point = binding.point
+def _next_execution(lane: Lane, binding: Binding) -> int:
     count = lane.executions.get(binding, 0)
     lane.executions[binding] = count + 1
+    return count
+
+
+def _context(lane: Lane, binding: Binding) -> Context | None:
+    """The context of this execution, or None where another one is meant."""
+    point, count = binding.point, _next_execution(lane, binding)
     if point.call is not None and point.call != count:
         return None
     return Context(point.address, count, lane.module, lane.session)
