@@ -24,9 +24,9 @@ BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
     AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
-    Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit clamp edit hooks load mean noise points project record scale set zero
+    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
+    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
+    at audit clamp edit grid hooks load mean noise points project record replay run_from scale set sweep zero
 """
 
 

@@ -36,9 +36,12 @@ from tenterhook.errors import (
     NoSource,
     NotRecorded,
     ReadonlyHook,
+    ReplayError,
     SelectorError,
     SessionError,
     Stopped,
+    SweepError,
+    SweepInterrupted,
     TapeError,
     TapeFileError,
     TenterhookError,
@@ -49,6 +52,11 @@ from tenterhook.errors import (
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
+from tenterhook.replay.cases import grid
+from tenterhook.replay.middle import run_from
+from tenterhook.replay.result import Sweep
+from tenterhook.replay.sweep import sweep
+from tenterhook.replay.verb import replay
 
 __all__ = [
     "AddressError",
@@ -66,10 +74,14 @@ __all__ = [
     "NotRecorded",
     "Point",
     "ReadonlyHook",
+    "ReplayError",
     "Selection",
     "SelectorError",
     "SessionError",
     "Stopped",
+    "Sweep",
+    "SweepError",
+    "SweepInterrupted",
     "Tape",
     "TapeError",
     "TapeFileError",
@@ -83,6 +95,7 @@ __all__ = [
     "audit",
     "clamp",
     "edit",
+    "grid",
     "hooks",
     "load",
     "mean",
@@ -90,7 +103,10 @@ __all__ = [
     "points",
     "project",
     "record",
+    "replay",
+    "run_from",
     "scale",
     "set",
+    "sweep",
     "zero",
 ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["Opaque", "Path", "describe", "map_tensors", "replace_at", "show_path", "tensors"]
+__all__ = ["Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
 
 Path = tuple[Any, ...]
 
@@ -54,7 +54,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, *, opaque: Callab
         return tuple([map_tensors(function, part, opaque=opaque) for part in value])
     if kind in PLAIN or isinstance(value, CONSTANTS):
         return value
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None:
         return value if opaque is None else opaque(value)
     new = [map_tensors(function, part, opaque=opaque) for _, part in parts]
@@ -66,7 +66,7 @@ def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif not isinstance(value, CONSTANTS):
-        for key, part in _parts(value) or ():
+        for key, part in parts_of(value) or ():
             yield from tensors(part, (*path, key))
 
 
@@ -78,7 +78,7 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     """
     if not path:
         return new
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None:
         raise LookupError(path)
     keys = [key for key, _ in parts]
@@ -108,7 +108,7 @@ def describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{shape}"
     if isinstance(value, CONSTANTS):
         return repr(value) if len(repr(value)) < SHORT else type(value).__name__
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None:
         return repr(value) if isinstance(value, Opaque) else type(value).__name__
     inside = [describe(part) for _, part in parts]
@@ -120,7 +120,7 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}({named})"
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
     """The keyed parts of a structure, or None where it is none."""
     if isinstance(value, dict | Mapping):
         return list(value.items())

@@ -19,11 +19,14 @@ The tree::
     │   ├── NoBackward                    backward() has not run
     │   └── NoGradient                    backward() ran, and no gradient flowed there
     ├── EditError (ValueError)            an edit that does not fit the value at its point
+    ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
+    │   └── SweepError                    a sweep that cannot be run as it was asked for
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
     └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
 
     Stopped (BaseException)               a session with stop=True has what it asked for
+    SweepInterrupted (KeyboardInterrupt)  Ctrl-C in a sweep; .sweep.resume() goes on
     TenterhookWarning (UserWarning)       something that deserves a look and is no error
 
 ``Stopped`` is no ``Exception``, so that a model's own ``except Exception`` cannot swallow it.
@@ -31,6 +34,8 @@ Each exception also derives from the builtin one that a reader would have guesse
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "AddressError",
@@ -46,9 +51,12 @@ __all__ = [
     "NoSource",
     "NotRecorded",
     "ReadonlyHook",
+    "ReplayError",
     "SelectorError",
     "SessionError",
     "Stopped",
+    "SweepError",
+    "SweepInterrupted",
     "TapeError",
     "TapeFileError",
     "TenterhookError",
@@ -126,6 +134,14 @@ class EditError(TenterhookError, ValueError):
     """An edit that does not fit the value at its point."""
 
 
+class ReplayError(TenterhookError, RuntimeError):
+    """A recording that cannot be replayed on this model, or with these inputs."""
+
+
+class SweepError(ReplayError):
+    """A sweep that cannot be run as it was asked for."""
+
+
 class HookError(TenterhookError, TypeError):
     """A hook that cannot be registered, or that broke its own rules."""
 
@@ -140,6 +156,14 @@ class UnsupportedModel(TenterhookError, TypeError):
 
 class Stopped(BaseException):
     """A session with ``stop=True`` has what it asked for, and the rest of the model does not run."""
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """A sweep was interrupted. ``.sweep`` has the results so far, and ``.sweep.resume()`` goes on."""
+
+    def __init__(self, sweep: Any) -> None:
+        super().__init__("the sweep was interrupted; what it found is in .sweep, and .sweep.resume() goes on")
+        self.sweep = sweep
 
 
 class TenterhookWarning(UserWarning):

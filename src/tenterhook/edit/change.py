@@ -29,6 +29,11 @@ class Change:
     def __init__(self, call: Callable[..., Any], *, takes_context: bool, name: str, part: Any = None) -> None:
         self._call, self._takes_context, self.name, self.part = call, takes_context, name, part
 
+    @property
+    def given(self) -> Callable[..., Any]:
+        """What the user gave: a ready edit, or a function."""
+        return self._call
+
     def __call__(self, value: Any, context: Context) -> Any:
         try:
             new = self._call(value, context) if self._takes_context else self._call(value)

@@ -12,7 +12,7 @@ from tenterhook.address.match import Point
 if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
-__all__ = ["Action", "Binding", "Context", "Direct"]
+__all__ = ["Action", "Binding", "Context", "Direct", "Guard"]
 
 
 class Context:
@@ -62,6 +62,18 @@ class Direct(Protocol):
     entries: dict[int, Any]
     keep: int
     kept: Callable[[Any], Any]
+
+
+class Guard(Protocol):
+    """What stands around the calls of a module, between its arguments after the edits and its output before them.
+
+    ``before`` gives a value to serve instead of the call, or ``MISSING``; ``after`` is told what the call gave, or
+    ``MISSING`` if it raised.
+    """
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def after(self, module: nn.Module, value: Any) -> None: ...
 
 
 class Binding:

@@ -28,7 +28,7 @@ from tenterhook.errors import Stopped
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
-    from tenterhook.engine.action import Direct
+    from tenterhook.engine.action import Direct, Guard
     from tenterhook.engine.install import Lane, Tap
     from tenterhook.sites.parameter import Exchange
 
@@ -155,11 +155,35 @@ def visit(tap: Tap, visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str
                 swap.enter()
                 entered.append(swap)
         args, kwargs = income(visits, args, kwargs)
-        value = tap.body(tuple([lane for lane, _ in visits]))(*args, **kwargs)
+        guards = [lane.guard for lane, _ in visits if lane.guard is not None]
+        body = tap.body(tuple([lane for lane, _ in visits]))
+        value = guarded(guards, tap.module, body, args, kwargs) if guards else body(*args, **kwargs)
         return leave(tap, visits, value)
     finally:
         for swap in reversed(entered):
             swap.leave()
+
+
+def guarded(
+    guards: list[Guard], module: nn.Module, body: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The call between its guards, or what one of them serves in its place."""
+    value: Any = MISSING
+    told = 0
+    try:
+        for guard in guards:
+            told += 1
+            served = guard.before(module, args, kwargs)
+            value = value if served is MISSING else served
+        if value is MISSING:
+            value = body(*args, **kwargs)
+    except BaseException:
+        value = MISSING
+        raise
+    finally:
+        for guard in reversed(guards[:told]):
+            guard.after(module, value)
+    return value
 
 
 def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

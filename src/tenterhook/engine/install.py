@@ -28,7 +28,7 @@ from tenterhook.errors import TenterhookWarning
 from tenterhook.sites.module import Argument, argument
 
 if TYPE_CHECKING:
-    from tenterhook.engine.action import Binding
+    from tenterhook.engine.action import Binding, Guard
     from tenterhook.engine.session import Session
     from tenterhook.sites.parameter import Exchange
 
@@ -47,9 +47,9 @@ class Lane:
     """What one session does at the calls of one module."""
 
     __slots__ = (
-        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "inner",
-        "looks_in", "looks_out", "module", "next_call", "over", "owner", "path", "session", "strangers", "swaps", "tap",
-        "whole",
+        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
+        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "path", "session", "strangers",
+        "swaps", "tap", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -65,6 +65,7 @@ class Lane:
         self.inner: tuple[Binding, ...] = ()
         self.executions: dict[Binding, int] = {}
         self.swaps: tuple[Exchange, ...] = ()
+        self.guard: Guard | None = None
         self.calls = 0
         self.strangers = 0
         self.tap: Tap | None = None
@@ -117,7 +118,7 @@ class Lane:
         """Do nothing any more, not even in a call that is still running."""
         self.calls = self.next_call()
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
-        self.inner = ()
+        self.inner, self.guard = (), None
         if self.direct is not None:
             entries, watch = _places(self.direct.__code__)
             self.direct.__closure__[entries].cell_contents = {}
@@ -129,12 +130,12 @@ class Lane:
     def only_inside(self) -> bool:
         """Whether there is nothing at the module's own boundary."""
         outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
-        return bool(self.inner) and not outside
+        return bool(self.inner) and not outside and self.guard is None
 
     @property
     def alone(self) -> Any:
         """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
-        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps:
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
             return None
         looks = self.looks_out
         if len(looks) not in (1, 2) or looks[0].point.call is not None or looks[-1].point.call is not None:

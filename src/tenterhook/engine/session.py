@@ -28,7 +28,7 @@ from tenterhook.sites.module import can_be_called
 from tenterhook.sites.parameter import Swap, is_offloaded
 from tenterhook.sites.wrapped import is_spread
 
-__all__ = ["Session"]
+__all__ = ["Session", "open_here"]
 
 REPLACED = (
     "the forward of {path!r} was replaced by another while a session was open. The replacement was left in place, and "
@@ -51,6 +51,11 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+def open_here() -> list[Session]:
+    """The sessions that are open in this thread, on whatever model, in the order in which they were opened."""
+    return list(_local.open)
 
 
 class Session:

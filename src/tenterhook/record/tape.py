@@ -175,6 +175,7 @@ class Tape(View):
         from tenterhook.record.gradient import Gradients  # It builds on View, which stands here.
 
         self.grad = Gradients(self)
+        self.script: Any = None  # What th.replay serves from, where it was asked for.
 
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""

@@ -27,7 +27,7 @@ __all__ = ["Recording", "record"]
 Keep = Literal["all", "last"] | int
 
 
-def record(
+def record(  # noqa: PLR0913
     model: nn.Module,
     *selectors: Selector,
     grad: bool | Literal["total"] = False,
@@ -37,6 +37,7 @@ def record(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     gather: bool = False,
+    replay: bool | Selector = False,
 ) -> Recording:
     """Record what passes at the selected points while the session is open; ``with`` gives the tape.
 
@@ -62,10 +63,16 @@ def record(
         dtype: what floating-point values are converted to.
         gather: put values together that are spread over processes (``DTensor``), as they pass. All of the processes
             have to record the same points.
+        replay: also keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``): the arguments
+            and outputs of every module's calls; or, given the points that will be edited, only what serving these
+            needs. Without selectors, nothing else is recorded then.
     """
-    points = resolve(model, selectors or "**")
+    points = resolve(model, selectors or "**") if selectors or replay is False else ()
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
-    return Recording(model, points, policy, grad=grad, stop=stop, keep=_calls(keep))
+    session = Recording(model, points, policy, grad=grad, stop=stop, keep=_calls(keep))
+    if replay is not False:
+        session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
+    return session
 
 
 class Recording(Session):
@@ -85,6 +92,7 @@ class Recording(Session):
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder, dict[int, Any]]] = []
+        self._scribe: Any = None
         for point in points:
             self._add(point, tape, bindings)
 
@@ -129,6 +137,22 @@ class Recording(Session):
         through = InputGradient(entries, self._keep)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
+
+    def keep_script(self, edited: list[nn.Module]) -> None:
+        """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
+        from tenterhook.replay.scribe import Scribe, worth_keeping
+        from tenterhook.replay.script import Script
+
+        self.tape.script = Script(self.model)
+        modules = worth_keeping(self.model, edited) if edited else self.model.modules()
+        self._scribe = Scribe(self.tape.script, self.model, modules)
+
+    def _plan(self) -> None:
+        if self._scribe is not None:
+            for path, module in self.model.named_modules():
+                if module in self._scribe.modules:
+                    self._lane(module, path).guard = self._scribe
+        super()._plan()
 
     def on_start(self) -> None:
         if self._stop:

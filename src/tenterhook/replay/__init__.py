@@ -1,0 +1,1 @@
+"""Serving what was computed already: replay, sweeps, starting from the middle."""

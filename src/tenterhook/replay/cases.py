@@ -1,0 +1,136 @@
+"""The cases of a sweep: what each of them edits, and what it is called."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tenterhook.address import Point, Site, resolve
+from tenterhook.edit.change import Change, as_change
+from tenterhook.errors import AddressError, SweepError, TenterhookError
+
+__all__ = ["Case", "Grid", "Prepared", "grid", "prepare"]
+
+Edits = Mapping[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case: what is edited, as for ``th.edit``, and its place on the axes of the sweep."""
+
+    edits: Edits
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.labels:
+            return ", ".join(f"{name}={value}" for name, value in self.labels.items())
+        return ", ".join(f"{selector}: {change!r:.40}" for selector, change in self.edits.items())
+
+
+class Grid(Sequence[Case]):
+    """Every combination of some axes, each a case; the last axis runs fastest."""
+
+    def __init__(self, make: Callable[..., Edits], axes: Mapping[str, Iterable[Any]]) -> None:
+        self._make = make
+        self.axes: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in axes.items()}
+        empty = [name for name, values in self.axes.items() if not values]
+        if not self.axes or empty:
+            raise SweepError(f"the axis {empty[0]!r} of the grid is empty" if empty else "a grid needs an axis")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length of each axis."""
+        return tuple(len(values) for values in self.axes.values())
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __iter__(self) -> Iterator[Case]:
+        for values in itertools.product(*self.axes.values()):
+            labels = dict(zip(self.axes, values, strict=True))
+            yield Case(self._make(**labels), labels)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        axes = " x ".join(f"{name} ({len(values)})" for name, values in self.axes.items())
+        return f"<grid of {len(self)} cases: {axes}>"
+
+
+def grid(make: Callable[..., Edits], /, **axes: Iterable[Any]) -> Grid:
+    """The cases of a sweep over every combination of some axes.
+
+    >>> import tenterhook as th
+    >>> cases = th.grid(lambda layer, unit: {f"h.{layer}": th.zero(at=th.at[..., unit])}, layer=range(2), unit=[3, 5])
+    >>> cases.shape, str(cases[1])
+    ((2, 2), 'layer=0, unit=5')
+
+    Args:
+        make: gives the edits of one case, from its place on each axis by name.
+        **axes: the values along each axis, in order.
+    """
+    return Grid(make, axes)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A case whose points have been found."""
+
+    index: int
+    case: Case
+    edits: list[tuple[Point, list[Change]]]
+
+    @property
+    def key(self) -> tuple[tuple[str, int | None], ...]:
+        """Cases with the same key edit at the same points, and can go together."""
+        return tuple((point.address, point.call) for point, _ in self.edits)
+
+    @property
+    def has_parameter(self) -> bool:
+        """Whether it edits a parameter, which is one for all examples of a batch."""
+        return any(point.site is Site.PARAMETER for point, _ in self.edits)
+
+
+def prepare(model: nn.Module, cases: Iterable[Any]) -> list[Prepared]:
+    """Find the points of all cases before anything runs."""
+    found: dict[Any, tuple[Point, ...]] = {}
+
+    def points(selector: Any) -> tuple[Point, ...]:
+        if not isinstance(selector, str):
+            return resolve(model, [selector])
+        if selector not in found:
+            found[selector] = resolve(model, [selector])
+        return found[selector]
+
+    prepared = []
+    for index, given in enumerate(cases):
+        case = given if isinstance(given, Case) else Case(given)
+        if not isinstance(case.edits, Mapping):
+            kind = type(case.edits).__name__
+            raise SweepError(
+                f"case {index} is a {kind}; a case is a dict of edits, as for th.edit: {{'h.3': th.zero()}}"
+            )
+        if not case.edits:
+            raise SweepError(f"case {index} ({case}) edits nothing; leave it out: the unedited run is .base")
+        try:
+            edits = [
+                (point, [as_change(one) for one in (change if isinstance(change, list) else [change])])
+                for selector, change in case.edits.items()
+                for point in points(selector)
+            ]
+        except TenterhookError as error:
+            error.add_note(f"in case {index} ({case}) of the sweep")
+            raise
+        last = [point for point, _ in edits if point.call is not None and point.call < 0]
+        if last:
+            raise AddressError(f"{last[0]}: a run cannot know which call will be the last; count from #0")
+        prepared.append(Prepared(index, case, edits))
+    if not prepared:
+        raise SweepError("a sweep needs at least one case")
+    return prepared

@@ -1,0 +1,227 @@
+"""The script of a run: which module calls it made, what they were given and gave, and which of them can be served."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import PLAIN, map_tensors, parts_of, tensors
+from tenterhook.replay.state import Own, Together, reach, version
+
+__all__ = ["Call", "Keeper", "Kept", "Run", "Script", "Unkeepable", "alike", "same_bits", "same_content", "storages"]
+
+# What a call may be given beside structures of tensors, and cannot change.
+FIXED = (FunctionType, BuiltinFunctionType, type, enum.Enum)
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Unkeepable(Exception):
+    """Something that cannot be kept for serving; the text says why."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """A structure, and the tensors in it with the versions that they must still have."""
+
+    value: Any
+    watched: list[tuple[Tensor, int]]
+
+    @property
+    def changed(self) -> bool:
+        """Whether someone has written into it since."""
+        return any(version(tensor) != then for tensor, then in self.watched)
+
+
+class Keeper:
+    """Keeps the tensors of one run: by reference, or as copies where they may be changed in place later.
+
+    A tensor that comes by twice unchanged, as one call's output and another's argument, is kept once.
+    """
+
+    def __init__(self, *, copy: bool) -> None:
+        self._copy = copy
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def keep(self, value: Any) -> Kept:
+        """Keep a structure, or raise :class:`Unkeepable`."""
+        watched: list[tuple[Tensor, int]] = []
+
+        def one(tensor: Tensor) -> Tensor:
+            kept = self._one(tensor)
+            watched.append((kept, version(kept)))
+            return kept
+
+        return Kept(map_tensors(one, value, opaque=_fixed), watched)
+
+    def _one(self, tensor: Tensor) -> Tensor:
+        known = self._known.get(id(tensor))
+        if known is not None and known[1] == version(tensor) and known[1] >= 0:
+            return known[2]
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise Unkeepable(f"a {type(tensor).__name__} of {tensor.layout} passes there, which is not kept")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise Unkeepable(f"randomness on {tensor.device.type} cannot be watched")
+        kept = tensor.detach()
+        if self._copy or tensor.is_inference() or isinstance(tensor, nn.Parameter):
+            with torch.inference_mode(mode=False):
+                kept = kept.clone()
+        self._known[id(tensor)] = (tensor, version(tensor), kept)
+        return kept
+
+    def forget(self) -> None:
+        """Let go of the tensors that passed; what was kept of them stays with the calls."""
+        self._known.clear()
+
+
+def _fixed(value: Any) -> Any:
+    if isinstance(value, FIXED):
+        return value
+    kind = type(value).__name__
+    hint = ": call the model with use_cache=False" if "Cache" in kind else ""
+    raise Unkeepable(f"a {kind} passes there, which a call may change{hint}")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module in a run. ``why``: what forbids to serve it, in words."""
+
+    module: nn.Module
+    path: str
+    index: int
+    begin: int
+    end: int = 0
+    why: str = ""
+    given: Kept | None = None
+    gave: Kept | None = None
+    children: list[Call] = field(default_factory=list)
+
+
+class Run:
+    """One call of the whole model."""
+
+    def __init__(self, root: Call, state: dict[nn.Module, Own], ambient: tuple[Any, ...]) -> None:
+        self.root, self.state, self.ambient = root, state, ambient
+        self.calls: dict[tuple[nn.Module, int], Call] = {}
+        self.why = ""
+        self._below: dict[nn.Module, list[Own]] = {}
+        self._together: dict[nn.Module, Together] = {}
+        # Containers and objects that modules hold, each once: a configuration is shared by all of them.
+        shared: dict[int, tuple[Any, tuple[Any, ...], list[nn.Module]]] = {}
+        for module, own in state.items():
+            for value, contents in own.below:
+                shared.setdefault(id(value), (value, contents, []))[2].append(module)
+        self.shared = list(shared.values())
+
+    def below(self, module: nn.Module) -> list[Own]:
+        """What was held by the modules that a call of this one may use."""
+        found = self._below.get(module)
+        if found is None:
+            found = self._below[module] = [self.state.get(each) or Own(each) for each in reach(module)]
+        return found
+
+    def together(self, module: nn.Module) -> Together:
+        """The same, to be compared at one go."""
+        found = self._together.get(module)
+        if found is None:
+            found = self._together[module] = Together(module, self.below(module))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is kept, each piece of memory counted once."""
+        kept = [kept for call in (self.root, *self.calls.values()) for kept in (call.given, call.gave) if kept]
+        sizes = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for each in kept
+            for tensor, _ in each.watched
+        }
+        return sum(sizes.values())
+
+
+class Script:
+    """What was kept of one or more runs of a model, so that their calls can be served again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.runs: list[Run] = []
+        self.digest: list[int] = []
+        self.refused = ""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that ran, if it is still there."""
+        return self._model()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is kept."""
+        return sum(run.nbytes for run in self.runs)
+
+    def __repr__(self) -> str:
+        calls = [call for run in self.runs for call in run.calls.values()]
+        ready = sum(not call.why for call in calls)
+        return (
+            f"<script of {len(self.runs)} run(s): {ready} of {len(calls)} calls can be served, {self.nbytes:,} bytes>"
+        )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, and laid out in the same way.
+
+    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0])), torch.equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    (False, True)
+    """
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.stride() != other.stride():
+        return False
+    return same_content(one, other)
+
+
+def same_content(one: Tensor, other: Tensor) -> bool:
+    """The same for tensors that are known to be of one kind, however they lie in memory."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.is_floating_point():
+        integer = INTEGERS[one.element_size()]
+        one, other = one.view(integer), other.view(integer)
+    return torch.equal(one, other)
+
+
+def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:  # noqa: PLR0911  This is asked at every call.
+    """Whether two structures are built alike and hold the same; ``same`` compares a kept tensor with a live one."""
+    kind = type(kept)
+    if kind is Tensor:
+        return isinstance(live, Tensor) and same(kept, live)
+    if kind in PLAIN:
+        return kept is live or (type(live) is kind and kept == live)
+    if type(live) is not kind:
+        return False
+    if kind is tuple:
+        mine, theirs = list(enumerate(kept)), list(enumerate(live))
+    else:
+        mine, theirs = parts_of(kept) or [], parts_of(live) or []
+        if not mine and not theirs:
+            return kept is live or bool(parts_of(kept) is not None or kept == live)
+    if len(mine) != len(theirs):
+        return False
+    for (key, part), (other, partner) in zip(mine, theirs, strict=True):
+        if key != other or not alike(part, partner, same):
+            return False
+    return True
+
+
+def storages(value: Any) -> set[int]:
+    """The pieces of memory in which the tensors of a structure lie."""
+    plain = (tensor for _, tensor in tensors(value) if type(tensor) in (Tensor, nn.Parameter))
+    laid_out = (tensor for tensor in plain if tensor.layout is torch.strided and not tensor.is_meta)
+    return {tensor.untyped_storage().data_ptr() for tensor in laid_out} - {0}  # An empty one lies nowhere.

@@ -1,0 +1,185 @@
+"""Serving calls from a script, where that cannot change what comes out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._draw import Column, Row, Table, as_html, as_rich, as_text
+from tenterhook._tree import map_tensors, tensors
+from tenterhook.replay.script import Call, Kept, Run, alike, same_bits, same_content
+from tenterhook.replay.state import OTHER_STATE, moved, version
+from tenterhook.sites.facts import facts
+from tenterhook.sites.module import MISSING
+
+__all__ = ["Served", "Server"]
+
+GRADIENTS = "gradients are on and it takes part in them: call the model under torch.no_grad()"
+
+
+class Served:
+    """What a replay served and what it computed, and why. Printing it draws the table."""
+
+    def __init__(self) -> None:
+        self._served: Counter[str] = Counter()
+        self._computed: dict[str, Counter[str]] = {}
+        self.runs = 0
+
+    def __len__(self) -> int:
+        """How many calls were served."""
+        return self._served.total()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Module to the number of its calls that were served."""
+        return dict(self._served)
+
+    @property
+    def computed(self) -> dict[str, str]:
+        """Module to the reason why a call of it was computed, although nothing before it was edited."""
+        return {path: reasons.most_common(1)[0][0] for path, reasons in self._computed.items()}
+
+    def serve(self, path: str) -> None:
+        self._served[path or ":return"] += 1
+
+    def compute(self, path: str, why: str) -> None:
+        self._computed.setdefault(path or ":return", Counter())[why] += 1
+
+    def table(self) -> Table:
+        """One row per module, for whatever draws it."""
+        rows = [Row((path, str(count), "", "")) for path, count in self._served.items()]
+        for path, reasons in self._computed.items():
+            rows += [Row((path, "", str(count), why), style="dim") for why, count in reasons.items()]
+        columns = (Column("module"), Column("served", right=True), Column("computed", right=True), Column("because"))
+        computed = sum(reasons.total() for reasons in self._computed.values())
+        title = f"replay: {self.runs} run(s), {len(self)} calls served, {computed} computed before the first edit"
+        return Table(title, columns, tuple(rows))
+
+    def __repr__(self) -> str:
+        return as_text(self.table())
+
+    def __rich__(self) -> Any:
+        return as_rich(self.table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
+class Server:
+    """The guard that serves the calls of one run after another.
+
+    ``times`` says that the live run has every example of the recorded one so many times, case after case.
+    """
+
+    def __init__(self, served: Served, model: nn.Module, *, gradients: bool) -> None:
+        self.served, self._model, self._gradients = served, model, gradients
+        self.times = 1
+        self.run: Run | None = None
+        self._copy = facts(model).in_place
+        self._counts: dict[nn.Module, int] = {}
+        # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one.
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def begin(self, run: Run | None) -> None:
+        """A run of the whole model begins; None ends it."""
+        self.run = run
+        self._moved = moved(run.shared) if run is not None else set()
+        self._counts.clear()
+        self._known.clear()
+        self._grad = torch.is_grad_enabled() and not self._gradients
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.run is None:
+            return MISSING
+        index = self._counts.get(module, 0)
+        self._counts[module] = index + 1
+        call = self.run.calls.get((module, index))
+        if call is None:
+            return MISSING
+        why = call.why or self._obstacle(call, args, kwargs)
+        if why:
+            self.served.compute(call.path, why)
+            return MISSING
+        assert call.gave is not None  # noqa: S101  A call that can be served was kept.
+        self.served.serve(call.path)
+        return self._give(call.gave)
+
+    def after(self, module: nn.Module, value: Any) -> None:
+        """Nothing is left to do."""
+
+    # -- whether ------------------------------------------------------------------------------------------------------
+
+    def _obstacle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        run, given, gave = self.run, call.given, call.gave
+        assert run is not None and given is not None and gave is not None  # noqa: S101, PT018
+        together = run.together(call.module)
+        if self._grad and (together.needs_gradient or _require_gradients(args, kwargs)):
+            return GRADIENTS
+        why = together.obstacle()
+        if why or (self._moved and any(own.module in self._moved for own in run.below(call.module))):
+            return why or OTHER_STATE
+        if gave.changed or given.changed:
+            return "what was recorded of it has been changed in place since"
+        if not self.matches(given, (args, kwargs)):
+            return "it is given something else than in the recorded run"
+        return ""
+
+    def matches(self, given: Kept, live: Any) -> bool:
+        """Whether a call is given what was recorded."""
+        return alike(given.value, live, self._same)
+
+    def _same(self, kept: Tensor, live: Tensor) -> bool:
+        known = self._known.get(id(live))
+        if known is not None and known[1] == version(live) and known[2] is kept:
+            return True
+        if self.times == 1:
+            same = same_bits(kept, live)
+        else:
+            same = live.dtype == kept.dtype and live.device == kept.device and self._is_repeated(kept, live)
+        if same:
+            self._known[id(live)] = (live, version(live), kept)
+        return same
+
+    def _is_repeated(self, kept: Tensor, live: Tensor) -> bool:
+        if live.shape == kept.shape:
+            return same_content(kept, live)
+        if not kept.dim() or live.shape != (kept.shape[0] * self.times, *kept.shape[1:]):
+            return False
+        apart = live.unflatten(0, (self.times, kept.shape[0]))
+        return same_content(kept.unsqueeze(0).expand(apart.shape), apart)
+
+    # -- what ---------------------------------------------------------------------------------------------------------
+
+    def _give(self, gave: Kept) -> Any:
+        made: dict[int, Tensor] = {}
+
+        def one(kept: Tensor) -> Tensor:
+            live = made.get(id(kept))
+            if live is None:
+                live = made[id(kept)] = self.repeated(kept) if self.times > 1 else self._own(kept)
+                self._known[id(live)] = (live, version(live), kept)
+            return live
+
+        return map_tensors(one, gave.value)
+
+    def _own(self, kept: Tensor) -> Tensor:
+        """The recorded tensor, or a copy where the model may write into it."""
+        return kept.clone() if self._copy or torch.is_inference_mode_enabled() else kept
+
+    def repeated(self, kept: Tensor) -> Tensor:
+        """A recorded tensor for several cases at once, where it has the recorded batch in front."""
+        if not kept.dim() or kept.shape[0] != self.batch:
+            return self._own(kept)
+        wide = kept.unsqueeze(0).expand(self.times, *kept.shape)
+        if kept.dim() == 4 and not kept.is_contiguous() and kept.is_contiguous(memory_format=torch.channels_last):  # noqa: PLR2004
+            return wide.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        return wide.reshape(self.times * kept.shape[0], *kept.shape[1:]) if self.batch > 1 else wide[:, 0].contiguous()
+
+    batch = 1
+
+
+def _require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(tensor.requires_grad for _, tensor in tensors((args, kwargs)))

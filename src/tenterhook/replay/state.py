@@ -1,0 +1,269 @@
+"""What a call's result rests on beside its arguments: what modules hold, the modes that are on, randomness."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tenterhook.sites.wrapped import in_transform
+
+__all__ = [
+    "OTHER_STATE",
+    "Own",
+    "Together",
+    "ambient",
+    "digest",
+    "in_the_way",
+    "moved",
+    "random_mark",
+    "reach",
+    "version",
+]
+
+# What every module has; of these only the children can make it another one. Hooks are looked at apart.
+USUAL = frozenset(nn.Module().__dict__) - {"training"}
+SIMPLE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, Tensor)
+OTHER_STATE = "a module in it holds something else than in the recorded run"
+MANY = 256  # items of a container beyond which only their number is compared
+
+Contents = tuple[Any, ...]
+
+
+def version(tensor: Tensor) -> int:
+    """A tensor's version; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Own:
+    """What one module holds itself: parameters, buffers, children, attributes, and what lies one step below those.
+
+    It is compared by identity, constants by value, and tensors by their version.
+    """
+
+    __slots__ = (
+        "_forward",
+        "_values",
+        "below",
+        "contents",
+        "kind",
+        "known",
+        "module",
+        "parameters",
+        "tables",
+        "tensors",
+        "watched",
+    )
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.kind = module, (type(module), getattr(type(module), "forward", None))
+        state = module.__dict__
+        # A scripted module keeps its state where it cannot be looked at.
+        self.known = not isinstance(module, torch.jit.ScriptModule) and "_parameters" in state
+        self.tensors: list[Tensor] = []
+        self.below: list[tuple[Any, Contents]] = []
+        if not self.known:
+            return
+        self._values, self._forward = _values(state), _own_forward(module)
+        self.parameters: Contents = tuple(state["_parameters"].values())
+        self.tables = [state, state["_parameters"], state["_buffers"], state["_modules"]]
+        self.contents = [self._values, *[tuple(table.values()) for table in self.tables[1:]]]
+        attributes = [value for name, value in state.items() if name not in USUAL and name != "forward"]
+        self.below = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
+        inside = (item for _, contents in self.below for item in contents)
+        held = (*self.contents[1], *self.contents[2], *attributes, *inside)
+        tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+        self.watched = [(tensor, version(tensor)) for tensor in tensors if not tensor.is_inference()]
+        self.tensors = tensors
+
+    def holds(self, *, deeply: bool = True) -> bool:
+        """Whether everything is as it was; ``deeply`` also looks into containers and objects."""
+        if not self.known:
+            return False
+        try:
+            return (
+                _values(self.tables[0]) == self._values
+                and _own_forward(self.module) is self._forward
+                and (type(self.module), type(self.module).forward) == self.kind
+                and [tuple(table.values()) for table in self.tables[1:]] == self.contents[1:]
+                and (not deeply or all(_contents(value) == contents for value, contents in self.below))
+                and all(tensor._version == then for tensor, then in self.watched)
+            )
+        except (RuntimeError, ValueError, TypeError):  # Arrays and tensors that are not the same cannot be compared so.
+            return False
+
+    @property
+    def hooked(self) -> bool:
+        """Whether other libraries' hooks stand on the module."""
+        state = self.module.__dict__
+        return bool(state["_forward_hooks"] or state["_forward_pre_hooks"])
+
+    @property
+    def hidden(self) -> list[nn.Module]:
+        """Modules that it holds without having registered them."""
+        held = [value for name, value in self.module.__dict__.items() if name not in USUAL]
+        held += [item for _, contents in self.below for item in contents]
+        return [value for value in held if isinstance(value, nn.Module)]
+
+
+class Together:
+    """What a module and those below it hold, compared at one go: thousands of calls ask for it."""
+
+    __slots__ = (
+        "_dicts", "_forwards", "_hooks", "_inside", "_itself", "_kinds", "_parameters", "_then", "_versions",
+        "_watched",
+    )  # fmt: skip
+
+    def __init__(self, itself: nn.Module, owns: list[Own]) -> None:
+        # A session stands in the module's own "forward", so that it is compared apart.
+        self._itself = [own for own in owns if own.module is itself or not own.known]
+        states = [own.module.__dict__ for own in owns if own.known]
+        inside = [own for own in owns if own.known and own.module is not itself]
+        self._inside, self._kinds = [own.module for own in inside], [own.kind[0] for own in inside]
+        self._forwards = list({own.kind for own in inside})
+        self._dicts = [table for own in inside for table in own.tables]
+        self._then = [contents for own in inside for contents in own.contents]
+        watched = [pair for own in inside for pair in own.watched]
+        self._watched, self._versions = [tensor for tensor, _ in watched], [then for _, then in watched]
+        self._hooks = [
+            state[name]
+            for state in states
+            if state is not itself.__dict__
+            for name in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        parameters = [each for own in owns if own.known for each in own.parameters]
+        self._parameters = [each for each in parameters if each is not None]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a parameter in it takes part in gradients."""
+        return any(parameter.requires_grad for parameter in self._parameters)
+
+    def obstacle(self) -> str:
+        """What is not as it was, in words."""
+        if any(self._hooks):
+            return "other libraries' hooks stand inside it"
+        try:
+            now = [tuple(table.values()) for table in self._dicts]
+            versions = [tensor._version for tensor in self._watched]
+            kinds = list(map(type, self._inside))
+            same = now == self._then and versions == self._versions and kinds == self._kinds
+            same = same and all(kind.forward is forward for kind, forward in self._forwards)
+        except (RuntimeError, ValueError, TypeError):
+            same = False
+        if same and all(own.holds(deeply=False) for own in self._itself):
+            return ""
+        return OTHER_STATE
+
+
+def moved(below: list[tuple[Any, Contents, list[nn.Module]]]) -> set[nn.Module]:
+    """The modules that hold a container or an object in which there is something else now."""
+    found: set[nn.Module] = set()
+    for value, contents, holders in below:
+        try:
+            same = _contents(value) == contents
+        except (RuntimeError, ValueError, TypeError):
+            same = False
+        if not same:
+            found.update(holders)
+    return found
+
+
+def _values(state: dict[str, Any]) -> Contents:
+    # A session stands in "forward", and comes and goes.
+    if "forward" in state:
+        return tuple([value for name, value in state.items() if name != "forward"])
+    return tuple(state.values())
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward that stands on the instance, but for a session's."""
+    forward = module.__dict__.get("forward")
+    tap = getattr(getattr(forward, "__func__", None), "tap", None)
+    return tap.own if tap is not None and getattr(tap, "module", None) is module else forward
+
+
+def _contents(value: Any) -> Contents | None:
+    """What lies in a container or an object of somebody's own, or None where nothing does."""
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return tuple(value) if len(value) <= MANY else (len(value),)
+    if isinstance(value, dict):
+        return tuple(value.values()) if len(value) <= MANY else (len(value),)
+    if isinstance(value, SIMPLE) or not hasattr(value, "__dict__"):
+        return None
+    return tuple(vars(value).values())
+
+
+def reach(module: nn.Module) -> dict[nn.Module, None]:
+    """The modules that a call may use: those below it, and those that it or they hold without having registered."""
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        for each in waiting.pop().modules():
+            if each not in found:
+                found[each] = None
+                waiting.extend(hidden for hidden in Own(each).hidden if hidden not in found)
+    return found
+
+
+def ambient() -> Contents:
+    """The switches of PyTorch that decide how something is computed."""
+    cuda = torch.backends.cuda
+    return (
+        torch.is_inference_mode_enabled(),
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
+def in_the_way() -> str:
+    """What makes it impossible to know what a call would do, in words; nothing where it is possible."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a torch function or dispatch mode is on, which may change what operations do"
+    if in_transform():
+        return "a transform of torch.func is running"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "there are global module hooks, which may do anything at any call"
+    return ""
+
+
+def random_mark() -> Contents:
+    """The state of every source of random numbers that a model may draw from."""
+    marks: list[Any] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        marks.extend((each.initial_seed(), each.get_offset()) for each in torch.cuda.default_generators)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)
+        marks += [state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"]]
+    return tuple(marks)
+
+
+def digest(tensors: list[Tensor]) -> list[int]:
+    """A sum over the bits of each tensor, which also sees what was written past the version counter."""
+    with torch.no_grad():
+        sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
+    return torch.stack([each.cpu() for each in sums]).tolist() if sums else []
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_quantized:
+        return torch.zeros((), dtype=torch.int64)
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    wide = flat.numel() - flat.numel() % 8 if flat.storage_offset() % 8 == 0 else 0
+    return flat[:wide].view(torch.int64).sum() + flat[wide:].sum(dtype=torch.int64)

@@ -1,0 +1,343 @@
+"""``th.sweep``: many edits of one input, with nothing computed twice and the cases run as batches."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import tensors
+from tenterhook.edit.verb import ValueEdit
+from tenterhook.engine.action import Binding
+from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
+from tenterhook.record.verb import record
+from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, part, room_for, together
+from tenterhook.replay.cases import Case, Prepared, prepare
+from tenterhook.replay.result import Sweep
+from tenterhook.replay.verb import Replay
+
+__all__ = ["sweep"]
+
+# How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+WITH_CASE = 2
+
+
+def sweep(
+    model: nn.Module,
+    cases: Iterable[Any],
+    metric: Callable[..., Any],
+    *args: Any,
+    read: str | None = None,
+    batch: int | None = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Sweep:
+    """Run one input with many different edits, and measure each.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> cases = th.grid(lambda unit: {"1": th.zero(at=th.at[:, unit])}, unit=range(8))
+    >>> found = th.sweep(model, cases, lambda output: output.mean(), torch.ones(2, 4))
+    >>> found.values.shape, found.grid.shape
+    (torch.Size([8]), torch.Size([8]))
+
+    The model runs once unedited. Then, for each case, what lies before its first edit is served from that run and not
+    computed again. Cases that edit at the same points run as one batch; the first such batch is compared with cases run
+    one by one, and if they part, or the model cannot take the batch, all run one by one, and ``.how`` says so. No
+    gradients are computed.
+
+    Args:
+        model: any ``nn.Module``.
+        cases: dicts of edits, as for :func:`tenterhook.edit`, or :func:`tenterhook.grid`.
+        metric: a function of the model's output, or ``(output, case)``, that gives a number or a tensor.
+        *args: the input of the model.
+        read: a point; the metric is given its value instead of the output, and nothing after it runs.
+        batch: how many cases run at once; chosen by the free memory if it is not given, and 1 runs them one by one.
+        progress: whether to show a bar; by default, where there is a terminal.
+        **kwargs: more input of the model, by name.
+    """
+    if not callable(metric):
+        raise SweepError(f"the metric is a function of the model's output; got a {type(metric).__name__}")
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise SweepError(f"batch= is how many cases run at once, a positive number; got {batch!r}")
+    prepared = prepare(model, cases)
+    axes = getattr(cases, "axes", {})
+    runner = _Runner(model, prepared, axes, metric, (args, kwargs), read=read, batch=batch, progress=progress)
+    runner.result._runner = runner
+    return runner.go()
+
+
+class _Runner:
+    """What is known while a sweep runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cases: list[Prepared],
+        axes: Any,
+        metric: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        read: str | None,
+        batch: int | None,
+        progress: bool | None,
+    ) -> None:
+        self.model, self.cases, self.metric, self.given, self.read = model, cases, metric, given, read
+        self._with_case = _takes_case(metric)
+        self._most = batch
+        self._progress = progress
+        self._per_case = examples(given)
+        self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
+        self._checked = False
+        self._replay: Replay | None = None
+        self.result = Sweep([each.case for each in cases], axes, Replay(model, None).served)
+
+    def go(self) -> Sweep:
+        """Run every case that has no result so far."""
+        result = self.result
+        with torch.no_grad():
+            if self._replay is None:
+                self._record()
+            session = Replay(self.model, self._script, verify=False)
+            session.served = session.server.served = result.served
+            self._replay = session
+            todo = [each for each in self.cases if each.index not in result._found]
+            try:
+                with _quietly(session), _bar(len(todo), shown=self._progress) as advance:
+                    for group in _groups(todo):
+                        for _ in self._run_group(group):
+                            advance(1)
+            except KeyboardInterrupt as error:
+                raise SweepInterrupted(result) from error
+        if result.failed:
+            self._say_what_failed()
+        else:
+            result._runner = None  # Nothing is left to do, and it holds the model.
+        result.how = self._how()
+        return result
+
+    # -- the unedited run ---------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        args, kwargs = self.given
+        points = list(dict.fromkeys(point.module for each in self.cases for point, _ in each.edits))
+        before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        with record(self.model, replay=points) as tape:
+            output = self._read(lambda: self.model(*args, **kwargs))
+        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
+        self._script = tape.script
+        found = [tensor for _, tensor in tensors((self.given, output))]
+        device = next((tensor.device for tensor in found), torch.device("cpu"))
+        size = tape.script.nbytes + sum(tensor.nbytes for tensor in found)
+        if device.type == "cuda":
+            size = max(size, torch.cuda.max_memory_allocated() - before) // 2
+        self._room = room_for(size, device)
+
+    def _read(self, run: Callable[[], Any]) -> Any:
+        if self.read is None:
+            return run()
+        with record(self.model, self.read, stop=True, copy="never") as tape:
+            run()
+        return tape[self.read]
+
+    def _measure(self, output: Any, case: Case | None) -> Any:
+        if self._with_case:
+            return self.metric(output, case)
+        return self.metric(output)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _run_group(self, group: list[Prepared]) -> Iterator[None]:
+        """Run cases that edit at the same points, one step for each that is done."""
+        waiting = list(group)
+        while waiting:
+            size = self._most or self._room
+            together_now = [] if self._alone or group[0].has_parameter else waiting[:size]
+            if len(together_now) > 1 and self._run_together(together_now):
+                del waiting[: len(together_now)]
+                yield from [None] * len(together_now)
+                continue
+            if len(together_now) > 1 and not self._alone:
+                continue  # It did not fit, and the next batch is smaller.
+            self._run_alone(waiting.pop(0))
+            yield
+
+    def _run_together(self, cases: list[Prepared]) -> bool:
+        """Run cases as one batch; False if that was no good."""
+        count, batch = len(cases), self._per_case or 1
+        bindings = [
+            Binding(point, Slices([each.edits[place][1] for each in cases], batch))
+            for place, (point, _) in enumerate(cases[0].edits)
+        ]
+        args, kwargs = together(self.given, count, batch)
+        try:
+            output = self._run(bindings, args, kwargs, times=count)
+            pieces = [part(output, index, count, batch) for index in range(count)]
+            if not self._checked:
+                self._compare(cases, pieces)
+        except torch.OutOfMemoryError:
+            self._room = self._most = max(1, count // 2)
+            return False
+        except CannotBatch as error:
+            self._alone = str(error)
+            return False
+        except Exception as error:  # noqa: BLE001
+            # An edit or the model failed. One by one it will be seen which case did, or that only the batch does.
+            if self._checked or all(self._run_alone(each) for each in cases):
+                self._alone = f"the model failed with several cases at once: {error!r:.120}"
+            return all(each.index in self.result._found or each.index in self.result.failed for each in cases)
+        for each, piece in zip(cases, pieces, strict=True):
+            self._keep(each, piece)
+        return True
+
+    def _compare(self, cases: list[Prepared], pieces: list[Any]) -> None:
+        """Compare some of the first batch with the same cases run one by one."""
+        for place in sorted({0, len(cases) - 1}):
+            args, kwargs = self.given
+            alone = self._run(_one_by_one(cases[place]), args, kwargs, times=1)
+            far = _distance(alone, pieces[place])
+            if far:
+                raise CannotBatch(f"in a batch, case {cases[place].index} comes out otherwise than by itself ({far})")
+        self._checked = True
+
+    def _run_alone(self, case: Prepared) -> bool:
+        """Run one case; False if it failed."""
+        if case.index in self.result._found:
+            return True
+        args, kwargs = self.given
+        try:
+            output = self._run(_one_by_one(case), args, kwargs, times=1)
+        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+            self.result.failed[case.index] = error
+            return False
+        return self._keep(case, output)
+
+    def _run(self, bindings: list[Binding], args: Any, kwargs: Any, *, times: int) -> Any:
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        server = self._replay.server
+        server.times, server.batch = times, self._per_case or 1
+        with Swept(self.model, bindings):
+            return self._read(lambda: self.model(*args, **kwargs))
+
+    def _keep(self, case: Prepared, output: Any) -> bool:
+        try:
+            found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
+        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+            self.result.failed[case.index] = error
+            return False
+        # A view would keep the whole output.
+        self.result._found[case.index] = found.clone() if found._base is not None else found
+        return True
+
+    def _of_one_shape(self, found: Tensor) -> Tensor:
+        first = next(iter(self.result._found.values()), found)
+        if found.shape != first.shape:
+            shapes = f"{list(found.shape)}, and {list(first.shape)} for the others"
+            raise SweepError(f"the metric gives a value of the shape {shapes}")
+        return found
+
+    # -- what is said -------------------------------------------------------------------------------------------------
+
+    def _say_what_failed(self) -> None:
+        failed = self.result.failed
+        index, error = next(iter(failed.items()))
+        text = f"{len(failed)} of {len(self.cases)} cases failed. Case {index} ({self.cases[index].case}): {error!r}"
+        if len(failed) == len(self.cases):
+            raise SweepError(text) from error
+        warnings.warn(f"{text}\nTheir rows are NaN; .failed has the errors.", TenterhookWarning, stacklevel=4)
+
+    def _how(self) -> list[str]:
+        served = self.result.served
+        lines = [f"{len(served)} calls were served from the unedited run, in {served.runs} runs of the model"]
+        if self._alone:
+            lines.append(f"one case at a time: {self._alone}")
+        elif self._checked:
+            lines.append("cases were run as batches, which were compared with single runs")
+        reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
+        lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
+        return lines
+
+
+def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
+    found: dict[Any, list[Prepared]] = {}
+    for each in cases:
+        found.setdefault(each.key, []).append(each)
+    return list(found.values())
+
+
+def _one_by_one(case: Prepared) -> list[Binding]:
+    return [Binding(point, ValueEdit(one, check=True)) for point, changes in case.edits for one in changes]
+
+
+def _distance(one: Any, other: Any) -> str:
+    """How two values part, in words; nothing if they do not."""
+    mine, theirs = dict(tensors(one)), dict(tensors(other))
+    if mine.keys() != theirs.keys():
+        return "they are built otherwise"
+    for path, tensor in mine.items():
+        partner = theirs[path]
+        if tensor.shape != partner.shape:
+            return f"shape {list(partner.shape)} instead of {list(tensor.shape)}"
+        if not tensor.is_floating_point():
+            if not torch.equal(tensor, partner):
+                return "whole numbers differ"
+            continue
+        gap = float((tensor.double() - partner.double()).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+        size = float(tensor.double().abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+        if gap > TOLERANCE.get(tensor.dtype, 0.1) * max(size, 1e-12) or not torch.equal(
+            tensor.isnan(), partner.isnan()
+        ):
+            return f"by {gap:.2g} where the largest value is {size:.2g}"
+    return ""
+
+
+def _takes_case(metric: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(metric).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == WITH_CASE
+
+
+@contextlib.contextmanager
+def _quietly(session: Replay) -> Iterator[None]:
+    """A replay whose report is the sweep's to give."""
+    session.start()
+    try:
+        yield
+    finally:
+        session._undo()
+        session._let_go()
+
+
+@contextlib.contextmanager
+def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar, where someone is looking."""
+    if not (sys.stderr.isatty() if shown is None else shown):
+        yield lambda _count: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("sweep", total=total)
+        yield lambda count: bar.update(task, advance=count)
