@@ -26,7 +26,7 @@ NAMES = """
     AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
     NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
     Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit clamp edit grid hooks load mean noise points project record replay run_from scale set sweep zero
+    at audit clamp edit grid hooks load mean noise points project recipes record replay run_from scale set sweep zero
 """
 
 

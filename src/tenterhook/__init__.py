@@ -8,7 +8,7 @@
 (torch.Size([4, 3]), torch.Size([4, 3]))
 """
 
-from tenterhook import hooks
+from tenterhook import hooks, recipes
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection
 from tenterhook.audit.verb import Audit, audit
@@ -102,6 +102,7 @@ __all__ = [
     "noise",
     "points",
     "project",
+    "recipes",
     "record",
     "replay",
     "run_from",

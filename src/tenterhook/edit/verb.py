@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from tenterhook.errors import AddressError, EditError
 __all__ = ["Editing", "edit"]
 
 Given = Edit | Callable[..., Any]
-Changes = Mapping[Selector, Given | list[Given]]
+Changes = Mapping[Any, Given | Sequence[Given]]  # By selector; a mapping does not take a narrower key.
 
 
 def edit(
@@ -72,10 +72,10 @@ class Editing(Session):
         self._handles: list[Any] = []
 
     def add(
-        self, selector: Selector, given: Given | list[Given], bind: Callable[[Point, Change], list[Binding]]
+        self, selector: Selector, given: Given | Sequence[Given], bind: Callable[[Point, Change], list[Binding]]
     ) -> None:
         """Bind a change at every point of a selector: those named themselves must all be reached, of others one."""
-        changes = [as_change(one) for one in (given if isinstance(given, list) else [given])]
+        changes = [as_change(one) for one in (given if isinstance(given, Sequence) else [given])]
         found: list[Binding] = []
         for point in resolve(self.model, [selector]):
             if point.call is not None and point.call < 0:

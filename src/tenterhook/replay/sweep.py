@@ -190,7 +190,8 @@ class _Runner:
             return False
         except Exception as error:  # noqa: BLE001
             # An edit or the model failed. One by one it will be seen which case did, or that only the batch does.
-            if all([self._run_alone(each) for each in cases]):
+            fine = [self._run_alone(each) for each in cases]
+            if all(fine):
                 self._alone = f"the model failed with several cases at once: {error!r:.120}"
             return True
         for each, piece in zip(cases, pieces, strict=True):

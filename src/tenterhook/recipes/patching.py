@@ -1,0 +1,344 @@
+"""Patching: which parts of a model carry the difference between two inputs.
+
+A value of one run is put into another, at one point and place after the other, and the metric tells how much of the
+difference came along. ``activation`` does so for true, ``attribution`` estimates all of it from one backward pass, and
+``path`` lets a difference travel along one way only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+
+__all__ = ["Agreement", "Patching", "activation", "attribution", "path"]
+
+Mode = Literal["denoise", "noise"]
+Metric = Callable[[Any], Any]
+Places = Iterable[int] | Mapping[str, Any] | None
+
+ENOUGH = 2  # points through which a correlation can be drawn
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How an estimate agrees with true patching: Pearson's correlation, and the largest gap, over so many cases."""
+
+    correlation: float
+    largest_gap: float
+    cases: int
+
+
+@dataclass(frozen=True)
+class Patching:
+    """What patching found.
+
+    ``values``: the metric for each pair, point and place. ``clean`` and ``corrupt``: the metric of the two runs of each
+    pair. ``effect``: the part of the way from the run that was patched to the other one, averaged over the pairs; 1 is
+    all of it. ``error``: the standard error of that average, where there are several pairs.
+    """
+
+    points: tuple[str, ...]
+    places: tuple[str, ...]
+    values: Tensor
+    clean: Tensor
+    corrupt: Tensor
+    mode: Mode
+    how: tuple[str, ...] = ()
+    agreement: Agreement | None = None
+    estimated: bool = field(default=False, kw_only=True)
+
+    @property
+    def effects(self) -> Tensor:
+        """The effect for each pair."""
+        start, end = (self.corrupt, self.clean) if self.mode == "denoise" else (self.clean, self.corrupt)
+        return (self.values - start[:, None, None]) / (end - start)[:, None, None]
+
+    @property
+    def effect(self) -> Tensor:
+        """The effect at each point and place, averaged over the pairs."""
+        return self.effects.mean(0)
+
+    @property
+    def error(self) -> Tensor:
+        """The standard error of the effect; NaN for a single pair."""
+        count = len(self.values)
+        return self.effects.std(0) / math.sqrt(count) if count > 1 else torch.full_like(self.effect, math.nan)
+
+    def best(self, count: int = 5) -> list[tuple[str, str, float]]:
+        """The points and places with the largest effect, whatever its sign."""
+        flat = self.effect.flatten()
+        order = flat.abs().argsort(descending=True)[:count].tolist()
+        width = len(self.places)
+        return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
+
+    def heatmap(self, *, title: str = "") -> Any:
+        """A matplotlib figure of the effect: points down, places along."""
+        from matplotlib.figure import Figure
+
+        grid = self.effect.float().cpu()
+        figure = Figure(figsize=(2.5 + 0.35 * grid.shape[1], 1.5 + 0.3 * grid.shape[0]), layout="constrained")
+        axes = figure.add_subplot()
+        far = max(float(grid.abs().max()), 1e-12)
+        image = axes.imshow(grid, cmap="RdBu_r", vmin=-far, vmax=far, aspect="auto")
+        axes.set_xticks(range(len(self.places)), self.places)
+        axes.set_yticks(range(len(self.points)), self.points)
+        axes.set(title=title or ("estimated effect" if self.estimated else "effect"))
+        figure.colorbar(image)
+        return figure
+
+    def __repr__(self) -> str:
+        lines = [f"{'estimated ' if self.estimated else ''}patching ({self.mode}), {len(self.values)} pair(s)"]
+        lines += [f"  {point:<24} {place:<10} {effect:+.3f}" for point, place, effect in self.best()]
+        lines += [f"  … and {self.effect.numel() - 5} more"] if self.effect.numel() > 5 else []  # noqa: PLR2004
+        if self.agreement is not None:
+            found = self.agreement
+            lines.append(f"  agrees with true patching: r = {found.correlation:.3f} over {found.cases} cases")
+        return "\n".join([*lines, *(f"  {line}" for line in self.how)])
+
+
+def activation(  # noqa: PLR0913
+    model: nn.Module,
+    clean: Any,
+    corrupt: Any,
+    *,
+    points: Any,
+    metric: Metric,
+    at: Places = None,
+    mode: Mode = "denoise",
+    batch: int | None = None,
+    progress: bool | None = None,
+) -> Patching:
+    """Put the values of one run into another, one point and place after the other, and measure what that does.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    >>> one, other = torch.ones(1, 4), torch.zeros(1, 4)
+    >>> found = th.recipes.patching.activation(model, one, other, points=["0", "1"], metric=lambda out: out.sum())
+    >>> found.effect.squeeze().round(decimals=3)
+    tensor([1., 1.])
+
+    Args:
+        model: any ``nn.Module``.
+        clean: an input: a tensor, a tuple of arguments or a dict of named ones; or a list of inputs, for statistics
+            over several pairs.
+        corrupt: the other input, or as many of them.
+        points: the points to patch, as for ``th.points``.
+        metric: one number from the model's output.
+        at: positions along the second dimension, or a dict of name to index (``{"head 0": th.at[:, 0]}``); the whole
+            value if it is not given.
+        mode: ``"denoise"`` puts values of the clean run into the corrupt one, ``"noise"`` the other way round.
+        batch: as for ``th.sweep``.
+        progress: as for ``th.sweep``.
+    """
+    places, selected = _places(at), _selected(model, points)
+    rows, ends = [], []
+    how: tuple[str, ...] = ()
+    for here, there in _pairs(clean, corrupt):
+        source, base = (here, there) if mode == "denoise" else (there, here)
+        given, measured = _recorded(model, source, selected, metric)
+
+        def edits(point: str, place: str, given: Any = given) -> dict[str, Any]:
+            index = places[place]
+            value = _lone(given[point], point)
+            return {point: th.set(value if index is None else value[index], at=index)}
+
+        args, kwargs = _input(base)
+        cases = th.grid(edits, point=selected, place=places)
+        found = th.sweep(model, cases, metric, *args, batch=batch, progress=progress, **kwargs)
+        rows.append(found.grid)
+        ends.append((measured, torch.as_tensor(found.base)))
+        how = tuple(found.how)
+    return _patching(selected, tuple(places), rows, ends, mode, how)
+
+
+def attribution(
+    model: nn.Module,
+    clean: Any,
+    corrupt: Any,
+    *,
+    points: Any,
+    metric: Metric,
+    at: Places = None,
+    mode: Mode = "denoise",
+    check: bool = False,
+) -> Patching:
+    """Estimate what :func:`activation` would find, at all points at once, from one backward pass for each pair.
+
+    The estimate is the gradient of the metric times the difference of the values. It is exact where the model is
+    linear between the two. ``check`` runs true patching as well and reports how the two agree.
+    """
+    places, selected = _places(at), _selected(model, points)
+    rows, ends = [], []
+    for here, there in _pairs(clean, corrupt):
+        source, base = (here, there) if mode == "denoise" else (there, here)
+        given, measured = _recorded(model, source, selected, metric)
+        args, kwargs = _input(base)
+        with torch.enable_grad(), th.record(model, *selected, grad=True) as tape:
+            value = metric(model(*args, **kwargs))
+            tape.backward(value)
+        row = [[_estimate(given, tape, point, index) for index in places.values()] for point in selected]
+        start = torch.as_tensor(value).detach()
+        rows.append(torch.stack([torch.stack(each) for each in row]) + start)
+        ends.append((measured, start))
+    found = _patching(selected, tuple(places), rows, ends, mode, (), estimated=True)
+    if not check:
+        return found
+    truth = activation(model, clean, corrupt, points=points, metric=metric, at=at, mode=mode)
+    return Patching(
+        **{name: getattr(found, name) for name in ("points", "places", "values", "clean", "corrupt", "mode", "how")},
+        agreement=_agreement(found.effects, truth.effects),
+        estimated=True,
+    )
+
+
+def path(
+    model: nn.Module,
+    clean: Any,
+    corrupt: Any,
+    *,
+    senders: Any,
+    receivers: Any,
+    freeze: Any,
+    metric: Metric,
+    mode: Mode = "denoise",
+) -> Patching:
+    """Let the difference at each sender travel to the receivers directly, past everything that is frozen.
+
+    For each sender, the patched run goes as far as the receivers with every other frozen point held at its own value,
+    so that only the direct way (a residual stream, say) carries the difference. What arrives at the receivers is then
+    put into a run of its own, in which nothing is frozen.
+
+    Args:
+        model: any ``nn.Module``.
+        clean: an input, or a list of them, as for :func:`activation`.
+        corrupt: the other input, or as many of them.
+        senders: points whose values are patched, one after the other; each gives a row.
+        receivers: points where the difference arrives, such as ``"h.8.attn:in"``; all of them at once.
+        freeze: points that are held, such as ``"h.*.{attn,mlp}"``; senders and receivers may be among them.
+        metric: one number from the model's output.
+        mode: as for :func:`activation`.
+    """
+    sending, receiving, held = (_selected(model, each) for each in (senders, receivers, freeze))
+    rows, ends = [], []
+    for here, there in _pairs(clean, corrupt):
+        source, base = (here, there) if mode == "denoise" else (there, here)
+        given, measured = _recorded(model, source, sending, metric)
+        own, start = _recorded(model, base, list(dict.fromkeys([*held, *receiving])), metric)
+        args, kwargs = _input(base)
+        row = []
+        with torch.no_grad():
+            for sender in sending:
+                frozen = {point: th.set(own[point]) for point in held if point not in (sender, *receiving)}
+                frozen = _unless_later(model, frozen, sender, receiving, args, kwargs)
+                patched = th.edit(model, {**frozen, sender: th.set(given[sender])})
+                with patched, th.record(model, *receiving, stop=True, copy="always") as arrived:
+                    model(*args, **kwargs)
+                with th.edit(model, {point: th.set(arrived[point]) for point in receiving}):
+                    row.append(torch.as_tensor(metric(model(*args, **kwargs))))
+        rows.append(torch.stack(row)[:, None])
+        ends.append((measured, start))
+    return _patching(sending, (" + ".join(receiving),), rows, ends, mode, ())
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _unless_later(
+    model: nn.Module, frozen: dict[str, Any], sender: str, receivers: Sequence[str], args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """Those frozen points that a run passes before it comes to the last receiver; others are never reached."""
+    order: list[str] = []
+
+    def note(_value: Any, ctx: Any) -> None:
+        order.append(ctx.address)
+
+    with th.edit(model, dict.fromkeys((*frozen, sender, *receivers), note)):
+        model(*args, **kwargs)
+    last = max(index for index, point in enumerate(order) if point in receivers)
+    first = order.index(sender) if sender in order else last
+    if first > last:
+        raise ValueError(f"{sender!r} comes after the receivers, so that nothing of it can reach them")
+    return {point: edit for point, edit in frozen.items() if point in order[:last]}
+
+
+def _pairs(clean: Any, corrupt: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(clean, list) and not isinstance(corrupt, list):
+        return [(clean, corrupt)]
+    if not isinstance(clean, list) or not isinstance(corrupt, list) or len(clean) != len(corrupt) or not clean:
+        raise ValueError("give as many clean inputs as corrupt ones, in two lists, or one of each")
+    return list(zip(clean, corrupt, strict=True))
+
+
+def _input(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (given if isinstance(given, tuple) else (given,)), {}
+
+
+def _selected(model: nn.Module, points: Any) -> tuple[str, ...]:
+    return tuple(str(point) for point in th.points(model, points))
+
+
+def _places(at: Places) -> dict[str, Any]:
+    if at is None:
+        return {"all": None}
+    if isinstance(at, Mapping):
+        return {str(name): index for name, index in at.items()}
+    return {str(position): th.at[:, position] for position in at}
+
+
+def _recorded(model: nn.Module, given: Any, points: Sequence[str], metric: Metric) -> tuple[Any, Tensor]:
+    """The values at some points, and the metric, of a run."""
+    args, kwargs = _input(given)
+    with torch.no_grad(), th.record(model, *points) as tape:
+        measured = metric(model(*args, **kwargs))
+    return tape, torch.as_tensor(measured).detach()
+
+
+def _lone(value: Any, point: str) -> Tensor:
+    """The tensor in a value, where there is one."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    found = [part for part in parts if isinstance(part, Tensor)]
+    if len(found) != 1:
+        raise ValueError(f"{point!r} passes {len(found)} tensors; choose a point with one, such as a variable inside")
+    return found[0]
+
+
+def _estimate(given: Any, tape: Any, point: str, index: Any) -> Tensor:
+    gap = (_lone(given[point], point) - _lone(tape[point], point)) * _lone(tape.grad[point], point)
+    return gap.sum() if index is None else gap[index].sum()
+
+
+def _agreement(estimated: Tensor, true: Tensor) -> Agreement:
+    one, other = estimated.flatten().double(), true.flatten().double()
+    gap = float((one - other).abs().max())
+    if len(one) < ENOUGH or float(one.std()) == 0 or float(other.std()) == 0:
+        return Agreement(math.nan, gap, len(one))
+    return Agreement(float(torch.corrcoef(torch.stack([one, other]))[0, 1]), gap, len(one))
+
+
+def _patching(
+    points: Sequence[str],
+    places: tuple[str, ...],
+    rows: list[Tensor],
+    ends: list[tuple[Tensor, Tensor]],
+    mode: Mode,
+    how: tuple[str, ...],
+    *,
+    estimated: bool = False,
+) -> Patching:
+    patched_from, base = torch.stack([each for each, _ in ends]), torch.stack([each for _, each in ends])
+    clean, corrupt = (patched_from, base) if mode == "denoise" else (base, patched_from)
+    if bool((clean == corrupt).any()):
+        raise ValueError("the metric is the same for both inputs of a pair, so that there is no difference to trace")
+    values = torch.stack(rows)
+    return Patching(tuple(points), places, values, clean, corrupt, mode, how, estimated=estimated)
