@@ -25,8 +25,8 @@ BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 NAMES = """
     AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
     NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
-    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit clamp edit grid hooks load mean noise points project recipes record replay run_from scale set sweep zero
+    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
+    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project recipes record replay run_from scale set sweep zero
 """
 
 

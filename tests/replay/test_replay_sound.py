@@ -124,7 +124,25 @@ class Parent(nn.Module):
         return out * self.note
 
 
+class Helper:
+    def __init__(self):
+        self.count = 0
+
+
+class Helped(nn.Module):
+    """Changes an object that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x):
+        self.helper.count += 1
+        return x * self.helper.count
+
+
 DOES = [
+    (Helped, "was changed during the recorded run"),
     (lambda: nn.Dropout(0.5).train(), "drew random numbers"),
     (PythonRandom, "drew random numbers"),
     (lambda: nn.BatchNorm1d(4).train(), "changed what"),

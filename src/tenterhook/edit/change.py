@@ -24,10 +24,16 @@ VALUE_AND_CONTEXT = 2
 class Change:
     """A function of value and context; ``part`` restricts it to one tensor of a structure, where that was asked for."""
 
-    __slots__ = ("_call", "_takes_context", "name", "part")
+    __slots__ = ("_call", "_takes_context", "part")
 
-    def __init__(self, call: Callable[..., Any], *, takes_context: bool, name: str, part: Any = None) -> None:
-        self._call, self._takes_context, self.name, self.part = call, takes_context, name, part
+    def __init__(self, call: Callable[..., Any], *, takes_context: bool, part: Any = None) -> None:
+        self._call, self._takes_context, self.part = call, takes_context, part
+
+    @property
+    def name(self) -> str:
+        """What it is called in an error."""
+        call = self._call
+        return repr(call) if isinstance(call, Edit) else getattr(call, "__qualname__", type(call).__name__)
 
     @property
     def given(self) -> Callable[..., Any]:
@@ -45,13 +51,13 @@ class Change:
     def of_one_tensor(self) -> Change:
         """The same change for whoever finds the part himself: gradients come tensor by tensor."""
         call = replace(self._call, part=None) if isinstance(self._call, Edit) else self._call
-        return Change(call, takes_context=self._takes_context, name=self.name, part=self.part)
+        return Change(call, takes_context=self._takes_context, part=self.part)
 
 
 def as_change(given: Any) -> Change:
     """What the user gave, as a change."""
     if isinstance(given, Edit):
-        return Change(given, takes_context=True, name=repr(given), part=given.part)
+        return Change(given, takes_context=True, part=given.part)
     if isinstance(given, type) and issubclass(given, Edit):
         name = given.__name__.lower()
         raise EditError(f"th.{name} was given as it is, and has to be called: th.{name}(...)")
@@ -61,7 +67,7 @@ def as_change(given: Any) -> Change:
             f"an edit is a ready edit such as th.zero(), or a function; got a {type(given).__name__}.{hint}"
         )
     name = getattr(given, "__qualname__", type(given).__name__)
-    return Change(given, takes_context=_takes_context(given, name), name=name)
+    return Change(given, takes_context=_takes_context(given, name))
 
 
 def _takes_context(function: Callable[..., Any], name: str) -> bool:

@@ -224,6 +224,8 @@ class Project(Edit):
 def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
     """``new``, if it has the kind of ``old`` and broadcasts to its shape; an error that names the point if not."""
     _same_kind(new, old, context, edit)
+    if new.shape == old.shape:
+        return new
     try:
         fits = torch.broadcast_shapes(new.shape, old.shape) == old.shape
     except RuntimeError:
@@ -235,11 +237,12 @@ def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
 
 
 def _same_kind(new: Tensor, old: Tensor, context: Context, edit: Any) -> None:
+    if new.dtype == old.dtype and new.device == old.device:
+        return
     text = f"{context.address!r} passes {describe(old)} on {old.device}; {type(edit).__name__.lower()} was given"
     if new.dtype != old.dtype:
         raise EditError(f"{text} {describe(new)}.\nConvert it: .to({old.dtype})")
-    if new.device != old.device:
-        raise EditError(f"{text} a tensor on {new.device}.\nMove it: .to({str(old.device)!r})")
+    raise EditError(f"{text} a tensor on {new.device}.\nMove it: .to({str(old.device)!r})")
 
 
 def _is_plain(value: Any) -> bool:

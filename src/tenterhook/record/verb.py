@@ -92,7 +92,7 @@ class Recording(Session):
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder, dict[int, Any]]] = []
-        self._scribe: Any = None
+        self.scribe: Any = None
         for point in points:
             self._add(point, tape, bindings)
 
@@ -145,13 +145,13 @@ class Recording(Session):
 
         self.tape.script = Script(self.model)
         modules = worth_keeping(self.model, edited) if edited else self.model.modules()
-        self._scribe = Scribe(self.tape.script, self.model, modules)
+        self.scribe = Scribe(self.tape.script, self.model, modules)
 
     def _plan(self) -> None:
-        if self._scribe is not None:
+        if self.scribe is not None:
             for path, module in self.model.named_modules():
-                if module in self._scribe.modules:
-                    self._lane(module, path).guard = self._scribe
+                if module in self.scribe.modules:
+                    self._lane(module, path).guard = self.scribe
         super()._plan()
 
     def on_start(self) -> None:

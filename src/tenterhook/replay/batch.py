@@ -14,7 +14,7 @@ from tenterhook.edit.ready import Edit, Set, Zero, fit
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 
-__all__ = ["CannotBatch", "Slices", "Swept", "examples", "part", "room_for", "together"]
+__all__ = ["CannotBatch", "Slices", "Swept", "examples", "parts", "room_for", "together"]
 
 MOST = 512  # cases at once, beyond which a larger batch gains nothing
 SHARE = 0.25  # of the free memory that a batch may take
@@ -49,10 +49,25 @@ class Slices:
             return self._structure(value, context)
         self._check(value, context)
         out = value.clone()
-        for changes, piece in zip(self._changes, out.split(self._batch), strict=True):
-            for change in changes:
-                _put(change, piece, context)
+        pieces = out.split(self._batch)
+        if not self._put_at_once(pieces, context):
+            for changes, piece in zip(self._changes, pieces, strict=True):
+                for change in changes:
+                    _put(change, piece, context)
         return out
+
+    def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
+        """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
+        edits = [changes[0].given for changes in self._changes if len(changes) == 1]
+        if len(edits) < len(pieces) or not all(isinstance(edit, Set) and _is_set_in_place(edit) for edit in edits):
+            return False
+        cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
+        new = [
+            fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]
+            for edit, cut in zip(edits, cuts, strict=True)
+        ]
+        torch._foreach_copy_(cuts, new)
+        return True
 
     def _check(self, value: Tensor, context: Context) -> None:
         if not value.dim() or value.shape[0] != self._batch * len(self._changes):
@@ -61,7 +76,7 @@ class Slices:
 
     def _structure(self, value: Any, context: Context) -> Any:
         count = len(self._changes)
-        old = [part(value, index, count, self._batch) for index in range(count)]
+        old = parts(value, count, self._batch)
         new = []
         for changes, given in zip(self._changes, old, strict=True):
             made = given
@@ -95,6 +110,17 @@ def _put(change: Change, piece: Tensor, context: Context) -> None:
         piece.copy_(new)
 
 
+def _is_set_in_place(edit: Set) -> bool:
+    """Whether a part is set to a tensor by an index that gives a view of it."""
+    index = edit.at if isinstance(edit.at, tuple) else (edit.at,)
+    return (
+        isinstance(edit.value, Tensor)
+        and edit.part is None
+        and edit.at is not None
+        and all(each is None or each is ... or type(each) in (int, slice) for each in index)
+    )
+
+
 def _checked(change: Change, value: Any, context: Context) -> Any:
     new = change(value, context)
     if new is not value:
@@ -118,17 +144,17 @@ def together(given: Any, count: int, batch: int) -> Any:
     return map_tensors(one, given)
 
 
-def part(value: Any, index: int, count: int, batch: int) -> Any:
-    """One case's part of a value."""
-    if count == 1:
-        return value
-
-    def one(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != batch * count:
-            return tensor
-        return tensor[index * batch : (index + 1) * batch]
-
-    return map_tensors(one, value)
+def parts(value: Any, count: int, batch: int) -> list[Any]:
+    """Each case's part of a value."""
+    apart = {
+        id(tensor): tensor.split(batch)
+        for _, tensor in tensors(value)
+        if tensor.dim() and tensor.shape[0] == batch * count
+    }
+    return [
+        map_tensors(lambda tensor, index=index: apart[id(tensor)][index] if id(tensor) in apart else tensor, value)  # type: ignore[misc]
+        for index in range(count)
+    ]
 
 
 def room_for(nbytes: int, device: torch.device) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tenterhook._tree import parts_of
 from tenterhook.engine.session import open_here
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
-from tenterhook.replay.state import Own, ambient, digest, in_the_way, random_mark, version
+from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, random_mark, version
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import MISSING
 
@@ -52,6 +52,7 @@ class Scribe:
     def __init__(self, script: Script, model: nn.Module, modules: Iterable[nn.Module]) -> None:
         self.script, self._model = script, model
         self.modules = dict.fromkeys(modules)
+        self.digests = True  # Whether the weights' bits are summed up, for a replay to compare.
         # Where open sessions change something: what contains that is not the model's own doing.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
@@ -128,12 +129,16 @@ class Scribe:
         assert run is not None  # noqa: S101  A call ends that has begun.
         run.root = root
         run.calls[root.module, 0] = root
-        moved = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
-        if moved and not run.why:
-            path = self._paths[moved[0].module] or ":return"
+        astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
+        if astray and not run.why:
+            path = self._paths[astray[0].module] or ":return"
             run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
+        elsewhere = moved(run.shared) - self._changed
+        for call in run.calls.values():
+            if elsewhere and not call.why and any(own.module in elsewhere for own in run.below(call.module)):
+                call.why, call.gave = "an object that a module in it holds was changed during the recorded run", None
         self._keeper.forget()
-        if not self.script.digest:
+        if self.digests and not self.script.digest:
             self.script.digest = digest([*self._model.parameters(), *self._model.buffers()])
         if root.given is not None:
             self.script.runs.append(run)

@@ -123,7 +123,7 @@ class Run:
         """What was held by the modules that a call of this one may use."""
         found = self._below.get(module)
         if found is None:
-            found = self._below[module] = [self.state.get(each) or Own(each) for each in reach(module)]
+            found = self._below[module] = [self.state.get(each) or Own(each) for each in reach(module, self.state)]
         return found
 
     def together(self, module: nn.Module) -> Together:

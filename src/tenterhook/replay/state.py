@@ -31,6 +31,7 @@ __all__ = [
 USUAL = frozenset(nn.Module().__dict__) - {"training"}
 SIMPLE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, Tensor)
 OTHER_STATE = "a module in it holds something else than in the recorded run"
+BOXES = (list, tuple, set, frozenset, deque, dict)
 MANY = 256  # items of a container beyond which only their number is compared
 
 Contents = tuple[Any, ...]
@@ -48,6 +49,7 @@ class Own:
     """
 
     __slots__ = (
+        "_boxes",
         "_forward",
         "_values",
         "below",
@@ -76,6 +78,8 @@ class Own:
         self.contents = [self._values, *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name != "forward"]
         self.below = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
+        # Objects, such as a configuration, may be large and shared by all; they are compared once for a whole run.
+        self._boxes = [(value, contents) for value, contents in self.below if isinstance(value, BOXES)]
         inside = (item for _, contents in self.below for item in contents)
         held = (*self.contents[1], *self.contents[2], *attributes, *inside)
         tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
@@ -83,7 +87,7 @@ class Own:
         self.tensors = tensors
 
     def holds(self, *, deeply: bool = True) -> bool:
-        """Whether everything is as it was; ``deeply`` also looks into containers and objects."""
+        """Whether everything is as it was; ``deeply`` also looks into containers."""
         if not self.known:
             return False
         try:
@@ -92,7 +96,7 @@ class Own:
                 and _own_forward(self.module) is self._forward
                 and (type(self.module), type(self.module).forward) == self.kind
                 and [tuple(table.values()) for table in self.tables[1:]] == self.contents[1:]
-                and (not deeply or all(_contents(value) == contents for value, contents in self.below))
+                and (not deeply or all(_contents(value) == contents for value, contents in self._boxes))
                 and all(tensor._version == then for tensor, then in self.watched)
             )
         except (RuntimeError, ValueError, TypeError):  # Arrays and tensors that are not the same cannot be compared so.
@@ -200,7 +204,7 @@ def _contents(value: Any) -> Contents | None:
     return tuple(vars(value).values())
 
 
-def reach(module: nn.Module) -> dict[nn.Module, None]:
+def reach(module: nn.Module, known: dict[nn.Module, Own]) -> dict[nn.Module, None]:
     """The modules that a call may use: those below it, and those that it or they hold without having registered."""
     found: dict[nn.Module, None] = {}
     waiting = [module]
@@ -208,7 +212,7 @@ def reach(module: nn.Module) -> dict[nn.Module, None]:
         for each in waiting.pop().modules():
             if each not in found:
                 found[each] = None
-                waiting.extend(hidden for hidden in Own(each).hidden if hidden not in found)
+                waiting.extend(hidden for hidden in (known.get(each) or Own(each)).hidden if hidden not in found)
     return found
 
 
@@ -258,12 +262,14 @@ def digest(tensors: list[Tensor]) -> list[int]:
     """A sum over the bits of each tensor, which also sees what was written past the version counter."""
     with torch.no_grad():
         sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
-    return torch.stack([each.cpu() for each in sums]).tolist() if sums else []
+    if len({each.device for each in sums}) > 1:
+        sums = [each.cpu() for each in sums]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_quantized:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device=tensor.device if not tensor.is_meta else "cpu")
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     wide = flat.numel() - flat.numel() % 8 if flat.storage_offset() % 8 == 0 else 0
     return flat[:wide].view(torch.int64).sum() + flat[wide:].sum(dtype=torch.int64)
