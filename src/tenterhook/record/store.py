@@ -8,7 +8,10 @@ The header has these texts beside the tensors ``t0``, ``t1``, …:
     The versions that wrote the file.
 ``tape``
     JSON: the values and the gradients, track by track, with every structure as ``encode`` writes it; the other names of
-    shared modules; and the true types of tensors that are stored under another one.
+    shared modules; and the true types of tensors that are stored under another one. A track inside a ``forward`` has
+    its file, its line and that line's source.
+``notes``
+    JSON, where there is something to note: what else is known of the run.
 ``checksum``
     xxh3_128 over the tensors and over all the other texts. safetensors itself notices a file that was cut short, but
     not a bit that flipped.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import re
 import secrets
@@ -71,6 +75,8 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
         "torch": str(torch.__version__),
         "tape": json.dumps(described, separators=(",", ":")),
     }
+    if tape.notes:
+        texts["notes"] = json.dumps(tape.notes, separators=(",", ":"))
     texts["checksum"] = _checksum(texts, encoder.tensors)
     _write(target, encoder.tensors, texts)
 
@@ -95,9 +101,11 @@ def load(path: str | os.PathLike[str]) -> Tape:
     if texts.get("checksum") != _checksum(texts, tensors):
         raise TapeFileError(f"{file} is damaged: its checksum does not match what it holds.")
     try:
-        return _tape(json.loads(texts["tape"]), tensors)
+        tape = _tape(json.loads(texts["tape"]), tensors)
+        tape.notes.update(json.loads(texts.get("notes", "{}")))
     except MALFORMED as error:
         raise TapeFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
+    return tape
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
@@ -113,7 +121,13 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
             calls.append([index, encoder.encode(view._read(entry, name), name)])
         else:
             missing.append([index, entry.why])
-    return {"address": address, "kind": track.kind, "calls": calls, "missing": missing}
+    place = {"site": track.site} | ({"where": track.where, "source": _source(track)} if track.where else {})
+    return {"address": address, "kind": track.kind, "calls": calls, "missing": missing} | place
+
+
+def _source(track: Track) -> str:
+    file, _, line = track.where.rpartition(":")
+    return track.source or linecache.getline(file, int(line)).strip()
 
 
 def _aliases(tape: Tape) -> dict[str, str]:
@@ -251,7 +265,8 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     views: tuple[tuple[View, str], ...] = ((tape, "values"), (tape.grad, "gradients"))
     for view, key in views:
         for track in described[key]:
-            view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            made = view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            made.site, made.where, made.source = (str(track.get(name, "")) for name in ("site", "where", "source"))
     # The gradients share this dict.
     tape._aliases.update(described["aliases"])
     return tape

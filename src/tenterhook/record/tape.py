@@ -27,7 +27,7 @@ __all__ = ["Tape", "Track", "View", "load"]
 class Track:
     """Everything that was kept at one point: one entry per call that is still held."""
 
-    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "where")
+    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "site", "source", "where")
 
     def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
         self.entries = entries
@@ -36,6 +36,8 @@ class Track:
         # Weak, so that a tape does not keep a model alive; it serves to find a point by its other names.
         self._module = weakref.ref(point.module) if point is not None else lambda: None
         self._site = point.site if point is not None else None
+        self.site = point.site.value if point is not None else ""
+        self.source = ""  # The line of source at ``where``, as it was when the tape was saved.
         self.where = point.spot.where if point is not None and point.spot is not None else ""
         self._name = point.name if point is not None else None
 
@@ -175,6 +177,8 @@ class Tape(View):
         from tenterhook.record.gradient import Gradients  # It builds on View, which stands here.
 
         self.grad = Gradients(self)
+        self.notes: dict[str, Any] = {}
+        """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
 
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
