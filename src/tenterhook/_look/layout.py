@@ -31,10 +31,10 @@ class Layout:
     example: tuple[int, int] | None = None
     """which entry of the first dimension this is, and of how many"""
 
-    def bounded(self, maps: int, side: int) -> Layout:
+    def bounded(self, maps: int, most_rows: int, most_columns: int) -> Layout:
         """At most so many maps, and each at most so large: neighbours are then averaged."""
         values = self.values[:maps]
-        rows, columns = min(values.shape[1], side), min(values.shape[2], side)
+        rows, columns = min(values.shape[1], most_rows), min(values.shape[2], most_columns)
         if (rows, columns) != tuple(values.shape[1:]):
             values = F.adaptive_avg_pool2d(values.float(), (rows, columns))
         return Layout(self.kind, values, self.axes, self.whole, self.example)

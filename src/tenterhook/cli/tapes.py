@@ -113,7 +113,7 @@ def _draw_maps(tape: Tape, address: str, count: int) -> None:
         if made is None:
             continue
         side = 24 if made.kind == "maps" else 48
-        small = made.bounded(count, side).values
+        small = made.bounded(count, side, side).values
         titled = [
             (f"{address}{show_path(path)} {number}" if made.kind == "maps" else address, one)
             for number, one in enumerate(small)

@@ -47,7 +47,7 @@ from tenterhook.record.encode import Encoder
 from tenterhook.record.gradient import WHY, Cell
 from tenterhook.record.tape import Tape, Track, View
 
-__all__ = ["load", "save"]
+__all__ = ["load", "replacing", "save"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.tape", 1
 VERSION = re.compile("[1-9][0-9]{0,8}")
@@ -186,14 +186,14 @@ def _write(target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> N
         for name, tensor in tensors.items()
     }
     try:
-        with _replacing(target) as temporary:
+        with replacing(target) as temporary:
             serialize_file(specs, temporary, texts)
     except (OSError, SafetensorError) as error:
         raise TapeFileError(f"{target} could not be written, and nothing was changed: {error}") from error
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """A name to write to; what is there at the end takes the place of ``target``, unless there was an error."""
     temporary = target.parent / f".tenterhook-{secrets.token_hex(8)}.tmp"
     try:
