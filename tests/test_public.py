@@ -11,13 +11,13 @@ SOURCE = Path(th.__file__).parent
 
 # Each room may use those before it, and itself.
 ROOMS = [
-    {"errors", "_tree", "_draw", "_version"},
+    {"errors", "_tree", "_draw", "_look", "_version"},
     {"address"},
     {"sites"},
     {"engine"},
     {"record", "edit", "replay", "sinks"},
     {"report", "recipes"},
-    {"integrations", "cli"},
+    {"integrations", "cli", "__main__"},
 ]
 # What stands beside the line: the room after which it comes.
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}

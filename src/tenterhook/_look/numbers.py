@@ -14,6 +14,7 @@ BINS = 48
 FEWEST_BINS = 8
 # How much of the values a picture's scale leaves out at each end, so that one outlier does not turn all else grey.
 TAIL = 0.003
+SAMPLE = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def _histogram(values: Tensor, low: float, high: float) -> tuple[int, ...]:
 
 def _scale(values: Tensor, low: float, high: float) -> tuple[float, float]:
     """The range without the outermost values; of a sample, where there are many."""
-    step = max(1, values.numel() // 65536)
+    step = max(1, values.numel() // SAMPLE)
     ordered = values[::step].sort().values
     cut = int(ordered.numel() * TAIL)
     inner = float(ordered[cut]), float(ordered[-1 - cut])

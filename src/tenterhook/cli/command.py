@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from tenterhook import points as points_of
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
@@ -16,6 +15,7 @@ from tenterhook.cli.options import Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
 from tenterhook.cli.tapes import diff, page, show
 from tenterhook.cli.trouble import speaking
+from tenterhook.record.points import points as points_of
 
 __all__ = ["tenterhook"]
 

@@ -37,7 +37,7 @@ def table(tape: Tape, chosen: list[str] | None = None) -> Table:
     addresses = list(tape) if chosen is None else chosen
     rows = [row for address in addresses[:SHOWN] for row in _rows(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
-    title = f"tape: {len(tape)} values, {len(tape.grad)} gradients"
+    title = f"tape: {len(tape)} values, {len(tape.grad)} gradients" if chosen is None else ""
     return Table(title, COLUMNS, tuple(rows), (*more, *failed(tape)))
 
 

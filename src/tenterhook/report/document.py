@@ -67,15 +67,15 @@ class _Builder:
         calls = []
         for index in sorted(track.entries):
             name = base if len(track.entries) == 1 and index == 0 else f"{base}#{index}"
-            calls.append({"call": index, "rank": ranks.get(name, 0), "parts": self._parts(tape, name, track)})
+            calls.append({"call": index, "rank": ranks.get(name, 0), "parts": self._parts(tape, base, name, track)})
         return calls
 
-    def _parts(self, tape: Tape, name: str, track: Track) -> list[dict[str, Any]]:
+    def _parts(self, tape: Tape, base: str, name: str, track: Track) -> list[dict[str, Any]]:
         try:
             value = tape[name]
         except TenterhookError as error:
             return [{"text": f"unreadable: {error}"}]
-        grads = _gradients(tape, name)
+        grads = _gradients(tape, base, name)
         found = list(tensors(value))
         if not found:
             return [{"text": describe(value)}]
@@ -115,7 +115,9 @@ def points(tapes: Mapping[str, Tape], pictures: Pictures) -> list[dict[str, Any]
     return _Builder(list(tapes.values()), pictures).build()
 
 
-def _gradients(tape: Tape, name: str) -> dict[Any, Tensor]:
+def _gradients(tape: Tape, base: str, name: str) -> dict[Any, Tensor]:
+    if base not in tape.grad._tracks:  # Asking by another name would look through the whole model.
+        return {}
     try:
         return dict(tensors(tape.grad[name])) if name in tape.grad else {}
     except TenterhookError:

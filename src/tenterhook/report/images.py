@@ -117,7 +117,7 @@ def encoded(layout: Layout) -> dict[str, Any]:
     # Maps stand one below the other, in as many stacks as it takes.
     stacked = sheet.view(across, down * rows, columns).permute(1, 0, 2).reshape(down * rows, across * columns)
     file = io.BytesIO()
-    Image.fromarray(stacked.numpy(), "L").save(file, "PNG", compress_level=6)
+    Image.fromarray(stacked.numpy()).save(file, "PNG", compress_level=6)
     return made | {
         "png": base64.b64encode(file.getvalue()).decode(),
         "down": down,
