@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +43,7 @@ class ResNet18(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         widths = [64, 64, 128, 256, 512]
-        for number, (inside, outside) in enumerate(zip(widths, widths[1:], strict=False), 1):
+        for number, (inside, outside) in enumerate(itertools.pairwise(widths), 1):
             stride = 1 if number == 1 else 2
             stage = nn.Sequential(Block(inside, outside, stride), Block(outside, outside, 1))
             self.add_module(f"layer{number}", stage)

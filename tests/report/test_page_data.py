@@ -210,15 +210,3 @@ def test_the_order_is_that_in_which_values_passed_where_it_was_noted():
     assert in_order(tape) == ["conv", "relu", "head", ":return"]
     tape.notes["order"] = ["head#0", "conv#0", "relu#0", ":return#0"]
     assert in_order(tape) == ["head", "conv", "relu", ":return"]
-
-
-def test_five_thousand_points_fit(tmp_path):
-    model = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(49))) for _ in range(100)))
-    with th.record(model, "**", copy="always") as tape:
-        model(torch.randn(1, 16, 64))
-    assert len(tape) == 5001
-    written = write_tapes(tmp_path / "page.html", tape)
-    assert written <= 10_000_000
-    data = data_of((tmp_path / "page.html").read_text())
-    assert len(data["points"]) == 5001
-    assert None not in data["pictures"]

@@ -268,7 +268,7 @@ TH.maps = (() => {
         renew();
       }),
       isGrid ? TH.el("label", {}, TH.el("input", { type: "checkbox", onchange: (event) => { scale.each = event.target.checked; redraw(); } }), "each map by itself") : null,
-      isGrid ? TH.el("label", {}, "size", TH.el("input", { type: "range", min: 16, max: 256, value: scale.tile, "aria-label": "Size of a map", oninput: (event) => { scale.tile = Number(event.target.value); redraw(); } })) : null,
+      isGrid ? TH.el("label", {}, "size", TH.el("input", { type: "range", class: "size", min: 16, max: 256, value: scale.tile, "aria-label": "Size of a map", oninput: (event) => { scale.tile = Number(event.target.value); redraw(); } })) : null,
     );
     const columns = items.map((item, at) =>
       TH.el("figure", {}, item.name ? TH.el("figcaption", {}, item.name) : null, boxes[at], TH.el("p", { class: "note" }, noteOf(item.picture))),

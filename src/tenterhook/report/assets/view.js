@@ -179,7 +179,7 @@
   };
 
   // The fewer maps, the larger each.
-  const tileOf = ({ size: [count] }) => (count <= 4 ? 220 : count <= 16 ? 150 : count <= 128 ? 80 : 52);
+  const tileOf = ({ size: [count] }) => (count <= 4 ? 200 : count <= 16 ? 112 : count <= 128 ? 80 : 52);
 
   const tokensCard = (point, seen) => {
     const tokens = TH.data.tokens[seen.run] || [];
