@@ -65,6 +65,69 @@ def test_the_note_is_saved_with_the_tape(tmp_path):
     assert repr(again) == repr(tape)
 
 
+def test_notes_are_plain_or_are_not_written(tmp_path):
+    tape = fails(Deep(), torch.ones(5, 2))
+    tape.notes["mine"] = {"loss": [1.5, None], "why": "π"}
+    tape.save(tmp_path / "run.th")
+    assert th.load(tmp_path / "run.th").notes["mine"] == {"loss": [1.5, None], "why": "π"}
+    tape.notes["mine"] = torch.ones(1)
+    with pytest.raises(th.TapeFileError, match="what JSON cannot"):
+        tape.save(tmp_path / "other.th")
+    assert not (tmp_path / "other.th").exists()
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        ["a list"],
+        {"failure": "yes"},
+        {"failure": {"address": "a"}},
+        {
+            "failure": {
+                "address": 1,
+                "kind": "",
+                "error": "",
+                "message": "",
+                "where": "",
+                "inputs": {},
+                "parameters": {},
+            }
+        },
+        {
+            "failure": {
+                "address": "",
+                "kind": "",
+                "error": "",
+                "message": "",
+                "where": "",
+                "inputs": [],
+                "parameters": {},
+            }
+        },
+        {
+            "failure": {
+                "address": "a{",
+                "kind": "",
+                "error": "",
+                "message": "",
+                "where": "",
+                "inputs": {},
+                "parameters": {},
+            }
+        },
+        {"order": "abc"},
+        {"tokens": [1]},
+        {"model": {"name": "x"}},
+    ],
+)
+def test_notes_that_somebody_made_up_are_malformed(tmp_path, notes):
+    tape = fails(Deep(), torch.ones(5, 2))
+    tape.notes = notes
+    tape.save(tmp_path / "run.th")
+    with pytest.raises(th.TapeFileError, match="malformed"):
+        th.load(tmp_path / "run.th")
+
+
 def test_a_failure_keeps_nothing_alive():
     def run():
         fails(Deep(), torch.ones(5, 2))

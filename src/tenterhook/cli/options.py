@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from tenterhook.cli.inputs import Inputs, read_inputs
 from tenterhook.cli.models import load_model, settings
 from tenterhook.cli.trouble import Trouble, speaking
 
-__all__ = ["Asked", "as_json", "model_options", "print_json", "print_table", "size_of"]
+__all__ = ["Asked", "as_json", "counting", "model_options", "print_json", "print_table", "size_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -105,6 +106,21 @@ def size_of(text: str) -> int:
     if found is None:
         raise Trouble(f"a size is a number of bytes, for example 10MB; got {text!r}")
     return int(float(found[1]) * UNITS[found[2]])
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal that is told how far the work is; none where nobody looks."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _all: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
 def print_table(table: Table) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 from tenterhook._draw import short_number
 from tenterhook.address import resolve
 from tenterhook.cli.edits import read_edits
-from tenterhook.cli.options import Asked, model_options, print_json
+from tenterhook.cli.options import Asked, counting, model_options, print_json
 from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.trouble import FAILED, Trouble
 from tenterhook.record.table import failed
@@ -111,21 +110,13 @@ def _keep(text: str) -> Any:
 
 @contextlib.contextmanager
 def _progress(asked: Asked, wanted: Run) -> Iterator[Callable[[str], None]]:
-    """A bar that moves as points are passed; none where nobody looks."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """A bar that moves as points are passed for the first time."""
     points = len(resolve(asked.model, wanted.selectors or "**"))
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     seen: set[str] = set()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=points)
+    with counting("points") as tell:
 
         def passed(address: str) -> None:
             seen.add(address)
-            bar.update(task, completed=len(seen), description=address)
+            tell(len(seen), points)
 
         yield passed

@@ -14,7 +14,7 @@ import click
 from tenterhook._draw import Column, Row, Table
 from tenterhook._look.numbers import numbers
 from tenterhook._tree import describe, show_path, tensors
-from tenterhook.cli.options import print_json, print_table, size_of
+from tenterhook.cli.options import counting, print_json, print_table, size_of
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
 from tenterhook.record.table import table
@@ -150,7 +150,8 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
         raise missing_package("pillow", "page") from None
     with speaking():
         tapes = {_name(file, files): read_tape(file) for file in files}
-        written = write_tapes(target, tapes, size=size_of(size), maps=maps, title=title)
+        with counting("pictures") as progress:
+            written = write_tapes(target, tapes, size=size_of(size), maps=maps, title=title, progress=progress)
         click.echo(f"{target}: {written / 1e6:.1f} MB")
     if open_:
         _open(target)

@@ -51,6 +51,7 @@ __all__ = ["load", "replacing", "save"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.tape", 1
 VERSION = re.compile("[1-9][0-9]{0,8}")
+MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
 # What a wrong description can make of reading it.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
@@ -76,7 +77,7 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
         "tape": json.dumps(described, separators=(",", ":")),
     }
     if tape.notes:
-        texts["notes"] = json.dumps(tape.notes, separators=(",", ":"))
+        texts["notes"] = _noted(tape.notes)
     texts["checksum"] = _checksum(texts, encoder.tensors)
     _write(target, encoder.tensors, texts)
 
@@ -102,7 +103,7 @@ def load(path: str | os.PathLike[str]) -> Tape:
         raise TapeFileError(f"{file} is damaged: its checksum does not match what it holds.")
     try:
         tape = _tape(json.loads(texts["tape"]), tensors)
-        tape.notes.update(json.loads(texts.get("notes", "{}")))
+        tape.notes.update(_notes(json.loads(texts.get("notes", "{}"))))
     except MALFORMED as error:
         raise TapeFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
     return tape
@@ -123,6 +124,15 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
             missing.append([index, entry.why])
     place = {"site": track.site} | ({"where": track.where, "source": _source(track)} if track.where else {})
     return {"address": address, "kind": track.kind, "calls": calls, "missing": missing} | place
+
+
+def _noted(notes: dict[str, Any]) -> str:
+    try:
+        return json.dumps(notes, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise TapeFileError(
+            f"tape.notes holds what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+        ) from None
 
 
 def _source(track: Track) -> str:
@@ -270,6 +280,24 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     # The gradients share this dict.
     tape._aliases.update(described["aliases"])
     return tape
+
+
+def _notes(found: Any) -> dict[str, Any]:
+    """The notes, if what this library reads of them is what it would have written."""
+    failed = found.get("failure")
+    if failed is not None:
+        texts = [failed[key] for key in ("address", "kind", "error", "message", "where")]
+        texts += [text for key in ("inputs", "parameters") for pair in failed[key].items() for text in pair]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its note of a failure is none")
+        parse(failed["address"])
+    lists = [found.get(key, []) for key in ("order", "tokens", "edits")]
+    if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
+        raise ValueError("its notes are no lists of texts")
+    model = found.get("model", {})
+    if model and not all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items()):
+        raise ValueError("its note of the model is none")
+    return dict(found)
 
 
 def _entries(track: dict[str, Any], decoder: Decoder) -> dict[int, Any]:
