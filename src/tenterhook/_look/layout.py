@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tenterhook._look.numbers import as_floats
+from tenterhook._look.numbers import BEYOND, as_floats
 
 __all__ = ["Layout", "lay_out", "quantised"]
 
@@ -97,15 +97,18 @@ def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     >>> quantised(torch.tensor([[[0.0, 5.0, float("nan")]]]))[0].tolist()
     [[[1, 255, 0]]]
+
+    What lies beyond every scale, such as the lowest float in a mask, stands at the end of it.
     """
     values = values.float()
     finite = values.isfinite()
-    low = torch.where(finite, values, torch.inf).amin((1, 2))
-    high = torch.where(finite, values, -torch.inf).amax((1, 2))
-    none = ~finite.any(-1).any(-1)
+    inside = finite & (values.abs() < BEYOND)
+    low = torch.where(inside, values, torch.inf).amin((1, 2))
+    high = torch.where(inside, values, -torch.inf).amax((1, 2))
+    none = ~inside.any(-1).any(-1)
     low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
     # Halved, so that the width of the widest range of floats is a float as well.
     width = (high / 2 - low / 2).clamp_min(torch.finfo(torch.float32).tiny)
     place = (values / 2 - low[:, None, None] / 2) / width[:, None, None]
-    levels = torch.where(finite, place.nan_to_num() * 254 + 1.5, 0.0).clamp_max(255)
+    levels = torch.where(finite, (place.nan_to_num() * 254 + 1.5).clamp(1, 255), 0.0)
     return levels.to(torch.uint8), low, high

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["Numbers", "as_floats", "numbers"]
+__all__ = ["BEYOND", "Numbers", "as_floats", "numbers"]
 
 BINS = 48
 FEWEST_BINS = 8
 # How much of the values a picture's scale leaves out at each end, so that one outlier does not turn all else grey.
 TAIL = 0.003
 SAMPLE = 16384
+# Masks put the lowest float there is where they mean minus infinity; no scale can hold that and the rest.
+BEYOND = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,10 @@ def _scale(values: Tensor, low: float, high: float) -> tuple[float, float]:
     """The range without the outermost values; of a sample, where there are many."""
     step = max(1, values.numel() // SAMPLE)
     ordered = values[::step].sort().values
+    if max(-low, high) >= BEYOND:
+        inside = ordered[ordered.abs() < BEYOND]
+        ordered = inside if inside.numel() else ordered
+        low, high = float(ordered[0]), float(ordered[-1])
     cut = int(ordered.numel() * TAIL)
     inner = float(ordered[cut]), float(ordered[-1 - cut])
     return inner if inner[0] < inner[1] else (low, high)

@@ -140,9 +140,12 @@ def _no_name(where: str, part: str, owner: Any) -> str:
 
 def _timm(name: str, given: Mapping[str, Any]) -> nn.Module:
     try:
-        import timm
-    except ImportError:
-        raise Trouble("timm is not installed: pip install timm") from None
+        with speaking("timm could not be imported"):
+            import timm
+    except Trouble as trouble:
+        if isinstance(trouble.__cause__, ModuleNotFoundError) and trouble.__cause__.name == "timm":
+            raise Trouble("timm is not installed: pip install timm") from None
+        raise
     known = timm.list_models()
     if name.partition(".")[0] not in known:
         raise Trouble(f"timm has no model {name!r}.\nDid you mean {listed(nearest(name, known) or known[:5])}?")

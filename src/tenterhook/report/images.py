@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from tenterhook._look.layout import Layout, lay_out, quantised
+from tenterhook._look.numbers import BEYOND
 
 __all__ = ["Pictures"]
 
@@ -110,6 +111,8 @@ def encoded(layout: Layout) -> dict[str, Any]:
     if layout.kind in ("vector", "number"):
         return made | {"floats": _floats(layout.values)}
     levels, low, high = quantised(layout.values)
+    if bool((layout.values.abs() >= BEYOND).any()):
+        made["beyond"] = True  # What stands at the end of the scale may be far beyond it.
     across = max(1, math.ceil(count * rows / TALLEST))
     down = math.ceil(count / across)
     sheet = levels.new_zeros((across * down, rows, columns))

@@ -147,14 +147,16 @@ TH.maps = (() => {
 
   const describe = (picture, seen, { map, row, column }, scale) => {
     const [, height, width] = picture.size;
-    const value = valueAt(seen, map, seen.levels[(map * height + row) * width + column]);
+    const level = seen.levels[(map * height + row) * width + column];
+    const value = valueAt(seen, map, level);
+    const sign = picture.beyond && level === 1 ? "≤" : picture.beyond && level === 255 ? "≥" : "≈";
     const parts = [
       picture.size[0] > 1 ? `${picture.axes[0] || "map"} ${map}` : "",
       `${picture.axes[1]} ${place(picture, 1, row, scale.tokens)}`,
       `${picture.axes[2]} ${place(picture, 2, column, scale.tokens)}`,
     ];
     const mean = picture.size[1] < picture.whole[1] || picture.size[2] < picture.whole[2] ? "mean " : "";
-    return `${parts.filter(Boolean).join(", ")}\n${mean}${Number.isNaN(value) ? "no number" : `≈ ${TH.number(value, 4)}`}`;
+    return `${parts.filter(Boolean).join(", ")}\n${mean}${Number.isNaN(value) ? "no number" : `${sign} ${TH.number(value, 4)}`}`;
   };
 
   // ---- one map, large, with its axes --------------------------------------------------------------------------------
