@@ -46,9 +46,10 @@ def test_what_is_no_number_is_counted_apart():
 
 def test_the_largest_floats_have_a_histogram():
     most = torch.finfo(torch.float32).max
-    found = numbers(torch.tensor([-most, most, 0.0]))
-    assert sum(found.histogram) == 3
+    found = numbers(torch.tensor([-most, most, 0.1, 0.2]))
+    assert found.histogram == (1, 0, 0, 0, 2, 0, 0, 1)
     assert found.infs == 0
+    assert numbers(torch.tensor([-1e308, 1e308], dtype=torch.float64)).histogram == (1, 0, 0, 0, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,23 @@ def test_inner_points_carry_their_source_also_from_a_file(tmp_path):
     tape.save(tmp_path / "run.th")
     for each in (tape, th.load(tmp_path / "run.th")):
         (point,) = tapes_page({"run": each}).points
-        assert point["source"] == "weights = scores.softmax(-1)"
-        assert re.search(r"testing\.py:\d+$", point["where"])
+        ((line, text),) = point["source"]
+        assert text == "weights = scores.softmax(-1)"
+        assert re.search(rf"testing\.py:{line}$", point["where"])
+
+
+def test_a_name_that_is_assigned_twice_shows_both_lines(tmp_path):
+    class Twice(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            y = y * 2
+            return y
+
+    tape = recorded(Twice(), ":y", grad=False, x=torch.ones(2))
+    tape.save(tmp_path / "run.th")
+    for each in (tape, th.load(tmp_path / "run.th")):
+        (point,) = tapes_page({"run": each}).points
+        assert [text for _, text in point["source"]] == ["y = x + 1", "y = y * 2"]
 
 
 def test_gradients_that_vanish_and_values_that_explode_are_remarked_upon():

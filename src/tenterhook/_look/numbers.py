@@ -103,8 +103,9 @@ def _histogram(values: Tensor, low: float, high: float) -> tuple[int, ...]:
     if low == high:
         return (values.numel(),)
     bins = min(BINS, max(FEWEST_BINS, int(values.numel() ** 0.5)))
-    if not torch.isfinite(torch.tensor(high - low, dtype=values.dtype)):
-        values, low, high = values / 2, low / 2, high / 2  # The width of the range must be a number of that type.
+    reach = max(-low, high)
+    if reach >= BEYOND:  # Or else the places of values among the bins would be no numbers of their type.
+        values, low, high = values.double() / reach, low / reach, high / reach
     return tuple(int(count) for count in torch.histc(values, bins, low, high).tolist())
 
 

@@ -47,7 +47,7 @@ from tenterhook.record.encode import Encoder
 from tenterhook.record.gradient import WHY, Cell
 from tenterhook.record.tape import Tape, Track, View
 
-__all__ = ["load", "replacing", "save"]
+__all__ = ["load", "replacing", "save", "source_of"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.tape", 1
 VERSION = re.compile("[1-9][0-9]{0,8}")
@@ -122,8 +122,9 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
             calls.append([index, encoder.encode(view._read(entry, name), name)])
         else:
             missing.append([index, entry.why])
-    place = {"site": track.site} | ({"where": track.where, "source": _source(track)} if track.where else {})
-    return {"address": address, "kind": track.kind, "calls": calls, "missing": missing} | place
+    described = {"address": address, "kind": track.kind, "site": track.site, "calls": calls, "missing": missing}
+    source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))} if track.where else {}
+    return described | source
 
 
 def _noted(notes: dict[str, Any]) -> str:
@@ -135,9 +136,10 @@ def _noted(notes: dict[str, Any]) -> str:
         ) from None
 
 
-def _source(track: Track) -> str:
-    file, _, line = track.where.rpartition(":")
-    return track.source or linecache.getline(file, int(line)).strip()
+def source_of(track: Track) -> tuple[str, ...]:
+    """The lines of source where a value inside a ``forward`` is made, as saved or as they are now."""
+    file = track.where.rpartition(":")[0]
+    return track.source or tuple(linecache.getline(file, line).strip() for line in track.lines)
 
 
 def _aliases(tape: Tape) -> dict[str, str]:
@@ -276,7 +278,9 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     for view, key in views:
         for track in described[key]:
             made = view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
-            made.site, made.where, made.source = (str(track.get(name, "")) for name in ("site", "where", "source"))
+            made.site, made.where = str(track.get("site", "")), str(track.get("where", ""))
+            made.lines = tuple(map(int, track.get("lines", ())))
+            made.source = tuple(map(str, track.get("source", ())))
     # The gradients share this dict.
     tape._aliases.update(described["aliases"])
     return tape

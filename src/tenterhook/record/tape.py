@@ -30,7 +30,7 @@ __all__ = ["Tape", "Track", "View", "load"]
 class Track:
     """Everything that was kept at one point: one entry per call that is still held."""
 
-    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "site", "source", "where")
+    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "lines", "site", "source", "where")
 
     def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
         self.entries = entries
@@ -40,8 +40,10 @@ class Track:
         self._module = weakref.ref(point.module) if point is not None else lambda: None
         self._site = point.site if point is not None else None
         self.site = point.site.value if point is not None else ""
-        self.source = ""  # The line of source at ``where``, as it was when the tape was saved.
-        self.where = point.spot.where if point is not None and point.spot is not None else ""
+        spot = point.spot if point is not None else None
+        self.lines = tuple(dict.fromkeys(place.line for place in spot.places)) if spot is not None else ()
+        self.source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
+        self.where = spot.where if spot is not None else ""
         self._name = point.name if point is not None else None
 
     def is_at(self, point: Point) -> bool:

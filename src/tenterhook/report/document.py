@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from tenterhook._look.numbers import Numbers, numbers
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.address.grammar import parse
 from tenterhook.errors import TenterhookError
+from tenterhook.record.store import source_of
 from tenterhook.record.tape import Tape, Track
 from tenterhook.report.compare import Tolerance, difference
 from tenterhook.report.images import Pictures
@@ -59,8 +59,8 @@ class _Builder:
             "runs": [None] * len(self.tapes),
         }
         if track.where:
-            file, _, line = track.where.rpartition(":")
-            row |= {"where": track.where, "source": track.source or linecache.getline(file, int(line)).strip()}
+            lines = [list(pair) for pair in zip(track.lines, source_of(track), strict=False)]
+            row |= {"where": track.where, "source": lines}
         return row
 
     def _calls(self, tape: Tape, base: str, track: Track, ranks: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ TH.tree = (() => {
       const words = wanted.split(/\s+/);
       found = new Set();
       for (const [point, node] of nodeOf) {
-        const text = `${point.address} ${point.kind} ${point.source || ""}`.toLowerCase();
+        const text = `${point.address} ${point.kind} ${(point.source || []).map(([, text]) => text).join(" ")}`.toLowerCase();
         if (!words.every((word) => text.includes(word))) continue;
         fit.push(node);
         for (let each = node; each; each = each.parent) found.add(each);

@@ -204,7 +204,7 @@
     detail.replaceChildren(
       ...[
         heading(point, call, seen[0]?.part),
-        point.where ? el("section", { class: "card source" }, el("code", {}, point.source || " "), el("span", { class: "note" }, point.where)) : null,
+        point.where ? el("section", { class: "card source" }, point.source.map(([line, text]) => el("code", {}, el("i", {}, line), text)), el("span", { class: "note" }, point.where)) : null,
         chips(point.calls.map((each) => [`#${each}`, each]), call, (each) => TH.choose(point, each)),
         chips(parts.map((each, at) => [each.path || "value", at]), place, (at) => TH.choose(point, call, at)),
         point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
