@@ -124,6 +124,16 @@ def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
     assert told["failure"]["error"] == "RuntimeError"
 
 
+@pytest.mark.parametrize("command", ["points", "audit"])
+def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, command):
+    result = call(command, "nets.py:Broken", "--input", "1x3x8x8")
+    assert result.exit_code == 3
+    assert "failed in head (Linear)" in result.stderr
+    assert "given input=float32[1, 6]" in result.stderr
+    assert "Traceback" not in result.output
+    assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
+
+
 def test_a_call_that_the_model_does_not_take_is_a_failure_too(call, tmp_path):
     result = call("record", "nets.py:Net", "-o", "run.th")
     assert result.exit_code == 3

@@ -9,17 +9,16 @@ import click
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
-from tenterhook.cli.inputs import FORMS as INPUTS
-from tenterhook.cli.models import FORMS as MODELS
-from tenterhook.cli.options import Asked, model_options, print_json, print_table
+from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
+from tenterhook.cli.runs import calling
 from tenterhook.cli.tapes import diff, page, show
-from tenterhook.cli.trouble import speaking
 from tenterhook.record.points import points as points_of
 
 __all__ = ["tenterhook"]
 
-EXAMPLES = """\b
+EXAMPLES = (
+    """\b
 See what is inside a model, keep what passes, look at it:
   tenterhook points mymodels.py:Net
   tenterhook record mymodels.py:Net '**' --input 1x3x64x64 --grad -o run.th
@@ -33,7 +32,9 @@ A Hugging Face model on disk, one attention layer, beside its source:
 Where do two runs part?
   tenterhook diff before.th after.th
 \b
-""" + "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
+"""
+    + FORMS
+)
 
 
 @click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -50,7 +51,9 @@ Examples:
   tenterhook points mymodels:resnet
   tenterhook points mymodels.py:Net 'layer4.**' --input 1x3x224x224
   tenterhook points transformers:GPT2Config --set n_layer=2 'transformer.h.0.attn:*'
+\b
 """
+    + FORMS
 )
 @model_options
 @click.argument("selectors", nargs=-1)
@@ -62,7 +65,7 @@ def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool
     With --input it is called once, and the tree shows shapes and numbers of calls. Points inside a forward (SELECTOR
     such as 'h.0.attn:*') are shown beside their source.
     """
-    with speaking("the model failed" if asked.inputs else ""):
+    with calling(asked.model):
         found = points_of(asked.model, *selectors, inputs=asked.inputs.whole if asked.inputs else None)
     if json_:
         print_json(_described(found))
@@ -93,7 +96,9 @@ def _point(point: Point, found: Selection) -> dict[str, Any]:
 Examples:
   tenterhook audit mymodels:wrapped
   tenterhook audit mymodels.py:Net --input 8x3x64x64 --json
+\b
 """
+    + FORMS
 )
 @model_options
 @click.option("--json", "json_", is_flag=True, help="For programs.")
@@ -102,7 +107,8 @@ def audit(asked: Asked, *, json_: bool) -> None:
 
     With --input it is run a few times, and the cost of each hook is measured.
     """
-    found = audit_of(asked.model, asked.inputs.whole if asked.inputs else None)
+    with calling(asked.model):
+        found = audit_of(asked.model, asked.inputs.whole if asked.inputs else None)
     if not json_:
         print_table(found._table())  # noqa: SLF001  # drawn here, so that a pipe gets plain text
         return

@@ -17,13 +17,18 @@ import torch
 from torch import nn
 
 from tenterhook._draw import Table, as_rich, as_text
+from tenterhook.cli.inputs import FORMS as INPUTS
 from tenterhook.cli.inputs import Inputs, read_inputs
+from tenterhook.cli.models import FORMS as MODELS
 from tenterhook.cli.models import load_model, settings
 from tenterhook.cli.trouble import Trouble, speaking
 
-__all__ = ["Asked", "as_json", "counting", "model_options", "print_json", "print_table", "size_of"]
+__all__ = ["FORMS", "Asked", "as_json", "counting", "model_options", "print_json", "print_table", "size_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
+"""what stands below the help of every command that takes a model"""
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -42,7 +47,14 @@ def model_options(function: F) -> F:
     """MODEL and what belongs to it; the command gets an :class:`Asked` in its place."""
 
     @click.argument("model", shell_complete=_complete_model)
-    @click.option("--input", "-i", "inputs", multiple=True, metavar="INPUT", help="What to call it with; see --help.")
+    @click.option(
+        "--input",
+        "-i",
+        "inputs",
+        multiple=True,
+        metavar="INPUT",
+        help="What to call it with, as below; can be repeated.",
+    )
     @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
     @click.option(
         "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."

@@ -13,7 +13,7 @@ import click
 from tenterhook._draw import short_number
 from tenterhook.address import resolve
 from tenterhook.cli.edits import read_edits
-from tenterhook.cli.options import Asked, counting, model_options, print_json
+from tenterhook.cli.options import FORMS, Asked, counting, model_options, print_json
 from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.trouble import FAILED, Trouble
 from tenterhook.record.table import failed
@@ -29,7 +29,9 @@ Examples:
   tenterhook record ./gpt2 'transformer.h.*' '**.attn:attn_weights' -i 'text:The cat sat' --grad -o run.th
   tenterhook record transformers:BertConfig 'encoder.layer.3' -i 'input_ids=int:1x16<30522' --stop -o run.th
   tenterhook record mymodels.py:Net -i x.npy --edit 'layer2=zero(at=at[:, 3])' -o edited.th
+\b
 """
+    + FORMS
 )
 @model_options
 @click.argument("selectors", nargs=-1)

@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import click
 import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import describe, tensors
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.cli.inputs import Inputs
-from tenterhook.cli.trouble import Trouble
+from tenterhook.cli.trouble import ModelFailed, Trouble, show_debug
 from tenterhook.edit.verb import edit
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import TenterhookError
+from tenterhook.record.failure import failure
+from tenterhook.record.table import failure_lines
 from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
 
-__all__ = ["LOSSES", "Run", "run"]
+__all__ = ["LOSSES", "Run", "calling", "run"]
 
 Loss = Literal["auto", "sum", "mean", "max"]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.max}
@@ -71,6 +74,7 @@ def run(
     except (TenterhookError, Trouble):
         raise
     except Exception as error:  # noqa: BLE001  # the model's own, whatever it is: what was recorded is kept
+        show_debug()
         failed = error
         tape.notes.setdefault("failure", _elsewhere(error))
     tape.notes |= {"order": order, "inputs": _described(inputs)}
@@ -90,6 +94,19 @@ def loss_of(output: Any, how: Loss) -> Tensor:
             "--grad: nothing that the model returned has a gradient, so that there is nothing to go back from."
         )
     return LOSSES["sum" if how == "auto" else how](found[0])
+
+
+@contextlib.contextmanager
+def calling(model: nn.Module) -> Iterator[None]:
+    """Tell an error of the model itself by the module that failed and what it was given."""
+    try:
+        yield
+    except (TenterhookError, click.ClickException):
+        raise
+    except Exception as error:
+        show_debug()
+        found = failure(model, error) or _elsewhere(error)
+        raise ModelFailed("\n".join(["the model failed", *failure_lines(found)])) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import click
 
 from tenterhook.errors import TenterhookError
 
-__all__ = ["DIFFERENT", "FAILED", "Trouble", "missing_package", "speaking"]
+__all__ = ["DIFFERENT", "FAILED", "ModelFailed", "Trouble", "missing_package", "show_debug", "speaking"]
 
 DIFFERENT, WRONG, FAILED = 1, 2, 3
 
@@ -29,6 +29,12 @@ class Trouble(click.ClickException):
         click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", err=True)
 
 
+class ModelFailed(Trouble):
+    """The model itself raised an error."""
+
+    exit_code = FAILED
+
+
 @contextlib.contextmanager
 def speaking(what: str = "", *, debug: bool | None = None) -> Iterator[None]:
     """Turn what is raised inside into words; with ``--debug``, or where the fault is our own, the traceback stays."""
@@ -39,7 +45,7 @@ def speaking(what: str = "", *, debug: bool | None = None) -> Iterator[None]:
     except Exception as error:
         show_traceback = _debug() if debug is None else debug
         if show_traceback:
-            click.echo(traceback.format_exc(), err=True)
+            show_debug()
         elif not what and not isinstance(error, TenterhookError | OSError):
             raise  # Nobody foresaw it: a fault of this program, which a traceback tells best.
         raise Trouble(_words(error, what, more=not show_traceback)) from error
@@ -48,6 +54,12 @@ def speaking(what: str = "", *, debug: bool | None = None) -> Iterator[None]:
 def missing_package(package: str, extra: str) -> Trouble:
     """The error for an optional package that is not there."""
     return Trouble(f'{package} is not installed, and this needs it: pip install "tenterhook[{extra}]"')
+
+
+def show_debug() -> None:
+    """The traceback of what is being handled, if ``--debug`` asks for it."""
+    if _debug():
+        click.echo(traceback.format_exc(), err=True)
 
 
 def _debug() -> bool:

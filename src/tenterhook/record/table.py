@@ -16,7 +16,7 @@ from tenterhook.errors import TenterhookError
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
 
-__all__ = ["failed", "table"]
+__all__ = ["failed", "failure_lines", "table"]
 
 COLUMNS = (
     Column("point"),
@@ -44,8 +44,11 @@ def table(tape: Tape, chosen: list[str] | None = None) -> Table:
 def failed(tape: Tape) -> tuple[str, ...]:
     """Where the run ended with an error, if it did."""
     found = tape.notes.get("failure")
-    if not found:
-        return ()
+    return failure_lines(found) if found else ()
+
+
+def failure_lines(found: dict[str, Any]) -> tuple[str, ...]:
+    """A note of a failure, in words."""
     given = ", ".join(f"{name}={shape}" for name, shape in found["inputs"].items())
     place = (
         f"{found['address']} ({found['kind']}), at {found['where']}" if found["address"] else "no module of the model"
