@@ -193,6 +193,18 @@ def test_page_is_written_beside_the_tape(call, tmp_path):
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_page_that_cannot_fit_is_told_in_words(call, tmp_path):
+    (tmp_path / "long.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(*(nn.Identity() for _ in range(1500)))\n"
+    )
+    call("record", "long.py:net", "-i", "2x2", "-o", "run.th")
+    result = call("page", "run.th", "--size", "300k")
+    assert result.exit_code == 2
+    assert "Allow more" in result.stderr
+    assert isinstance(result.exception, SystemExit)
+    del sys.modules["long"]
+
+
 def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
     hooked = "\nready.head.register_forward_hook(lambda *_: None)\n"
     (tmp_path / "hooked.py").write_text(SOURCE + hooked)
@@ -220,7 +232,10 @@ WRONG = {
     "no tape": (["show", "none.th"], "there is no file none.th"),
     "three tapes": (["page", "a", "b", "c"], "one tape, or two"),
     "no page": (["page", "a.th", "-o", "a.pdf"], "a page is an .html file"),
-    "bad size": (["page", "nets.py", "--size", "big"], "no tape"),
+    "bad size": (["page", "nets.py", "--size", "big"], "a size is a number of bytes"),
+    "small size": (["page", "nets.py", "--size", "10k"], "at least 300,000 bytes"),
+    "no maps": (["page", "nets.py", "--maps", "0"], "0 is not in the range"),
+    "no tape at all": (["page", "nets.py"], "no tape at all"),
     "weights": (["points", "model.safetensors"], "weights alone make no model"),
     "nothing": (["points", "resnet"], "'resnet' names no model"),
 }

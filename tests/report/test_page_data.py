@@ -121,6 +121,27 @@ def test_too_small_a_size_says_what_is_least():
         tapes_page({"run": recorded()}, size=1000)
 
 
+def test_numbers_too_are_kept_within_the_size(tmp_path):
+    model = Cell()
+    with th.record(model, "cell") as tape:
+        model(torch.randn(2000, 2, 4))
+    written = write_tapes(tmp_path / "page.html", tape, size=300_000)
+    assert written <= 300_000
+    data = data_of((tmp_path / "page.html").read_text())
+    calls = [call["call"] for call in data["points"][0]["runs"][0]]
+    assert (calls[0], calls[-1]) == (0, 1999)
+    assert 1 < len(calls) < 2000
+    assert any("calls are shown" in remark["text"] for remark in data["remarks"])
+
+
+def test_points_that_cannot_fit_say_how_much_they_need(tmp_path):
+    model = nn.Sequential(*(nn.Identity() for _ in range(1500)))
+    tape = recorded(model, grad=False, x=torch.randn(2, 2))
+    with pytest.raises(ValueError, match=r"the numbers of these 1,501 points alone take .* Allow more"):
+        write_tapes(tmp_path / "page.html", tape, size=300_000)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_values_that_are_no_numbers_do_not_break_a_page(tmp_path):
     x = torch.randn(1, 3, 6, 7)
     x[0, 0, 0, 0] = torch.nan

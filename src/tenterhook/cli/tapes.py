@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ Examples:
 @click.argument("files", nargs=-1, required=True, type=TAPE)
 @click.option("--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the tape's name, .html].")
 @click.option("--size", default="10MB", show_default=True, help="How large the page may become.")
-@click.option("--maps", default=512, show_default=True, help="How many maps are drawn of one value.")
+@click.option(
+    "--maps", default=512, show_default=True, type=click.IntRange(min=1), help="How many maps are drawn of one value."
+)
 @click.option("--title", help="What stands at its top.")
 @click.option("--open", "open_", is_flag=True, help="Show it in the browser.")
 def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, title: str | None, *, open_: bool) -> None:
@@ -145,16 +148,30 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     if target.suffix.lower() not in (".html", ".htm"):
         raise Trouble(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
-        from tenterhook.report.page import write_tapes
+        import PIL  # noqa: F401  # asked for here, so that what is missing is told at once
+
+        from tenterhook.report.page import LEAST, write_tapes
     except ImportError:
         raise missing_package("pillow", "page") from None
     with speaking():
+        most = size_of(size)
+        if most < LEAST:
+            raise Trouble(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
         tapes = {_name(file, files): read_tape(file) for file in files}
-        with counting("pictures") as progress:
-            written = write_tapes(target, tapes, size=size_of(size), maps=maps, title=title, progress=progress)
+        with counting("pictures") as progress, _told_as_trouble():
+            written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
         click.echo(f"{target}: {written / 1e6:.1f} MB")
     if open_:
         _open(target)
+
+
+@contextlib.contextmanager
+def _told_as_trouble() -> Iterator[None]:
+    """What the page says of its own options is meant for whoever gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise Trouble(str(error)) from None
 
 
 def _name(file: Path, files: tuple[Path, ...]) -> str:

@@ -28,6 +28,7 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "charts.js", "maps.j
 SIZE = 10_000_000
 MOST_RUNS = 2
 LEAST = 300_000  # bytes: a page without any picture
+SPARE = 6  # bytes for a picture that is left out, and what is said of it
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,13 @@ def tapes_page(
     """The page of one or two tapes, before it is written."""
     from tenterhook.report.document import points
     from tenterhook.report.images import Pictures
+    from tenterhook.report.lighten import lighten
     from tenterhook.report.remarks import remarks
 
     if not 1 <= len(tapes) <= MOST_RUNS:
         raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")
+    if maps < 1:
+        raise ValueError(f"maps= is how many maps are drawn of one value, at least one; got {maps}")
     if size < LEAST:
         raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
     pictures = Pictures(size, maps)
@@ -124,7 +128,9 @@ def tapes_page(
         failures=[each.get("failure") for each in notes],
         points=rows,
     )
-    pictures.size = max(0, size - len(render(page).encode()))
+    left_out = lighten(rows, size - SPARE * len(pictures.layouts), lambda: len(render(page).encode()))
+    page.remarks = [*page.remarks, *({"text": text} for text in left_out)]
+    pictures.size = size - len(render(page).encode())
     page.pictures = pictures.encode(progress)
     return page
 
