@@ -16,6 +16,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # -qq leaves errors alone on the screen. The variable, unlike -c, also holds for the packages that build ours.
 PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check
 
+# The page is tested in a real browser: the one that CHROMIUM names, or Debian's, which root installs here.
+CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || command -v chromium-browser > /dev/null; \
+	then :; elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then echo "installing chromium"; \
+	apt-get install -qq -y --no-install-recommends chromium > /dev/null 2>&1 || { apt-get update -qq && \
+	apt-get install -qq -y --no-install-recommends chromium > /dev/null; }; else \
+	echo "The tests of the page need Chromium, which is not here. Install it (Debian: apt-get install chromium), or set"; \
+	echo "CHROMIUM to the path of one. All else works without it."; fi
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards clean
 
@@ -28,6 +36,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making .venv (a minute or two)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@$(CHROMIUM_READY)
 	@touch $@
 
 demo: $(READY) ## hook a small model and see what comes out

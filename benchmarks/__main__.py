@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.report import publish
 
-SUITES = ("foundation", "gradients", "inside", "replay")
+SUITES = ("foundation", "gradients", "inside", "replay", "page")
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
 

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from benchmarks.harness import Goal, Row, Trial, Workload, always, measure
-from benchmarks.models import BLOCKS, TOKENS, gpt2, resnet, tokens
+from benchmarks.models import BLOCKS, TOKENS, gpt2, tokens
+from benchmarks.resnet import ResNet18
 
 FEW = 8  # rounds of what takes a second or more
 CHANNELS = 256
@@ -131,7 +132,8 @@ def last_block(model: Any, ids: Tensor, name: str, goal: float | None = None) ->
 
 def channels() -> Workload:
     """Ablate channels of the last stage of a residual network, one by one."""
-    model, image = resnet(), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model, image = ResNet18().eval(), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     found: dict[str, Tensor] = {}
 
     def without(value: Tensor, channel: int) -> Tensor:
@@ -142,7 +144,7 @@ def channels() -> Workload:
     @torch.no_grad()
     def loop() -> None:
         rows = [
-            hooked(model.layer4[0], partial(without, channel=channel), lambda: model(image))[0, 5]
+            hooked(model.get_submodule("layer4.0"), partial(without, channel=channel), lambda: model(image))[0, 5]
             for channel in range(CHANNELS)
         ]
         found["scores"] = torch.stack(rows)

@@ -6,6 +6,7 @@ Run it with `make demo`. It needs no download: the digits come with scikit-learn
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tenterhook as th
+from tenterhook.report.page import write_tapes
 from tenterhook.report.terminal import maps
 
 STEPS = 400
@@ -48,8 +50,8 @@ def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
         optimizer.step()
 
 
-def main(console: Console) -> None:
-    """Train, look, and change something."""
+def main(console: Console, page: Path = Path("digits.html")) -> None:
+    """Train, look, change something, and write a page of it."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -92,6 +94,9 @@ def main(console: Console) -> None:
             scores.append(model(image)[0, label].item())
     worst = min(range(24), key=scores.__getitem__)
     console.print(f"  score of {label.item()}: {plain:.2f}; without channel {worst}: {scores[worst]:.2f}\n")
+
+    size = write_tapes(page, tape, title=f"A small net reads a {label.item()}")
+    console.print(f"[bold]All of it on one page[/], {size / 1e3:.0f} kB, to open in a browser: {page.resolve()}\n")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ SOURCE = Path(th.__file__).parent
 
 # Each room may use those before it, and itself.
 ROOMS = [
-    {"errors", "_tree", "_draw", "_version"},
+    {"errors", "_tree", "_draw", "_look", "_version"},
     {"address"},
     {"sites"},
     {"engine"},
     {"record", "edit", "replay", "sinks"},
     {"report", "recipes"},
-    {"integrations", "cli"},
+    {"integrations", "cli", "__main__"},
 ]
 # What stands beside the line: the room after which it comes.
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
@@ -26,7 +26,8 @@ NAMES = """
     AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
     NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
     Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project recipes record replay run_from scale set sweep zero
+    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project
+    recipes record replay run_from scale set sweep zero
 """
 
 

@@ -51,6 +51,11 @@ class Selection(Sequence[Point]):
         return self._model
 
     @property
+    def seen(self) -> Mapping[str, Seen]:
+        """What a run has shown of these points, by address without the call; empty if there was none."""
+        return self._seen
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """The canonical addresses, with the call where one was chosen; they select the same points again."""
         return tuple(map(str, self._points))

@@ -8,7 +8,10 @@ The header has these texts beside the tensors ``t0``, ``t1``, …:
     The versions that wrote the file.
 ``tape``
     JSON: the values and the gradients, track by track, with every structure as ``encode`` writes it; the other names of
-    shared modules; and the true types of tensors that are stored under another one.
+    shared modules; and the true types of tensors that are stored under another one. A track inside a ``forward`` has
+    its file, its line and that line's source.
+``notes``
+    JSON, where there is something to note: what else is known of the run.
 ``checksum``
     xxh3_128 over the tensors and over all the other texts. safetensors itself notices a file that was cut short, but
     not a bit that flipped.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import re
 import secrets
@@ -43,10 +47,11 @@ from tenterhook.record.encode import Encoder
 from tenterhook.record.gradient import WHY, Cell
 from tenterhook.record.tape import Tape, Track, View
 
-__all__ = ["load", "save"]
+__all__ = ["load", "replacing", "save", "source_of"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.tape", 1
 VERSION = re.compile("[1-9][0-9]{0,8}")
+MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
 # What a wrong description can make of reading it.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
@@ -71,6 +76,8 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
         "torch": str(torch.__version__),
         "tape": json.dumps(described, separators=(",", ":")),
     }
+    if tape.notes:
+        texts["notes"] = _noted(tape.notes)
     texts["checksum"] = _checksum(texts, encoder.tensors)
     _write(target, encoder.tensors, texts)
 
@@ -95,9 +102,11 @@ def load(path: str | os.PathLike[str]) -> Tape:
     if texts.get("checksum") != _checksum(texts, tensors):
         raise TapeFileError(f"{file} is damaged: its checksum does not match what it holds.")
     try:
-        return _tape(json.loads(texts["tape"]), tensors)
+        tape = _tape(json.loads(texts["tape"]), tensors)
+        tape.notes.update(_notes(json.loads(texts.get("notes", "{}"))))
     except MALFORMED as error:
         raise TapeFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
+    return tape
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
@@ -113,7 +122,24 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
             calls.append([index, encoder.encode(view._read(entry, name), name)])
         else:
             missing.append([index, entry.why])
-    return {"address": address, "kind": track.kind, "calls": calls, "missing": missing}
+    described = {"address": address, "kind": track.kind, "site": track.site, "calls": calls, "missing": missing}
+    source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))} if track.where else {}
+    return described | source
+
+
+def _noted(notes: dict[str, Any]) -> str:
+    try:
+        return json.dumps(notes, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise TapeFileError(
+            f"tape.notes holds what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+        ) from None
+
+
+def source_of(track: Track) -> tuple[str, ...]:
+    """The lines of source where a value inside a ``forward`` is made, as saved or as they are now."""
+    file = track.where.rpartition(":")[0]
+    return track.source or tuple(linecache.getline(file, line).strip() for line in track.lines)
 
 
 def _aliases(tape: Tape) -> dict[str, str]:
@@ -172,14 +198,14 @@ def _write(target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> N
         for name, tensor in tensors.items()
     }
     try:
-        with _replacing(target) as temporary:
+        with replacing(target) as temporary:
             serialize_file(specs, temporary, texts)
     except (OSError, SafetensorError) as error:
         raise TapeFileError(f"{target} could not be written, and nothing was changed: {error}") from error
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """A name to write to; what is there at the end takes the place of ``target``, unless there was an error."""
     temporary = target.parent / f".tenterhook-{secrets.token_hex(8)}.tmp"
     try:
@@ -251,10 +277,31 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     views: tuple[tuple[View, str], ...] = ((tape, "values"), (tape.grad, "gradients"))
     for view, key in views:
         for track in described[key]:
-            view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            made = view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            made.site, made.where = str(track.get("site", "")), str(track.get("where", ""))
+            made.lines = tuple(map(int, track.get("lines", ())))
+            made.source = tuple(map(str, track.get("source", ())))
     # The gradients share this dict.
     tape._aliases.update(described["aliases"])
     return tape
+
+
+def _notes(found: Any) -> dict[str, Any]:
+    """The notes, if what this library reads of them is what it would have written."""
+    failed = found.get("failure")
+    if failed is not None:
+        texts = [failed[key] for key in ("address", "kind", "error", "message", "where")]
+        texts += [text for key in ("inputs", "parameters") for pair in failed[key].items() for text in pair]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its note of a failure is none")
+        parse(failed["address"])
+    lists = [found.get(key, []) for key in ("order", "tokens", "edits")]
+    if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
+        raise ValueError("its notes are no lists of texts")
+    model = found.get("model", {})
+    if model and not all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items()):
+        raise ValueError("its note of the model is none")
+    return dict(found)
 
 
 def _entries(track: dict[str, Any], decoder: Decoder) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from tenterhook.errors import TenterhookError
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
 
-__all__ = ["table"]
+__all__ = ["failed", "failure_lines", "table"]
 
 COLUMNS = (
     Column("point"),
@@ -32,13 +32,32 @@ COLUMNS = (
 SHOWN = 400
 
 
-def table(tape: Tape) -> Table:
-    """One row per recorded tensor, with the norm of its gradient where there is one."""
-    addresses = list(tape)
+def table(tape: Tape, chosen: list[str] | None = None) -> Table:
+    """One row per recorded tensor, or per one of those chosen, with the norm of its gradient where there is one."""
+    addresses = list(tape) if chosen is None else chosen
     rows = [row for address in addresses[:SHOWN] for row in _rows(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
-    title = f"tape: {len(addresses)} values, {len(tape.grad)} gradients"
-    return Table(title, COLUMNS, tuple(rows), more)
+    title = f"tape: {len(tape)} values, {len(tape.grad)} gradients" if chosen is None else ""
+    return Table(title, COLUMNS, tuple(rows), (*more, *failed(tape)))
+
+
+def failed(tape: Tape) -> tuple[str, ...]:
+    """Where the run ended with an error, if it did."""
+    found = tape.notes.get("failure")
+    return failure_lines(found) if found else ()
+
+
+def failure_lines(found: dict[str, Any]) -> tuple[str, ...]:
+    """A note of a failure, in words."""
+    given = ", ".join(f"{name}={shape}" for name, shape in found["inputs"].items())
+    place = (
+        f"{found['address']} ({found['kind']}), at {found['where']}" if found["address"] else "no module of the model"
+    )
+    return (
+        f"✗ the run failed in {place}",
+        f"  {found['error']}: {found['message'].splitlines()[0] if found['message'] else ''}",
+        f"  given {given or 'no tensors'}",
+    )
 
 
 def _rows(tape: Tape, address: str) -> list[Row]:

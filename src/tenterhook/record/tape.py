@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from tenterhook._draw import Table, as_html, as_rich, as_text
-from tenterhook._tree import tensors
+from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import parse
 from tenterhook.address.suggest import listed, nearest
@@ -19,6 +19,9 @@ from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, Tenterho
 from tenterhook.record.capture import read, value
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tenterhook._look.card import Card
     from tenterhook.record.gradient import Gradients
 
 __all__ = ["Tape", "Track", "View", "load"]
@@ -27,7 +30,7 @@ __all__ = ["Tape", "Track", "View", "load"]
 class Track:
     """Everything that was kept at one point: one entry per call that is still held."""
 
-    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "where")
+    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "lines", "site", "source", "where")
 
     def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
         self.entries = entries
@@ -36,7 +39,11 @@ class Track:
         # Weak, so that a tape does not keep a model alive; it serves to find a point by its other names.
         self._module = weakref.ref(point.module) if point is not None else lambda: None
         self._site = point.site if point is not None else None
-        self.where = point.spot.where if point is not None and point.spot is not None else ""
+        self.site = point.site.value if point is not None else ""
+        spot = point.spot if point is not None else None
+        self.lines = tuple(dict.fromkeys(place.line for place in spot.places)) if spot is not None else ()
+        self.source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
+        self.where = spot.where if spot is not None else ""
         self._name = point.name if point is not None else None
 
     def is_at(self, point: Point) -> bool:
@@ -176,6 +183,8 @@ class Tape(View):
 
         self.grad = Gradients(self)
         self.script: Any = None  # What th.replay serves from, where it was asked for.
+        self.notes: dict[str, Any] = {}
+        """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
 
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
@@ -242,6 +251,33 @@ class Tape(View):
         from tenterhook.record.table import table
 
         return table(self)
+
+    def plot(self, address: str, *, maps: int = 64) -> Figure:
+        """A matplotlib figure of one value and its gradient: maps, matrix or line, beside a histogram.
+
+        It needs ``tenterhook[page]``. A value of several tensors has a row for each.
+        """
+        from tenterhook._look.figure import figure
+
+        track = self._tracks[self._find(address)[0]]
+        return figure(self._shown(address), module=track.kind, parameter=track.site == "parameter", maps=maps)
+
+    def look(self, address: str) -> Card:
+        """One value that draws itself: its numbers as text, and with its pictures in a notebook."""
+        from tenterhook._look.card import Card
+        from tenterhook.record.table import table
+
+        self[address]  # Says what is wrong with the address now, not when it is drawn.
+        return Card(table(self, [address]), lambda: self.plot(address))
+
+    def _shown(self, address: str) -> list[tuple[str, Tensor]]:
+        value, grads = self[address], dict(tensors(self.grad[address])) if address in self.grad else {}
+        shown: list[tuple[str, Tensor]] = []
+        for path, tensor in tensors(value):
+            shown.append((f"{address}{show_path(path)}", tensor))
+            if isinstance(grads.get(path), Tensor):
+                shown.append((f"grad of {address}{show_path(path)}", grads[path]))
+        return shown
 
     def __repr__(self) -> str:
         return as_text(self.table())

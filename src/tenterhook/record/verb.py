@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, TenterhookWarning
 from tenterhook.record.capture import Copy, Policy, Recorder
 from tenterhook.record.cell import Cell, watch_parameter
+from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
@@ -201,6 +203,12 @@ class Recording(Session):
     def __enter__(self) -> Tape:
         super().__enter__()
         return self.tape  # type: ignore[no-any-return]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if isinstance(error, Exception):  # What was recorded until then stays, with a note of where it ended.
+            where = failure(self.model, error)
+            self.tape.notes |= {"failure": where} if where is not None else {}
+        return super().__exit__(kind, error, _)
 
 
 class _Stopping(Recorder):

@@ -1,0 +1,42 @@
+"""One value that draws itself: as text, for a terminal, and with its pictures in a notebook."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tenterhook._draw import Table, as_html, as_rich, as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Group
+
+__all__ = ["Card"]
+
+
+class Card:
+    """A table and the figure that goes with it, which is drawn when it is looked at."""
+
+    def __init__(self, table: Table, draw: Callable[[], Figure]) -> None:
+        self._table, self._draw = table, draw
+
+    def __repr__(self) -> str:
+        return as_text(self._table)
+
+    def __rich__(self) -> Group:
+        return as_rich(self._table)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._table) + self._image()
+
+    def _image(self) -> str:
+        try:
+            figure: Any = self._draw()
+        except ModuleNotFoundError as error:
+            return f'<div style="opacity:.6">{html.escape(str(error))}</div>'
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=110, facecolor="white")
+        return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'

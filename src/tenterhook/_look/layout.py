@@ -1,0 +1,114 @@
+"""How a tensor is laid out as a picture: a number, a line, a matrix, or a set of maps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tenterhook._look.numbers import BEYOND, as_floats
+
+__all__ = ["Layout", "lay_out", "quantised"]
+
+Kind = Literal["number", "vector", "matrix", "maps"]
+
+VECTOR, MATRIX, VOLUME = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The values in the order in which they are drawn: ``[n, rows, columns]``; a vector is one row of one map."""
+
+    kind: Kind
+    values: Tensor
+    axes: tuple[str, str, str]
+    """what the maps, the rows and the columns are"""
+    whole: tuple[int, int, int]
+    """the sizes before anything was left out or pooled"""
+    example: tuple[int, int] | None = None
+    """which entry of the first dimension this is, and of how many"""
+
+    def bounded(self, maps: int, most_rows: int, most_columns: int) -> Layout:
+        """At most so many maps, and each at most so large: neighbours are then averaged."""
+        values = self.values[:maps]
+        rows, columns = min(values.shape[1], most_rows), min(values.shape[2], most_columns)
+        if (rows, columns) != tuple(values.shape[1:]):
+            values = F.adaptive_avg_pool2d(values.float(), (rows, columns))
+        return Layout(self.kind, values, self.axes, self.whole, self.example)
+
+
+def lay_out(tensor: Tensor, *, module: str = "", parameter: bool = False, example: int = 0) -> Layout | None:
+    """Lay out a tensor; None if there is nothing to draw.
+
+    >>> [lay_out(torch.zeros(shape)).kind for shape in [(), (5,), (1, 5), (2, 5), (1, 7, 5), (2, 3, 8, 8)]]
+    ['number', 'vector', 'vector', 'matrix', 'matrix', 'maps']
+
+    Args:
+        tensor: any.
+        module: the class of the module that it passed, which tells maps without a batch from a batch of matrices.
+        parameter: whether it is a parameter, which has no batch.
+        example: the entry of the batch to show.
+    """
+    values = as_floats(tensor)
+    if values is None or not values.numel():
+        return None
+    if values.dim() <= MATRIX:
+        return _flat(values)
+    if values.dim() == VOLUME and (parameter or module.endswith("2d")):
+        return _stack(values, ("channel", "row", "column"))
+    if parameter:
+        return _stack(values.flatten(0, -3), ("filter", "row", "column"))
+    chosen = min(example, values.shape[0] - 1)
+    made = _flat(values[chosen]) if values.dim() == VOLUME else _images(values[chosen], module)
+    return Layout(made.kind, made.values, made.axes, made.whole, (chosen, values.shape[0]))
+
+
+def _images(values: Tensor, module: str) -> Layout:
+    """The maps of one example; where the channels come last, as in many transformers for images, they are put first."""
+    last = values.dim() == VOLUME and values.shape[0] == values.shape[1] != values.shape[2]
+    ordered = values.permute(2, 0, 1) if last and not module.endswith("2d") else values.flatten(0, -3)
+    return _stack(ordered, ("channel", "row", "column"))
+
+
+def _flat(values: Tensor) -> Layout:
+    if values.dim() == 0:
+        return _layout("number", values.reshape(1, 1, 1), ("", "", ""))
+    if values.dim() == VECTOR or 1 in values.shape:
+        return _layout("vector", values.reshape(1, 1, -1), ("", "", "index"))
+    return _layout("matrix", values.unsqueeze(0), ("", "row", "column"))
+
+
+def _stack(values: Tensor, axes: tuple[str, str, str]) -> Layout:
+    if tuple(values.shape[1:]) == (1, 1):
+        return _layout("vector", values.reshape(1, 1, -1), ("", "", axes[0]))
+    return _layout("matrix" if values.shape[0] == 1 else "maps", values, axes)
+
+
+def _layout(kind: Kind, values: Tensor, axes: tuple[str, str, str]) -> Layout:
+    maps, rows, columns = (int(size) for size in values.shape)
+    return Layout(kind, values, axes, (maps, rows, columns))
+
+
+def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps in bytes, each on its own scale, with the low and the high end of each; 0 is a value that is no number.
+
+    >>> quantised(torch.tensor([[[0.0, 5.0, float("nan")]]]))[0].tolist()
+    [[[1, 255, 0]]]
+
+    What lies beyond every scale, such as the lowest float in a mask, stands at the end of it.
+    """
+    values = values.float()
+    finite = values.isfinite()
+    inside = finite & (values.abs() < BEYOND)
+    low = torch.where(inside, values, torch.inf).amin((1, 2))
+    high = torch.where(inside, values, -torch.inf).amax((1, 2))
+    none = ~inside.any(-1).any(-1)
+    low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
+    # Halved, so that the width of the widest range of floats is a float as well.
+    width = (high / 2 - low / 2).clamp_min(torch.finfo(torch.float32).tiny)
+    place = (values / 2 - low[:, None, None] / 2) / width[:, None, None]
+    levels = torch.where(finite, (place.nan_to_num() * 254 + 1.5).clamp(1, 255), 0.0)
+    return levels.to(torch.uint8), low, high

@@ -1,0 +1,151 @@
+"""The command itself, and those of its parts that look at a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tenterhook._version import __version__
+from tenterhook.address import Point, Selection, Site
+from tenterhook.audit.verb import audit as audit_of
+from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
+from tenterhook.cli.recording import record
+from tenterhook.cli.runs import calling
+from tenterhook.cli.tapes import diff, page, show
+from tenterhook.record.points import points as points_of
+
+__all__ = ["tenterhook"]
+
+EXAMPLES = (
+    """\b
+See what is inside a model, keep what passes, look at it:
+  tenterhook points mymodels.py:Net
+  tenterhook record mymodels.py:Net '**' --input 1x3x64x64 --grad -o run.th
+  tenterhook show run.th
+  tenterhook page run.th -o run.html --open
+\b
+A Hugging Face model on disk, one attention layer, beside its source:
+  tenterhook points ./gpt2 'transformer.h.0.attn:*'
+  tenterhook record ./gpt2 '**.attn' -i 'text:The cat sat' -o a.th
+\b
+Where do two runs part?
+  tenterhook diff before.th after.th
+\b
+"""
+    + FORMS
+)
+
+
+@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="tenterhook")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def tenterhook(*, debug: bool) -> None:
+    """See, keep, change and stop what passes inside a PyTorch model."""
+    del debug  # Read from the context where an error is told.
+
+
+@tenterhook.command(
+    epilog="""\b
+Examples:
+  tenterhook points mymodels:resnet
+  tenterhook points mymodels.py:Net 'layer4.**' --input 1x3x224x224
+  tenterhook points transformers:GPT2Config --set n_layer=2 'transformer.h.0.attn:*'
+\b
+"""
+    + FORMS
+)
+@model_options
+@click.argument("selectors", nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Write out equal siblings, which are otherwise drawn once.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool) -> None:
+    """The tree of MODEL, or the points that SELECTORS stand for.
+
+    With --input it is called once, and the tree shows shapes and numbers of calls. Points inside a forward (SELECTOR
+    such as 'h.0.attn:*') are shown beside their source.
+    """
+    with calling(asked.model):
+        found = points_of(asked.model, *selectors, inputs=asked.inputs.whole if asked.inputs else None)
+    if json_:
+        print_json(_described(found))
+    else:
+        print_table(found._table(fold=not every))  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+
+
+def _described(found: Selection) -> list[dict[str, Any]]:
+    return [_point(point, found) for point in found]
+
+
+def _point(point: Point, found: Selection) -> dict[str, Any]:
+    made: dict[str, Any] = {"address": str(point), "site": point.site.value, "module": type(point.module).__name__}
+    if point.site is Site.RETURN:
+        made["parameters"] = sum(tensor.numel() for tensor in point.module.parameters())
+    if point.tensor is not None:
+        made["shape"] = list(point.tensor.shape)
+    seen = found.seen.get(point.address)
+    if seen is not None:
+        made |= {"calls": seen.calls, "output": seen.shape}
+    if point.spot is not None:
+        made["where"] = point.spot.where
+    return made
+
+
+@tenterhook.command(
+    epilog="""\b
+Examples:
+  tenterhook audit mymodels:wrapped
+  tenterhook audit mymodels.py:Net --input 8x3x64x64 --json
+\b
+"""
+    + FORMS
+)
+@model_options
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def audit(asked: Asked, *, json_: bool) -> None:
+    """Every hook on MODEL and in the process: who put it there, in which order they run, what can go wrong.
+
+    With --input it is run a few times, and the cost of each hook is measured.
+    """
+    with calling(asked.model):
+        found = audit_of(asked.model, asked.inputs.whole if asked.inputs else None)
+    if not json_:
+        print_table(found._table())  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+        return
+    print_json(
+        [
+            {
+                "address": row.address,
+                "kind": row.kind.value,
+                "who": row.who.name,
+                "where": row.who.short,
+                "order": row.order,
+                "flags": list(row.flags),
+                "risks": [{"name": risk.name, "why": risk.why, "fix": risk.fix} for risk in row.risks],
+                "cost": None if row.cost is None else {"calls": row.cost.calls, "microseconds": row.cost.microseconds},
+            }
+            for row in found
+        ]
+    )
+
+
+@tenterhook.command(
+    epilog="""\b
+Examples:
+  tenterhook completion bash >> ~/.bashrc
+  tenterhook completion zsh >> ~/.zshrc
+  tenterhook completion fish > ~/.config/fish/completions/tenterhook.fish
+"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what SHELL needs to complete this command."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    if found is not None:
+        click.echo(found(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE").source())
+
+
+for command in (record, show, page, diff):
+    tenterhook.add_command(command)

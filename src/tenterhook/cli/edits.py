@@ -1,0 +1,74 @@
+"""``--edit`` on the command line: ``h.5=zero()``, ``h.7.mlp=scale(2, at=at[:, -1])``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from tenterhook.address import Selector
+from tenterhook.cli.inputs import READERS
+from tenterhook.cli.trouble import Trouble, speaking
+from tenterhook.edit import ready
+
+__all__ = ["read_edits"]
+
+EDITS = {
+    name.lower(): getattr(ready, name) for name in ("Add", "Clamp", "Mean", "Noise", "Project", "Scale", "Set", "Zero")
+}
+TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.DOTALL)
+FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
+
+
+def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
+    """The changes that ``th.edit`` takes. Only constants, lists, ``at[...]`` and names of files stand in an edit."""
+    changes: dict[Selector, Any] = {}
+    for text in texts:
+        found = TEXT.fullmatch(text)
+        if found is None:
+            raise Trouble(f"{text!r} is no edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
+        changes.setdefault(found["selector"], []).append(_edit(found["edit"]))
+    return changes
+
+
+def _edit(text: str) -> Any:
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise Trouble(f"{text!r} cannot be read: {error.msg}.\n{FORM}") from None
+    call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
+        raise Trouble(f"{text!r} is no edit.\n{FORM}")
+    args = [_value(argument, text) for argument in call.args]
+    kwargs = {str(word.arg): _value(word.value, text) for word in call.keywords}
+    with speaking(f"{text} cannot be made", debug=False):
+        return EDITS[call.func.id](*args, **kwargs)
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "at":
+        return _index(node.slice)
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        raise Trouble(
+            f"{ast.unparse(node)!r} in {text!r}: an edit takes numbers, at[...] and names of files."
+        ) from None
+    if isinstance(value, str) and Path(value).suffix in READERS:
+        with speaking(f"{value} could not be read"):
+            return READERS[Path(value).suffix](Path(value))
+    return value
+
+
+def _index(node: ast.expr) -> Any:
+    if isinstance(node, ast.Tuple):
+        return tuple(_index(part) for part in node.elts)
+    if isinstance(node, ast.Slice):
+        return slice(
+            *(None if part is None else ast.literal_eval(part) for part in (node.lower, node.upper, node.step))
+        )
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise Trouble(f"at[{ast.unparse(node)}]: an index is made of numbers, slices and lists of numbers.") from None

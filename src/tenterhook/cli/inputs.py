@@ -1,0 +1,197 @@
+"""``--input`` on the command line: files, images, text, and random values of given shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import map_tensors
+from tenterhook.cli.models import tokenizer_of
+from tenterhook.cli.trouble import Trouble, missing_package, speaking
+
+__all__ = ["FORMS", "Inputs", "read_inputs"]
+
+FORMS = """an input is one of
+  1x3x224x224             random normal values of that shape
+  int:1x16<128            random whole numbers below 128; also uniform:, zeros:, ones:, bool:
+  file.npy .npz .pt .safetensors
+  picture.png             an image, as [1, channels, height, width] from 0 to 1
+  text:Hello there        a text, with the model's own tokenizer or --tokenizer DIR
+and name=INPUT gives it by keyword: --input "input_ids=int:1x16<128\""""
+
+SHAPE = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<shape>[0-9]+(?:x[0-9]+)*|scalar)(?:<(?P<below>[0-9]+))?")
+KEYWORD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<rest>.*)", re.DOTALL)
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+LARGEST = 2**34  # values: a slip of the finger is not to fill the memory
+
+RANDOM: dict[str, Callable[[tuple[int, ...], int], Tensor]] = {
+    "float": lambda shape, _: torch.randn(shape),
+    "uniform": lambda shape, _: torch.rand(shape),
+    "zeros": lambda shape, _: torch.zeros(shape),
+    "ones": lambda shape, _: torch.ones(shape),
+    "bool": lambda shape, _: torch.rand(shape) < 0.5,  # noqa: PLR2004  # one half of them
+    "int": lambda shape, below: torch.randint(below, shape),
+}
+
+
+@dataclass
+class Inputs:
+    """What the model is called with, and what is known of it."""
+
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)
+
+    def to(self, device: str | None, dtype: torch.dtype | None) -> Inputs:
+        """The same on another device, floating-point values in another type."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+        args, kwargs = map_tensors(moved, (self.args, self.kwargs))
+        return Inputs(list(args), kwargs, self.tokens)
+
+    @property
+    def whole(self) -> Any:
+        """As ``th.points`` and ``th.audit`` take it."""
+        if self.args and self.kwargs:
+            raise Trouble("give the inputs either all by keyword (name=INPUT) or none of them.")
+        return self.kwargs or tuple(self.args)
+
+    def needing_gradients(self) -> Inputs:
+        """The same, with gradients for what is floating point: a model's own input is a point like any other."""
+
+        def asked(tensor: Tensor) -> Tensor:
+            return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+        args, kwargs = map_tensors(asked, (self.args, self.kwargs))
+        return Inputs(list(args), kwargs, self.tokens)
+
+    def __bool__(self) -> bool:
+        return bool(self.args or self.kwargs)
+
+
+def read_inputs(
+    texts: tuple[str, ...], model: nn.Module, *, folder: Path | None = None, image_size: tuple[int, int] | None = None
+) -> Inputs:
+    """Read every ``--input``. ``folder`` is where a tokenizer may be, ``image_size`` what images are resized to."""
+    made = Inputs()
+    for text in texts:
+        keyword = KEYWORD.fullmatch(text)
+        name, rest = (keyword["name"], keyword["rest"]) if keyword else (None, text)
+        _put(made, name, _read(rest, made, model, folder, image_size))
+    return made
+
+
+def _put(made: Inputs, name: str | None, value: Any) -> None:
+    if name is not None:
+        made.kwargs[name] = value
+    elif isinstance(value, dict):
+        made.kwargs.update(value)
+    elif isinstance(value, tuple):
+        made.args.extend(value)
+    else:
+        made.args.append(value)
+
+
+def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: tuple[int, int] | None) -> Any:
+    shape = SHAPE.fullmatch(text)
+    if shape:
+        return _random(text, shape)
+    if text.startswith("text:"):
+        return _text(text.removeprefix("text:"), made, folder)
+    file = Path(text)
+    if not file.is_file():
+        raise Trouble(f"{text!r} is no input: there is no such file, and it is no shape.\n{FORMS}")
+    if file.suffix.lower() in IMAGES:
+        return _image(file, model, size)
+    read = READERS.get(file.suffix.lower())
+    if read is None:
+        raise Trouble(f"{file}: inputs are read from {', '.join(READERS)} and from images, not from {file.suffix!r}.")
+    with speaking(f"{file} could not be read"):
+        return read(file)
+
+
+def _random(text: str, found: re.Match[str]) -> Tensor:
+    kind, below = found["kind"] or "float", found["below"]
+    if kind not in RANDOM:
+        raise Trouble(f"{text!r}: there is no kind {kind!r} of random values; there is {', '.join(RANDOM)}.")
+    if (kind == "int") != (below is not None):
+        raise Trouble(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
+    shape = () if found["shape"] == "scalar" else tuple(map(int, found["shape"].split("x")))
+    if torch.Size(shape).numel() > LARGEST:
+        raise Trouble(f"{text!r} has {torch.Size(shape).numel():,} values, which is more than can be meant.")
+    if below == "0":
+        raise Trouble(f"{text!r}: there is no whole number below 0 to choose from.")
+    return RANDOM[kind](shape, int(below or 0))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _numpy(file: Path) -> Any:
+    import numpy as np
+
+    found = np.load(file, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        return torch.from_numpy(found)
+    with found:
+        return {name: torch.from_numpy(found[name]) for name in found.files}
+
+
+def _torch(file: Path) -> Any:
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    return tuple(found) if isinstance(found, list) else found
+
+
+def _safetensors(file: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".npy": _numpy,
+    ".npz": _numpy,
+    ".pt": _torch,
+    ".pth": _torch,
+    ".safetensors": _safetensors,
+}
+
+
+def _image(file: Path, model: nn.Module, size: tuple[int, int] | None) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise missing_package("pillow", "page") from None
+    import numpy as np
+
+    with speaking(f"{file} could not be read as an image"), Image.open(file) as opened:
+        image = opened.convert(MODES.get(_channels(model), "RGB"))
+        if size is not None:
+            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        pixels = torch.from_numpy(np.array(image)).float() / 255
+    return (pixels.unsqueeze(-1) if pixels.dim() == len(("row", "column")) else pixels).permute(2, 0, 1).unsqueeze(0)
+
+
+def _channels(model: nn.Module) -> int:
+    """How many channels the model's first convolution takes."""
+    found = (module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d))
+    return next(found, 3)
+
+
+def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
+    if folder is None:
+        raise Trouble("a text needs a tokenizer: use a model directory that has one, or --tokenizer DIR.")
+    tokenizer = tokenizer_of(folder)
+    with speaking("the tokenizer failed"):
+        found = dict(tokenizer(text, return_tensors="pt"))
+        made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
+    return found

@@ -1,0 +1,176 @@
+"""Options that several commands share, and how they print."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+from torch import nn
+
+from tenterhook._draw import Table, as_rich, as_text
+from tenterhook.cli.inputs import FORMS as INPUTS
+from tenterhook.cli.inputs import Inputs, read_inputs
+from tenterhook.cli.models import FORMS as MODELS
+from tenterhook.cli.models import load_model, settings
+from tenterhook.cli.trouble import Trouble, speaking
+
+__all__ = ["FORMS", "Asked", "as_json", "counting", "model_options", "print_json", "print_table", "size_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
+"""what stands below the help of every command that takes a model"""
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model that was named, made; and what it is to be called with."""
+
+    text: str
+    model: nn.Module
+    inputs: Inputs
+
+
+def model_options(function: F) -> F:
+    """MODEL and what belongs to it; the command gets an :class:`Asked` in its place."""
+
+    @click.argument("model", shell_complete=_complete_model)
+    @click.option(
+        "--input",
+        "-i",
+        "inputs",
+        multiple=True,
+        metavar="INPUT",
+        help="What to call it with, as below; can be repeated.",
+    )
+    @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
+    @click.option(
+        "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."
+    )
+    @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Where one is.")
+    @click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
+    @click.option("--seed", default=0, show_default=True, help="Of random weights and random inputs.")
+    @click.option("--device", help="Where it runs, for example cuda.")
+    @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Convert the model and floating-point inputs.")
+    @click.option("--train", is_flag=True, help="In training mode: dropout and batch statistics are on.")
+    @functools.wraps(function)
+    def command(**given: Any) -> Any:
+        names = ("model", "inputs", "pairs", "weights", "tokenizer", "image_size", "seed", "device", "dtype", "train")
+        taken = {name: given.pop(name) for name in names}
+        with speaking():
+            return function(asked=_asked(**taken), **given)
+
+    return command  # type: ignore[return-value]
+
+
+def _asked(  # noqa: PLR0913  # each is an option
+    *,
+    model: str,
+    inputs: tuple[str, ...],
+    pairs: tuple[str, ...],
+    weights: Path | None,
+    tokenizer: Path | None,
+    image_size: str | None,
+    seed: int,
+    device: str | None,
+    dtype: str | None,
+    train: bool,
+) -> Asked:
+    torch.manual_seed(seed)
+    made = load_model(model, settings(pairs), weights)
+    made.train(train)
+    with speaking("the model could not be moved", debug=False):
+        made.to(device=device, dtype=DTYPES[dtype] if dtype else None)
+    torch.manual_seed(seed)  # So that the inputs do not depend on how the model was made.
+    folder = tokenizer or (Path(model) if Path(model).is_dir() else None)
+    read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
+    return Asked(model, made, read.to(device, DTYPES.get(dtype or "")))
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", text)
+    if found is None:
+        raise Trouble(f"--image-size is HEIGHTxWIDTH, for example 224x224; got {text!r}")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def size_of(text: str) -> int:
+    """A number of bytes.
+
+    >>> size_of("10MB"), size_of("500k"), size_of("1.5G")
+    (10000000, 500000, 1500000000)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)b?", text.strip().lower())
+    if found is None:
+        raise Trouble(f"a size is a number of bytes, for example 10MB; got {text!r}")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal that is told how far the work is; none where nobody looks."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _all: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+
+
+def print_table(table: Table) -> None:
+    """In colour and cut to the width on a terminal; whole and plain everywhere else."""
+    if not sys.stdout.isatty():
+        click.echo(as_text(table))
+        return
+    from rich.console import Console
+
+    Console().print(as_rich(table))
+
+
+def print_json(value: Any) -> None:
+    """For programs."""
+    click.echo(as_json(value))
+
+
+def as_json(value: Any) -> str:
+    """JSON that every reader takes: what is no finite number becomes null."""
+    return json.dumps(_plain(value), ensure_ascii=False, indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _complete_model(_context: Any, _parameter: Any, incomplete: str) -> list[Any]:
+    """The prefixes of model libraries, and the files and directories here."""
+    from click.shell_completion import CompletionItem
+
+    heads = [CompletionItem(head) for head in ("transformers:", "timm:") if head.startswith(incomplete)]
+    base = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+    if not base.is_dir():
+        return heads
+    found = sorted(path for path in base.iterdir() if path.suffix == ".py" or path.is_dir())
+    names = [f"{path}:" if path.suffix == ".py" else str(path) for path in found if not path.name.startswith(".")]
+    return heads + [CompletionItem(name) for name in names if name.startswith(incomplete)]

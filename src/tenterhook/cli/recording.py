@@ -1,0 +1,124 @@
+"""``tenterhook record``."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tenterhook._draw import short_number
+from tenterhook.address import resolve
+from tenterhook.cli.edits import read_edits
+from tenterhook.cli.options import FORMS, Asked, counting, model_options, print_json
+from tenterhook.cli.runs import LOSSES, Run, run
+from tenterhook.cli.trouble import FAILED, Trouble
+from tenterhook.record.table import failed
+from tenterhook.record.tape import Tape
+
+__all__ = ["record"]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook record mymodels.py:Net --input 1x3x64x64 -o run.th
+  tenterhook record ./gpt2 'transformer.h.*' '**.attn:attn_weights' -i 'text:The cat sat' --grad -o run.th
+  tenterhook record transformers:BertConfig 'encoder.layer.3' -i 'input_ids=int:1x16<30522' --stop -o run.th
+  tenterhook record mymodels.py:Net -i x.npy --edit 'layer2=zero(at=at[:, 3])' -o edited.th
+\b
+"""
+    + FORMS
+)
+@model_options
+@click.argument("selectors", nargs=-1)
+@click.option("--output", "-o", "file", default="run.th", show_default=True, type=click.Path(path_type=Path))
+@click.option("--grad", is_flag=True, help="Also run backward, and keep gradients.")
+@click.option(
+    "--loss",
+    type=click.Choice(["auto", *LOSSES]),
+    default="auto",
+    show_default=True,
+    help="What to go back from: the model's own loss or else the sum of its output; or the output's sum, mean, max.",
+)
+@click.option("--edit", "edits", multiple=True, metavar="SELECTOR=EDIT", help="A change on the way: 'h.5=zero()'.")
+@click.option("--stop", is_flag=True, help="Run nothing after the last of the points.")
+@click.option("--keep", default="all", show_default=True, metavar="all|last|N", help="Of a module's calls.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def record(  # noqa: PLR0913  # each is an option
+    asked: Asked,
+    selectors: tuple[str, ...],
+    file: Path,
+    loss: Any,
+    edits: tuple[str, ...],
+    keep: str,
+    *,
+    grad: bool,
+    stop: bool,
+    json_: bool,
+) -> None:
+    """Run MODEL once and keep what passes at SELECTORS (all modules' outputs by default) in a file.
+
+    If the model fails, what was recorded until then is kept, with the module that failed and what it was given; the
+    exit code is then 3.
+    """
+    if stop and grad:
+        raise Trouble("--stop ends the run before there is a loss, so that --grad would have nothing to go back from.")
+    wanted = Run(list(selectors), grad, loss, read_edits(edits), stop, _keep(keep))
+    with _progress(asked, wanted) as passed, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tape, error = run(asked.model, asked.inputs, wanted, passed)
+    tape.notes["model"] = _about(asked)
+    tape.notes["edits"] = list(edits)
+    tape.save(file)
+    for text in dict.fromkeys(str(each.message) for each in said):
+        click.echo(f"warning: {text}", err=True)
+    _tell(tape, file, json_=json_)
+    if error is not None:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
+    counts = {"values": len(tape), "gradients": len(tape.grad), "bytes": file.stat().st_size}
+    if json_:
+        print_json({"tape": str(file), **counts, "failure": tape.notes.get("failure")})
+        return
+    size = short_number(counts["bytes"]).replace("k", " k").replace("M", " M").replace("B", " G")
+    click.echo(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
+    for line in failed(tape):
+        click.echo(line, err=True)
+
+
+def _about(asked: Asked) -> dict[str, Any]:
+    model = asked.model
+    return {
+        "name": asked.text,
+        "class": type(model).__name__,
+        "modules": sum(1 for _ in model.modules()),
+        "parameters": sum(tensor.numel() for tensor in model.parameters()),
+    }
+
+
+def _keep(text: str) -> Any:
+    if text in ("all", "last"):
+        return text
+    if not text.isdigit() or not int(text):
+        raise Trouble(f"--keep is all, last, or a number of calls; got {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _progress(asked: Asked, wanted: Run) -> Iterator[Callable[[str], None]]:
+    """A bar that moves as points are passed for the first time."""
+    points = len(resolve(asked.model, wanted.selectors or "**"))
+    seen: set[str] = set()
+    with counting("points") as tell:
+
+        def passed(address: str) -> None:
+            seen.add(address)
+            tell(len(seen), points)
+
+        yield passed

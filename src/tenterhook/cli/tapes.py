@@ -1,0 +1,252 @@
+"""The parts of the command that read tapes: ``show``, ``page`` and ``diff``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import webbrowser
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tenterhook._draw import Column, Row, Table
+from tenterhook._look.numbers import numbers
+from tenterhook._tree import describe, show_path, tensors
+from tenterhook.cli.options import counting, print_json, print_table, size_of
+from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
+from tenterhook.errors import TapeFileError, TenterhookError
+from tenterhook.record.table import table
+from tenterhook.record.tape import Tape, load
+from tenterhook.report.compare import Difference, Tolerance, compare
+from tenterhook.report.order import chosen
+
+__all__ = ["diff", "page", "show"]
+
+TAPE = click.Path(path_type=Path)
+AROUND = 12  # rows that a diff shows from where two tapes part
+MAP_DIMENSIONS = 2
+
+
+def read_tape(file: Path) -> Tape:
+    """The tape in a file, if there is room for it."""
+    if file.is_file() and file.stat().st_size > (memory := _memory()):
+        raise TapeFileError(
+            f"{file} holds {file.stat().st_size / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB of memory. "
+            "Record fewer points, or fewer calls (--keep last)."
+        )
+    return load(file)
+
+
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Not every system tells.
+        return 2**63
+
+
+# -- show -------------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook show run.th
+  tenterhook show run.th 'layer4.**' --json
+  tenterhook show run.th conv1 --maps 6
+"""
+)
+@click.argument("file", type=TAPE)
+@click.argument("selectors", nargs=-1)
+@click.option("--maps", default=0, metavar="N", help="Draw the first N maps of each point, in blocks.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> None:
+    """What is on the tape FILE, in numbers: all of it, or what SELECTORS stand for."""
+    with speaking():
+        tape = read_tape(file)
+        addresses = chosen(tape, selectors)
+        if json_:
+            failure = tape.notes.get("failure")
+            print_json({"values": [row for address in addresses for row in _values(tape, address)], "failure": failure})
+            return
+        print_table(table(tape, addresses if selectors else None))
+        for address in addresses if maps > 0 else ():
+            _draw_maps(tape, address, maps)
+
+
+def _values(tape: Tape, address: str) -> list[dict[str, Any]]:
+    try:
+        value = tape[address]
+    except TenterhookError as error:
+        return [{"address": address, "unreadable": str(error)}]
+    grads = dict(tensors(tape.grad[address])) if address in tape.grad else {}
+    rows = [
+        {
+            "address": address + show_path(path),
+            "shape": None if tensor.is_nested else list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            **_numbers(tensor),
+            **({"gradient": _numbers(grads[path])} if grads.get(path) is not None else {}),
+        }
+        for path, tensor in tensors(value)
+    ]
+    return rows or [{"address": address, "value": describe(value)}]
+
+
+def _numbers(tensor: Any) -> dict[str, Any]:
+    found = numbers(tensor)
+    if found is None:
+        return {}
+    return {key: part for key, part in asdict(found).items() if key not in ("histogram", "scale")}
+
+
+def _draw_maps(tape: Tape, address: str, count: int) -> None:
+    from rich.console import Console
+
+    from tenterhook._look.layout import lay_out
+    from tenterhook.report.terminal import maps
+
+    console = Console()
+    for path, tensor in tensors(tape[address]):
+        made = lay_out(tensor)
+        if made is None:
+            continue
+        side = 24 if made.kind == "maps" else 48
+        small = made.bounded(count, side, side).values
+        titled = [
+            (f"{address}{show_path(path)} {number}" if made.kind == "maps" else address, one)
+            for number, one in enumerate(small)
+        ]
+        console.print(maps(titled, color=console.is_terminal))
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook page run.th -o run.html --open
+  tenterhook page before.th after.th -o both.html --size 20MB
+"""
+)
+@click.argument("files", nargs=-1, required=True, type=TAPE)
+@click.option("--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the tape's name, .html].")
+@click.option("--size", default="10MB", show_default=True, help="How large the page may become.")
+@click.option(
+    "--maps", default=512, show_default=True, type=click.IntRange(min=1), help="How many maps are drawn of one value."
+)
+@click.option("--title", help="What stands at its top.")
+@click.option("--open", "open_", is_flag=True, help="Show it in the browser.")
+def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, title: str | None, *, open_: bool) -> None:
+    """Write one HTML page of the tape FILES, one or two, that opens from disk without any network."""
+    if len(files) > len(("left", "right")):
+        raise Trouble(f"a page shows one tape, or two side by side; got {len(files)}")
+    target = target or files[0].with_suffix(".html")
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise Trouble(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
+    try:
+        import PIL  # noqa: F401  # asked for here, so that what is missing is told at once
+
+        from tenterhook.report.page import LEAST, write_tapes
+    except ImportError:
+        raise missing_package("pillow", "page") from None
+    with speaking():
+        most = size_of(size)
+        if most < LEAST:
+            raise Trouble(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
+        tapes = {_name(file, files): read_tape(file) for file in files}
+        with counting("pictures") as progress, _told_as_trouble():
+            written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
+        click.echo(f"{target}: {written / 1e6:.1f} MB")
+    if open_:
+        _open(target)
+
+
+@contextlib.contextmanager
+def _told_as_trouble() -> Iterator[None]:
+    """What the page says of its own options is meant for whoever gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise Trouble(str(error)) from None
+
+
+def _name(file: Path, files: tuple[Path, ...]) -> str:
+    same = len(files) > 1 and files[0].name == files[-1].name
+    return str(file) if same else file.name
+
+
+def _open(target: Path, browse: Callable[[str], bool] = webbrowser.open) -> None:
+    if not browse(target.resolve().as_uri()):
+        raise Trouble(
+            f"the page was written, but no browser could be opened. Open this file in one: {target.resolve()}"
+        )
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook diff reference.th port.th
+  tenterhook diff float32.th bfloat16.th --rtol 0.05 --all
+"""
+)
+@click.argument("left", type=TAPE)
+@click.argument("right", type=TAPE)
+@click.option("--rtol", type=float, help="How far apart values may be, as a share of them [what rounding does].")
+@click.option("--atol", type=float, help="… and in their own unit [what rounding does].")
+@click.option("--all", "every", is_flag=True, help="Show every point.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
+    """Where two runs part: the first point whose values differ, and by how much.
+
+    The exit code is 0 if they do not, and 1 if they do.
+    """
+    with speaking():
+        found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
+    first = next((place for place, each in enumerate(found) if each.parts), None)
+    if json_:
+        rows = [asdict(each) for each in found]
+        print_json({"first": None if first is None else found[first].address, "points": rows})
+    else:
+        print_table(_difference_table(found, first, every=every))
+    if first is not None:
+        raise click.exceptions.Exit(DIFFERENT)
+
+
+def _difference_table(found: list[Difference], first: int | None, *, every: bool) -> Table:
+    parting = sum(each.parts for each in found)
+    if first is None:
+        title = f"no difference in {len(found)} values"
+    else:
+        title = f"the runs part at {_called(found[first])}: {_how(found[first])}"
+    start = max(0, (first or 0) - 1)
+    shown = found if every else found[start : start + AROUND] if first is not None else []
+    rows = [
+        Row(
+            ("✗" if each.parts else "", _called(each), _number(each.largest), _number(each.relative), each.why),
+            style="strong" if each.parts else "dim",
+        )
+        for each in shown
+    ]
+    rest = len(found) - len(shown)
+    footer = (f"{parting} of {len(found)} differ" + (f"; {rest} not shown (--all)" if rest else ""),) if parting else ()
+    columns = (Column(), Column("point"), Column("off by", right=True), Column("of its size", right=True), Column())
+    return Table(title, columns, tuple(rows), footer)
+
+
+def _called(each: Difference) -> str:
+    return f"d/d {each.address}" if each.gradient else each.address
+
+
+def _how(each: Difference) -> str:
+    return each.why or f"off by up to {_number(each.largest)}, {_number(each.relative)} of its size"
+
+
+def _number(number: float) -> str:
+    return f"{number:.3g}" if number else ""

@@ -1,0 +1,256 @@
+"use strict";
+// The chosen point, the overview, and the start of the page.
+
+(() => {
+  const { el } = TH;
+  const main = document.getElementById("main");
+  const top = document.getElementById("top");
+  const overview = el("div", { id: "overview" });
+  const detail = el("div", { id: "detail" });
+  let log = false; // Whether histograms count in powers of ten.
+
+  // ---- the top ------------------------------------------------------------------------------------------------------
+
+  const drawTop = () =>
+    top.replaceChildren(
+      el("h1", {}, TH.data.title),
+      el("dl", { id: "facts" }, TH.data.facts.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", { title: text }, text)))),
+      el("span", { class: "keys" }, el("kbd", {}, "/"), " search  ", el("kbd", {}, "↑↓←→"), " walk  ", el("kbd", {}, "[ ]"), " calls"),
+      el("button", { id: "theme", type: "button", title: "Light or dark (t)", "aria-label": "Light or dark", onclick: TH.theme.toggle }, "◐"),
+    );
+
+  // ---- the overview -------------------------------------------------------------------------------------------------
+
+  const failureCard = (failure, run) => {
+    const inputs = Object.entries(failure.inputs || {});
+    const own = Object.entries(failure.parameters || {});
+    const table = (title, rows) =>
+      rows.length ? el("div", {}, el("h4", {}, title), el("table", {}, rows.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text))))) : null;
+    const [point] = TH.find(failure.address || "");
+    const name = el("button", { class: "link", type: "button", onclick: () => point && TH.choose(point) }, failure.address || "outside the modules");
+    return el(
+      "section",
+      { class: "card failure", role: "alert" },
+      el("h3", {}, TH.runs.length > 1 ? `${TH.runs[run]}: the run failed in ` : "The run failed in ", name, failure.kind ? ` (${failure.kind})` : ""),
+      el("p", {}, el("b", {}, failure.error), `: ${failure.message}`),
+      el("div", { class: "shapes" }, table("was given", inputs), table("has", own)),
+      failure.where ? el("p", { class: "note" }, failure.where) : null,
+    );
+  };
+
+  const remarksCard = () =>
+    TH.data.remarks.length
+      ? el(
+          "section",
+          { class: "card remarks" },
+          el("h3", {}, "What stands out"),
+          el("ul", {}, TH.data.remarks.map((remark) => {
+            const [point] = TH.find(remark.address || "");
+            return el("li", {}, point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, remark.address) : remark.address || "", " ", remark.text);
+          })),
+        )
+      : null;
+
+  const insideToggle = () =>
+    TH.passed.length > TH.shownSteps().length || TH.everything
+      ? el("button", { class: "toggle", type: "button", title: "Whether what passes inside modules is drawn too", onclick: () => { TH.everything = !TH.everything; drawOverview(); } }, TH.everything ? "all points" : "outputs of modules")
+      : null;
+
+  const depthCard = () => {
+    if (!TH.passed.length) return;
+    const names = TH.runs.length ? TH.runs : ["value"];
+    const card = el("section", { class: "card", id: "depth" }, el("h3", {}, "Down the depth of the model", insideToggle()));
+    if (names.length > 1) card.append(el("p", { class: "runs" }, names.map((name, run) => el("span", { class: `run run${run}` }, name))));
+    overview.append(card);
+    TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
+    TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
+    if (names.length > 1) TH.charts.depth(card, "apart, as a share of the size", "apart", (each) => each.apart ?? null, ["apart"]);
+  };
+
+  const tableCard = (table) =>
+    el(
+      "section",
+      { class: "card" },
+      el("h3", {}, table.title),
+      el("div", { class: "scroll" }, el(
+        "table",
+        { class: "rows" },
+        el("thead", {}, el("tr", {}, table.columns.map(([title, right]) => el("th", { class: right ? "right" : "" }, title)))),
+        el("tbody", {}, table.rows.map(([cells, depth, style]) => el("tr", { class: style }, cells.map((cell, at) => {
+          const made = el("td", { class: table.columns[at][1] ? "right" : "" }, cell);
+          if (!at) made.style.paddingLeft = `${8 + depth * 14}px`;
+          return made;
+        })))),
+      )),
+      table.footer.map((line) => el("p", { class: "note" }, line)),
+    );
+
+  const drawOverview = () => {
+    TH.charts.forget();
+    overview.replaceChildren();
+    overview.append(...TH.data.failures.map((failure, run) => failure && failureCard(failure, run)).filter(Boolean));
+    overview.append(...[remarksCard()].filter(Boolean));
+    depthCard();
+    for (const chart of TH.data.charts) {
+      const box = el("div", { class: "line" });
+      overview.append(el("section", { class: "card chart" }, el("h3", {}, chart.title), box));
+      TH.charts.lines(box, chart);
+    }
+    overview.append(...TH.data.tables.map(tableCard));
+  };
+
+  // ---- the chosen point ---------------------------------------------------------------------------------------------
+
+  const ROWS = [
+    ["mean", (seen) => TH.number(seen.mean, 4)],
+    ["std", (seen) => TH.number(seen.std, 4)],
+    ["min", (seen) => TH.number(seen.low, 4)],
+    ["max", (seen) => TH.number(seen.high, 4)],
+    ["norm", (seen) => TH.number(seen.norm, 4)],
+    ["rms", (seen) => TH.number(seen.rms, 4)],
+    ["zeros", (seen) => (seen.zeros ? `${TH.number((100 * seen.zeros) / seen.count)} %` : "0")],
+    ["NaN", (seen) => TH.count(seen.nans)],
+    ["Inf", (seen) => TH.count(seen.infs)],
+  ];
+
+  const numbersCard = (columns) =>
+    el(
+      "section",
+      { class: "card numbers" },
+      el("h3", {}, "Numbers"),
+      el(
+        "table",
+        {},
+        el("tr", {}, el("th"), columns.map(({ title }) => el("th", { class: "right" }, title))),
+        ROWS.map(([name, read]) =>
+          el("tr", { class: (name === "NaN" || name === "Inf") && columns.some(({ seen }) => read(seen) !== "0") ? "bad" : "" },
+            el("th", {}, name), columns.map(({ seen }) => el("td", { class: "right" }, read(seen))))),
+      ),
+    );
+
+  const histogramCard = ({ title, seen, key, run }) => {
+    const box = el("div", { class: "histogram" });
+    const card = el(
+      "section",
+      { class: "card" },
+      el("h3", {}, title, el("button", { class: "toggle", type: "button", title: "Count in powers of ten", onclick: () => { log = !log; draw(); } }, log ? "log" : "linear")),
+      box,
+    );
+    const colour = TH.css(key === "gradient" ? (run ? "--fourth" : "--gradient") : run ? "--third" : "--value");
+    requestAnimationFrame(() => box.isConnected && TH.charts.histogram(box, seen, colour, log));
+    return card;
+  };
+
+  const chips = (items, chosen, act) =>
+    items.length > 1
+      ? el("div", { class: "chips" }, items.slice(0, 400).map(([text, value]) => el("button", { type: "button", class: value === chosen ? "on" : "", onclick: () => act(value) }, text)))
+      : null;
+
+  const heading = (point, call, part) => {
+    const sample = part || {};
+    const facts = [point.kind, point.site === "parameter" ? "parameter" : "", sample.dtype, TH.shape(sample)].filter(Boolean);
+    const name = TH.nameOf(point, call);
+    return el(
+      "div",
+      { class: "heading" },
+      el("h2", {}, name, el("button", { class: "copy", type: "button", title: "Copy the address", onclick: (event) => { navigator.clipboard?.writeText(name).then(() => (event.target.textContent = "copied")); } }, "copy")),
+      el("p", { class: "facts" }, facts.map((fact) => el("span", {}, fact))),
+    );
+  };
+
+  const pictureCards = (title, items, signed) => {
+    const drawn = items
+      .filter(({ seen }) => seen && seen.picture !== null && seen.picture !== undefined)
+      .map(({ seen, name, run }) => ({ seen, name, run, number: seen.picture, picture: TH.data.pictures[seen.picture] }));
+    const there = drawn.filter((item) => item.picture);
+    if (!there.length) return drawn.length ? el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "note" }, "No picture: the page would have become larger than allowed.")) : null;
+    if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there);
+    const of = (pick, best) => best(...there.map(({ seen }) => (seen.numbers ? pick(seen.numbers) : 0)));
+    const scale = {
+      low: of((seen) => seen.scale[0], Math.min), high: of((seen) => seen.scale[1], Math.max),
+      full: [of((seen) => seen.low, Math.min), of((seen) => seen.high, Math.max)],
+      colours: "viridis", tile: tileOf(there[0].picture), tokens: TH.data.tokens[there[0].run] || [],
+    };
+    if (signed && scale.low < 0) {
+      const reach = Math.max(-scale.low, scale.high);
+      [scale.low, scale.high, scale.colours] = [-reach, reach, "blue–red"];
+    }
+    return TH.maps.panel(title, there, scale);
+  };
+
+  // The fewer maps, the larger each.
+  const tileOf = ({ size: [count] }) => (count <= 4 ? 200 : count <= 16 ? 112 : count <= 128 ? 80 : 52);
+
+  const tokensCard = (point, seen) => {
+    const tokens = TH.data.tokens[seen.run] || [];
+    const isIds = seen.part.dtype === "int64" && seen.part.shape.at(-1) === tokens.length && tokens.length;
+    return isIds ? el("section", { class: "card" }, el("h3", {}, "Tokens"), el("p", { class: "tokens" }, tokens.map((token, at) => el("span", { title: `position ${at}` }, token)))) : null;
+  };
+
+  const draw = () => {
+    TH.charts.clear();
+    TH.tip(null, "");
+    const { point, call, part: place } = TH.chosen;
+    if (!point) return detail.replaceChildren();
+    const runs = TH.runs.map((name, run) => ({ name: TH.runs.length > 1 ? name : "", run, call: TH.callOf(point, run, call) })).filter((each) => each.call);
+    const seen = runs.map((each) => ({ ...each, part: each.call.parts[Math.min(place, each.call.parts.length - 1)] }));
+    const parts = runs[0]?.call.parts || [];
+    const columns = seen.flatMap(({ part, name, run }) => [
+      part.numbers ? { title: `${name} value`.trim(), seen: part.numbers, key: "value", run } : null,
+      part.gradient?.numbers ? { title: `${name} gradient`.trim(), seen: part.gradient.numbers, key: "gradient", run } : null,
+    ]).filter(Boolean);
+    const apart = runs[0]?.call.apart;
+    const texts = seen.filter(({ part }) => part.text).map(({ part, name }) => el("p", { class: "text" }, name ? `${name}: ` : "", part.text));
+    detail.replaceChildren(
+      ...[
+        heading(point, call, seen[0]?.part),
+        point.where ? el("section", { class: "card source" }, point.source.map(([line, text]) => el("code", {}, el("i", {}, line), text)), el("span", { class: "note" }, point.where)) : null,
+        chips(point.calls.map((each) => [`#${each}`, each]), call, (each) => TH.choose(point, each)),
+        chips(parts.map((each, at) => [each.path || "value", at]), place, (at) => TH.choose(point, call, at)),
+        point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
+        seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
+        ...texts,
+        apart !== undefined && apart !== null ? el("p", { class: "text" }, apart ? `The two runs are apart by ${TH.number(apart)} of the size of the first.` : "The two runs are equal here.") : null,
+        columns.length ? el("div", { class: "cards" }, numbersCard(columns), columns.filter(({ seen: each }) => each.histogram.length).map((each) => histogramCard({ ...each, title: `Histogram, ${each.title}` }))) : null,
+        ...seen.map((each) => (each.part.shape ? tokensCard(point, each) : null)),
+        pictureCards("Values", seen.map(({ part, name, run }) => ({ seen: part, name, run })), false),
+        pictureCards("Gradients", seen.map(({ part, name, run }) => ({ seen: part.gradient, name, run })), true),
+      ].filter(Boolean),
+    );
+  };
+
+  // ---- the start ----------------------------------------------------------------------------------------------------
+
+  document.addEventListener("keydown", (event) => {
+    if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { point, call } = TH.chosen;
+    const turn = (by) => {
+      const at = point ? point.calls.indexOf(call) + by : -1;
+      if (at >= 0 && at < point.calls.length) TH.choose(point, point.calls[at]);
+    };
+    const act = { "/": TH.tree.search, t: TH.theme.toggle, "[": () => turn(-1), "]": () => turn(1) }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+
+  let theme = document.documentElement.dataset.theme;
+  TH.listeners.push(() => {
+    if (theme !== document.documentElement.dataset.theme) {
+      theme = document.documentElement.dataset.theme;
+      drawOverview();
+    }
+    draw();
+  });
+
+  if (!TH.points.length) document.body.classList.add("no-points");
+  drawTop();
+  main.append(overview, detail);
+  drawOverview();
+  const [wanted, call] = TH.find(decodeURIComponent(location.hash.slice(1)));
+  const failed = TH.points.find((point) => point.failed);
+  const start = wanted || failed || TH.passed.find(({ parts }) => parts.some((part) => part && part.shape.length === 4))?.point || TH.passed[0]?.point || TH.points[0];
+  if (start) TH.choose(start, call);
+  TH.tree.focus();
+  document.documentElement.dataset.ready = String(Math.round(performance.now()));
+})();

@@ -1,0 +1,159 @@
+"""Tapes as plain rows: what a page shows of each point, before it is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tenterhook._look.numbers import Numbers, numbers
+from tenterhook._tree import describe, show_path, tensors
+from tenterhook.address.grammar import parse
+from tenterhook.errors import TenterhookError
+from tenterhook.record.store import source_of
+from tenterhook.record.tape import Tape, Track
+from tenterhook.report.compare import Tolerance, difference
+from tenterhook.report.images import Pictures
+from tenterhook.report.order import in_order
+
+__all__ = ["points"]
+
+DIGITS = 5
+
+
+@dataclass
+class _Builder:
+    """Gathers the points of several tapes under their addresses."""
+
+    tapes: list[Tape]
+    pictures: Pictures
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def build(self) -> list[dict[str, Any]]:
+        for run, tape in enumerate(self.tapes):
+            ranks = {address: rank for rank, address in enumerate(in_order(tape))}
+            for base, track in tape._tracks.items():
+                row = self.rows.setdefault(base, self._row(base, track))
+                row["runs"][run] = self._calls(tape, base, track, ranks)
+        for run, tape in enumerate(self.tapes):
+            failed = tape.notes.get("failure")
+            if failed and failed["address"]:
+                address = failed["address"]
+                row = self.rows.setdefault(address, self._row(address, Track({}, kind=failed["kind"])))
+                row["failed"] = [*row.get("failed", ()), run]
+        if len(self.tapes) > 1:
+            self._compare()
+        return list(self.rows.values())
+
+    def _row(self, base: str, track: Track) -> dict[str, Any]:
+        parsed = parse(base)
+        row: dict[str, Any] = {
+            "address": base,
+            "path": list(parsed.names or ()),
+            "inner": "".join(f":{inner}" for inner in parsed.inner),
+            "kind": track.kind,
+            "site": track.site,
+            "runs": [None] * len(self.tapes),
+        }
+        if track.where:
+            lines = [list(pair) for pair in zip(track.lines, source_of(track), strict=False)]
+            row |= {"where": track.where, "source": lines}
+        return row
+
+    def _calls(self, tape: Tape, base: str, track: Track, ranks: Mapping[str, int]) -> list[dict[str, Any]]:
+        calls = []
+        for index in sorted(track.entries):
+            name = base if len(track.entries) == 1 and index == 0 else f"{base}#{index}"
+            calls.append({"call": index, "rank": ranks.get(name, 0), "parts": self._parts(tape, base, name, track)})
+        return calls
+
+    def _parts(self, tape: Tape, base: str, name: str, track: Track) -> list[dict[str, Any]]:
+        try:
+            value = tape[name]
+        except TenterhookError as error:
+            return [{"text": f"unreadable: {error}"}]
+        grads = _gradients(tape, base, name)
+        found = list(tensors(value))
+        if not found:
+            return [{"text": describe(value)}]
+        return [self._part(path, tensor, grads.get(path), track) for path, tensor in found]
+
+    def _part(self, path: Any, tensor: Tensor, gradient: Any, track: Track) -> dict[str, Any]:
+        shape = ["nested", tensor.size(0)] if tensor.is_nested else list(tensor.shape)
+        part = {
+            "path": show_path(path),
+            "shape": shape,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            **self._seen(tensor, track),
+        }
+        if isinstance(gradient, Tensor):
+            part["gradient"] = self._seen(gradient, track)
+        return part
+
+    def _seen(self, tensor: Tensor, track: Track) -> dict[str, Any]:
+        found = numbers(tensor)
+        picture = self.pictures.add(tensor, module=track.kind, parameter=track.site == "parameter")
+        return {"numbers": None if found is None else _plain(found), "picture": picture}
+
+    def _compare(self) -> None:
+        """How far the second tape is from the first, at each call that both have."""
+        left, right = self.tapes
+        for base, row in self.rows.items():
+            for mine in row["runs"][0] or ():
+                if any(other["call"] == mine["call"] for other in row["runs"][1] or ()):
+                    mine["apart"] = _apart(left, right, f"{base}#{mine['call']}")
+
+
+def points(tapes: Mapping[str, Tape], pictures: Pictures) -> list[dict[str, Any]]:
+    """One row for each point that any of the tapes has, with every call and every tensor in numbers.
+
+    The pictures are asked for, and stand under their number.
+    """
+    return _Builder(list(tapes.values()), pictures).build()
+
+
+def _gradients(tape: Tape, base: str, name: str) -> dict[Any, Tensor]:
+    if base not in tape.grad._tracks:  # Asking by another name would look through the whole model.
+        return {}
+    try:
+        return dict(tensors(tape.grad[name])) if name in tape.grad else {}
+    except TenterhookError:
+        return {}
+
+
+def _apart(left: Tape, right: Tape, name: str) -> float | None:
+    try:
+        mine, other = dict(tensors(left[name])), dict(tensors(right[name]))
+    except TenterhookError:
+        return None
+    if mine.keys() != other.keys():
+        return None
+    found = [difference(name, tensor, other[path], Tolerance()) for path, tensor in mine.items()]
+    if not found or any(each.why for each in found):
+        return None
+    return short(max(each.relative for each in found))
+
+
+def _plain(found: Numbers) -> dict[str, Any]:
+    return {
+        "count": found.count,
+        "mean": short(found.mean),
+        "std": short(found.std),
+        "low": short(found.low),
+        "high": short(found.high),
+        "norm": short(found.norm),
+        "rms": short(found.rms),
+        "zeros": found.zeros,
+        "nans": found.nans,
+        "infs": found.infs,
+        "histogram": list(found.histogram),
+        "scale": [short(end) for end in found.scale],
+    }
+
+
+def short(number: float) -> float | None:
+    """A number with as many digits as anybody reads; None for what JSON has no word for."""
+    return float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None

@@ -1,0 +1,85 @@
+"""In which order the values of a tape passed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tenterhook.address.globs import name_regex, path_regex
+from tenterhook.address.grammar import Address, Inner, parse
+from tenterhook.address.suggest import listed, nearest
+from tenterhook.errors import NotRecorded
+from tenterhook.record.tape import Tape
+
+__all__ = ["chosen", "in_order"]
+
+
+def in_order(tape: Tape) -> list[str]:
+    """The addresses of a tape, as values passed where that was noted; otherwise as the model is built, inside out.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Linear(2, 2))
+    >>> with th.record(model, "**", "1:in") as tape:
+    ...     _ = model(torch.ones(1, 2))
+    >>> in_order(tape)
+    ['0.0', '0', '1:in', '1', ':return']
+    """
+    noted = {text: place for place, text in enumerate(tape.notes.get("order", ()))}
+    addresses = list(tape)
+    if noted:
+        last = len(noted)
+        return sorted(addresses, key=lambda address: noted.get(_with_call(address), last))
+    return _inside_out(addresses)
+
+
+def _with_call(address: str) -> str:
+    head, hash_, call = address.rpartition("#")
+    return address if hash_ and call.isdigit() and head else f"{address}#0"
+
+
+def _inside_out(addresses: list[str]) -> list[str]:
+    """Arguments before what is below a module, its output after it; otherwise as they were recorded."""
+    first: dict[tuple[str, ...], int] = {}
+    keys = {}
+    for place, address in enumerate(addresses):
+        parsed = parse(address)
+        names = parsed.names or ()
+        for end in range(len(names) + 1):
+            first.setdefault(names[:end], place)
+        is_output = not parsed.inner
+        # One step for each level: where that level was first met, and within the last one before or after its children.
+        steps = [(first[names[:end]], 1) for end in range(1, len(names) + 1)]
+        keys[address] = ([*steps, (len(addresses), 2)] if is_output else [*steps, (-1, 0)], place)
+    return sorted(addresses, key=keys.__getitem__)
+
+
+def chosen(tape: Tape, selectors: Sequence[str]) -> list[str]:
+    """The addresses on a tape that any of the selectors stands for, by text alone; all of them without one."""
+    if not selectors:
+        return list(tape)
+    addresses = {address: parse(address) for address in tape}
+    found: dict[str, None] = {}
+    for selector in selectors:
+        wanted = parse(selector)
+        fit = [address for address, parsed in addresses.items() if _fits(wanted, parsed)]
+        if not fit:
+            near = nearest(selector, addresses)
+            hint = f"Did you mean {listed(near)}?" if near else f"It has {listed(list(addresses)[:5])}."
+            raise NotRecorded(f"{selector!r} stands for nothing on this tape.\n{hint}")
+        found |= dict.fromkeys(fit)
+    return [address for address in addresses if address in found]
+
+
+def _fits(wanted: Address, parsed: Address) -> bool:
+    path = ".".join(parsed.names or ())
+    if not re.fullmatch(path_regex(wanted.path), path) or len(wanted.inner) != len(parsed.inner):
+        return False
+    if wanted.call is not None and wanted.call != (parsed.call or 0):
+        return False
+    return all(_inner_fits(*pair) for pair in zip(wanted.inner, parsed.inner, strict=True))
+
+
+def _inner_fits(wanted: Inner, found: Inner) -> bool:
+    if wanted.name.literal is None:
+        return re.fullmatch(name_regex(wanted.name), found.name.literal or "") is not None
+    return str(wanted) == str(found) or (wanted.place is None and str(wanted) == str(found).partition("[")[0])

@@ -1,0 +1,204 @@
+"""One HTML page that opens from disk: everything that it needs is inside it, and it fetches nothing.
+
+:func:`write` takes plain rows and series; :func:`write_tapes` makes them of tapes.
+"""
+
+from __future__ import annotations
+
+import errno
+import html
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tenterhook._draw import Table, short_number
+from tenterhook._version import __version__
+from tenterhook.record.store import replacing
+from tenterhook.record.tape import Tape
+
+__all__ = ["Chart", "Page", "render", "tapes_page", "write", "write_tapes"]
+
+ASSETS = Path(__file__).parent / "assets"
+STYLES = ("uplot/uPlot.min.css", "style.css")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "charts.js", "maps.js", "view.js")
+SIZE = 10_000_000
+MOST_RUNS = 2
+LEAST = 300_000  # bytes: a page without any picture
+SPARE = 6  # bytes for a picture that is left out, and what is said of it
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one axis: steps of a training run, layers, or anything else that is counted."""
+
+    title: str
+    x: Sequence[float]
+    series: Mapping[str, Sequence[float | None]]
+    x_label: str = ""
+    log: bool = False
+
+
+@dataclass
+class Page:
+    """What stands on a page. Everything is plain: numbers, text, rows."""
+
+    title: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    remarks: Sequence[Mapping[str, str]] = ()
+    """each a ``text`` and, where there is one, the ``address`` that it is about"""
+    runs: Sequence[str] = ()
+    """the names of the tapes, if the points are of any"""
+    tokens: Sequence[Sequence[str]] = ()
+    failures: Sequence[Mapping[str, Any] | None] = ()
+    points: Sequence[Mapping[str, Any]] = ()
+    pictures: Sequence[Mapping[str, Any] | None] = ()
+
+
+def write(path: str | os.PathLike[str], page: Page) -> int:
+    """Write a page, whole or not at all; gives its size in bytes."""
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a directory, and a page is one file", str(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory; make it first", str(target.parent))
+    content = render(page).encode()
+    with replacing(target) as temporary:
+        temporary.write_bytes(content)
+    return len(content)
+
+
+def write_tapes(
+    path: str | os.PathLike[str],
+    tapes: Mapping[str, Tape] | Tape,
+    *,
+    size: int = SIZE,
+    maps: int = 512,
+    title: str | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> int:
+    """Write the page of one tape, or of two side by side; gives its size in bytes.
+
+    Args:
+        path: where to; a file that is there is replaced.
+        tapes: a tape, or one or two under the names that they are shown by.
+        size: how many bytes it may have. Pictures are made as fine as that allows, and left out where it does not.
+        maps: how many maps are drawn of one value.
+        title: what stands at its top.
+        progress: is told how many pictures were made, and of how many.
+    """
+    named = {"tape": tapes} if isinstance(tapes, Tape) else dict(tapes)
+    return write(path, tapes_page(named, size=size, maps=maps, title=title, progress=progress))
+
+
+def tapes_page(
+    tapes: Mapping[str, Tape],
+    *,
+    size: int = SIZE,
+    maps: int = 512,
+    title: str | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> Page:
+    """The page of one or two tapes, before it is written."""
+    from tenterhook.report.document import points
+    from tenterhook.report.images import Pictures
+    from tenterhook.report.lighten import lighten
+    from tenterhook.report.remarks import remarks
+
+    if not 1 <= len(tapes) <= MOST_RUNS:
+        raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")
+    if maps < 1:
+        raise ValueError(f"maps= is how many maps are drawn of one value, at least one; got {maps}")
+    if size < LEAST:
+        raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
+    pictures = Pictures(size, maps)
+    rows = points(tapes, pictures)
+    first, notes = next(iter(tapes.values())), [tape.notes for tape in tapes.values()]
+    page = Page(
+        title=title or notes[0].get("model", {}).get("class") or " and ".join(tapes),
+        facts=_facts(first, rows),
+        remarks=[remark for run in range(len(tapes)) for remark in remarks(rows, run)],
+        runs=list(tapes),
+        tokens=[each.get("tokens", []) for each in notes],
+        failures=[each.get("failure") for each in notes],
+        points=rows,
+    )
+    left_out = lighten(rows, size - SPARE * len(pictures.layouts), lambda: len(render(page).encode()))
+    page.remarks = [*page.remarks, *({"text": text} for text in left_out)]
+    pictures.size = size - len(render(page).encode())
+    page.pictures = pictures.encode(progress)
+    return page
+
+
+def _facts(tape: Tape, rows: Sequence[Any]) -> dict[str, str]:
+    model, notes = tape.notes.get("model", {}), tape.notes
+    facts = {"model": model.get("name", "")}
+    if model:
+        facts |= {"modules": f"{model['modules']:,}", "parameters": short_number(model["parameters"])}
+    facts["points"] = f"{len(rows):,}"
+    facts["inputs"] = ", ".join(f"{key}: {text}" for key, text in notes.get("inputs", {}).items())
+    facts["edits"] = ", ".join(notes.get("edits", ()))
+    return {key: text for key, text in facts.items() if text}
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def render(page: Page) -> str:
+    """The page as text."""
+    data = {
+        "title": page.title,
+        "facts": list(page.facts.items()),
+        "charts": [_chart(chart) for chart in page.charts],
+        "tables": [_table(table) for table in page.tables],
+        "remarks": list(page.remarks),
+        "runs": list(page.runs),
+        "tokens": list(page.tokens),
+        "failures": list(page.failures),
+        "points": list(page.points),
+        "pictures": list(page.pictures),
+        "version": __version__,
+    }
+    # What ends a script must not stand in it, whatever a module is called.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = {
+        "TITLE": html.escape(page.title),
+        "STYLE": _joined(STYLES),
+        "SCRIPT": _joined(SCRIPTS),
+        "DATA": text,
+    }
+    pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
+    return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    series = {name: [_finite(y) for y in ys] for name, ys in chart.series.items()}
+    return {
+        "title": chart.title,
+        "x": [_finite(x) for x in chart.x],
+        "series": series,
+        "x_label": chart.x_label,
+        "log": chart.log,
+    }
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _table(table: Table) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "columns": [[column.title, column.right] for column in table.columns],
+        "rows": [[list(row.cells), row.depth, row.style] for row in table.rows],
+        "footer": list(table.footer),
+    }

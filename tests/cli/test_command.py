@@ -1,0 +1,320 @@
+"""The command, as a person at a terminal sees it: what it prints, and with which exit code it ends."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tenterhook as th
+from tenterhook.cli.command import tenterhook
+from tenterhook.cli.tapes import _open, read_tape
+from tenterhook.cli.trouble import Trouble
+from tenterhook.errors import TapeFileError
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        features = self.relu(self.conv(x))
+        pooled = features.mean((2, 3))
+        return self.head(pooled)
+
+class Broken(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(7, 4)
+
+ready = Net(width=2)
+number = 3
+
+def explodes():
+    raise ValueError("no weights today")
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Run the command in a directory with a few models, and give its result."""
+    (tmp_path / "nets.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield lambda *args: CliRunner().invoke(tenterhook, [str(arg) for arg in args])
+    for name in set(sys.modules) - before:
+        if name == "nets":
+            del sys.modules[name]
+
+
+def test_points_draws_the_tree_with_shapes_after_a_run(call):
+    result = call("points", "nets.py:Net", "--input", "2x3x8x8")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Net: 4 modules, 196 parameters, 4 points"
+    assert lines[3].split() == ["├─", "conv", "Conv2d", "168", "[2,", "6,", "8,", "8]", "1"]
+
+
+def test_points_inside_a_forward_stand_beside_their_source(call):
+    result = call("points", "nets:Net", ":*")
+    line = next(line for line in result.stdout.splitlines() if line.startswith("features"))
+    assert line.split() == ["features", "conv()", "relu()", "13", "features", "=", "self.relu(self.conv(x))"]
+
+
+def test_points_as_json_have_parameters_calls_and_where(call):
+    result = call("points", "nets.py:Net", "conv", ":pooled", "head.weight", "-i", "1x3x4x4", "--json")
+    conv, pooled, weight = json.loads(result.stdout)
+    assert (conv["address"], conv["parameters"], conv["calls"]) == ("conv", 3 * 6 * 9 + 6, 1)
+    assert pooled["where"].endswith("nets.py:14")
+    assert weight["shape"] == [4, 6]
+
+
+def test_record_keeps_what_the_model_computes(call, tmp_path):
+    result = call("record", "nets.py:Net", "conv", "head", "-i", "ones:1x3x8x8", "--grad", "-o", "run.th")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("run.th: 2 values, 2 gradients, ")
+    tape = th.load(tmp_path / "run.th")
+    torch.manual_seed(0)
+    scope = {}
+    exec(SOURCE, scope)
+    model = scope["Net"]()
+    with torch.no_grad():
+        expected = model(torch.ones(1, 3, 8, 8))
+    assert torch.equal(tape["head"], expected)
+    assert torch.equal(tape.grad["head"], torch.ones(1, 4))  # The loss is the sum of the output.
+    assert tape.notes["order"] == ["conv#0", "head#0"]
+    assert tape.notes["model"] == {"name": "nets.py:Net", "class": "Net", "modules": 4, "parameters": 196}
+
+
+def test_record_with_an_edit_and_a_stop(call, tmp_path):
+    result = call("record", "nets:Net", "relu", "-i", "1x3x8x8", "--edit", "conv=zero(at=at[:, 1:3])", "--stop")
+    assert result.exit_code == 0, result.output
+    tape = th.load(tmp_path / "run.th")
+    assert list(tape) == ["relu"]
+    assert not tape["relu"][:, 1:3].any()
+    assert tape["relu"][:, 0].any()
+
+
+def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
+    result = call("record", "nets.py:Broken", "**", "-i", "1x3x8x8", "--grad", "-o", "run.th")
+    assert result.exit_code == 3
+    assert "failed in head (Linear)" in result.stderr
+    assert "given input=float32[1, 6]" in result.stderr
+    assert "Traceback" not in result.output
+    tape = th.load(tmp_path / "run.th")
+    assert list(tape) == ["conv", "relu"]
+    failure = tape.notes["failure"]
+    assert failure["address"] == "head"
+    assert failure["inputs"] == {"input": "float32[1, 6]"}
+    assert failure["parameters"]["weight"] == "float32[4, 7]"
+    shown = call("show", "run.th")
+    assert "✗ the run failed in head (Linear)" in shown.stdout
+    told = json.loads(call("record", "nets.py:Broken", "-i", "1x3x8x8", "--json").stdout)
+    assert told["values"] == 2
+    assert told["failure"]["error"] == "RuntimeError"
+
+
+@pytest.mark.parametrize("command", ["points", "audit"])
+def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, command):
+    result = call(command, "nets.py:Broken", "--input", "1x3x8x8")
+    assert result.exit_code == 3
+    assert "failed in head (Linear)" in result.stderr
+    assert "given input=float32[1, 6]" in result.stderr
+    assert "Traceback" not in result.output
+    assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
+
+
+def test_a_call_that_the_model_does_not_take_is_a_failure_too(call, tmp_path):
+    result = call("record", "nets.py:Net", "-o", "run.th")
+    assert result.exit_code == 3
+    assert "missing 1 required positional argument" in result.stderr
+    assert th.load(tmp_path / "run.th").notes["failure"]["error"] == "TypeError"
+
+
+def test_show_selects_by_glob_and_counts_as_numpy_does(call):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "run.th")
+    rows = json.loads(call("show", "run.th", "{conv,relu}", "--json").stdout)["values"]
+    assert [row["address"] for row in rows] == ["conv", "relu"]
+    tape = th.load("run.th")
+    values = tape["conv"].double().numpy()
+    assert rows[0]["mean"] == pytest.approx(values.mean(), rel=1e-6)
+    assert rows[0]["std"] == pytest.approx(values.std(ddof=1), rel=1e-6)
+    assert rows[1]["zeros"] == int((tape["relu"] == 0).sum())
+    assert rows[0]["gradient"]["norm"] == pytest.approx(tape.grad["conv"].double().norm().item(), rel=1e-6)
+    wrong = call("show", "run.th", "con")
+    assert wrong.exit_code == 2
+    assert "Did you mean conv?" in wrong.stderr
+
+
+def test_show_draws_maps(call):
+    call("record", "nets.py:Net", "conv", "-i", "1x3x8x8")
+    shown = call("show", "run.th", "--maps", "3")
+    assert "conv 2" in shown.stdout
+    assert "█" in shown.stdout
+
+
+def test_diff_finds_the_first_point_where_two_runs_part(call):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "relu=scale(1.5)", "-o", "b.th")
+    same = call("diff", "a.th", "a.th")
+    assert (same.exit_code, same.stdout.strip()) == (0, "no difference in 4 values")
+    parted = call("diff", "a.th", "b.th")
+    assert parted.exit_code == 1
+    assert parted.stdout.startswith("the runs part at relu: off by up to ")
+    assert "0.5 of its size" in parted.stdout
+    told = json.loads(call("diff", "a.th", "b.th", "--json").stdout)
+    assert told["first"] == "relu"
+    assert [row["parts"] for row in told["points"]] == [False, True, True, True]
+    assert call("diff", "a.th", "b.th", "--rtol", "10").exit_code == 0
+
+
+def test_half_precision_is_no_difference_beyond_its_rounding(call):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--dtype", "bfloat16", "-o", "b.th")
+    assert call("diff", "a.th", "b.th", "--rtol", "0.1", "--atol", "0.02").exit_code == 0
+    assert call("diff", "a.th", "b.th", "--rtol", "1e-6", "--atol", "0").exit_code == 1
+
+
+def test_page_is_written_beside_the_tape(call, tmp_path):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "run.th")
+    result = call("page", "run.th")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("run.html: 0.1 MB")
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_fit_is_told_in_words(call, tmp_path):
+    (tmp_path / "long.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(*(nn.Identity() for _ in range(1500)))\n"
+    )
+    call("record", "long.py:net", "-i", "2x2", "-o", "run.th")
+    result = call("page", "run.th", "--size", "300k")
+    assert result.exit_code == 2
+    assert "Allow more" in result.stderr
+    assert isinstance(result.exception, SystemExit)
+    del sys.modules["long"]
+
+
+def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
+    hooked = "\nready.head.register_forward_hook(lambda *_: None)\n"
+    (tmp_path / "hooked.py").write_text(SOURCE + hooked)
+    assert "Net: 1 hook" in call("audit", "hooked.py:ready").stdout
+    (row,) = json.loads(call("audit", "hooked.py:ready", "--input", "1x3x8x8", "--json").stdout)
+    assert (row["address"], row["kind"]) == ("head", "forward")
+    assert row["cost"]["calls"] > 0
+    del sys.modules["hooked"]
+
+
+WRONG = {
+    "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
+    "no such file": (["points", "nots.py:Net"], "there is no file nots.py"),
+    "no such module": (["points", "nots:Net"], "there is no module 'nots' to import"),
+    "no name": (["points", "nets.py"], "nets.py:name"),
+    "no model": (["points", "nets.py:number"], "nets.py:number is a int"),
+    "not made": (["points", "nets.py:explodes"], "no weights today"),
+    "set on a model": (["points", "nets.py:ready", "--set", "width=3"], "is a model already"),
+    "wrong argument": (["points", "nets.py:Net", "--set", "wide=3"], "unexpected keyword argument 'wide'"),
+    "unknown point": (["points", "nets.py:Net", "had"], "Did you mean head?"),
+    "wrong edit": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "conv=zap()"], "'conv=zap()' is no edit"),
+    "wrong input": (["record", "nets.py:Net", "-i", "x.npy"], "there is no such file"),
+    "wrong keep": (["record", "nets.py:Net", "--keep", "some"], "--keep is all, last"),
+    "stop and grad": (["record", "nets.py:Net", "--stop", "--grad"], "nothing to go back from"),
+    "no tape": (["show", "none.th"], "there is no file none.th"),
+    "three tapes": (["page", "a", "b", "c"], "one tape, or two"),
+    "no page": (["page", "a.th", "-o", "a.pdf"], "a page is an .html file"),
+    "bad size": (["page", "nets.py", "--size", "big"], "a size is a number of bytes"),
+    "small size": (["page", "nets.py", "--size", "10k"], "at least 300,000 bytes"),
+    "no maps": (["page", "nets.py", "--maps", "0"], "0 is not in the range"),
+    "no tape at all": (["page", "nets.py"], "no tape at all"),
+    "weights": (["points", "model.safetensors"], "weights alone make no model"),
+    "nothing": (["points", "resnet"], "'resnet' names no model"),
+}
+
+
+@pytest.mark.parametrize(("args", "expected"), WRONG.values(), ids=WRONG)
+def test_mistakes_are_told_in_words_with_exit_code_2(call, args, expected):
+    result = call(*args)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_debug_shows_the_traceback(call):
+    result = call("--debug", "points", "nets.py:explodes")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert 'raise ValueError("no weights today")' in result.stderr
+
+
+def test_a_damaged_tape_is_said_to_be_damaged(call, tmp_path):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "run.th")
+    content = bytearray((tmp_path / "run.th").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "run.th").write_bytes(content)
+    for command in (["show"], ["page"], ["diff", "run.th"]):
+        result = call(*command, "run.th")
+        assert result.exit_code == 2
+        assert "damaged" in result.stderr
+
+
+def test_a_tape_larger_than_the_memory_is_not_read(tmp_path, monkeypatch):
+    file = tmp_path / "huge.th"
+    with file.open("wb") as opened:
+        opened.truncate(2**20)
+    monkeypatch.setattr("tenterhook.cli.tapes._memory", lambda: 2**19)
+    with pytest.raises(TapeFileError, match="Record fewer points"):
+        read_tape(file)
+
+
+def test_without_a_browser_the_path_is_told(tmp_path):
+    with pytest.raises(Trouble, match=r"no browser could be opened\. Open this file"):
+        _open(tmp_path / "page.html", lambda _: False)
+    opened = []
+    _open(tmp_path / "page.html", lambda address: opened.append(address) or True)
+    assert opened == [(tmp_path / "page.html").as_uri()]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_for_each_shell(call, shell):
+    result = call("completion", shell)
+    assert result.exit_code == 0
+    assert "_TENTERHOOK_COMPLETE" in result.stdout
+
+
+def test_it_completes_commands_and_models(tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    from click.shell_completion import ShellComplete
+
+    complete = ShellComplete(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE")
+    assert [item.value for item in complete.get_completions([], "re")] == ["record"]
+    assert [item.value for item in complete.get_completions(["points"], "ne")] == ["nets.py:"]
+    assert [item.value for item in complete.get_completions(["points"], "tr")] == ["transformers:"]
+
+
+@pytest.mark.parametrize("command", ["", "points", "record", "show", "page", "diff", "audit", "completion"])
+def test_every_help_has_an_example(call, command):
+    result = call(*filter(None, [command]), "--help")
+    assert result.exit_code == 0
+    assert "  tenterhook " in result.stdout.split("Usage:")[1].split("\n", 1)[1]
+
+
+def test_as_a_process_it_has_no_traceback_and_plain_text_in_a_pipe(tmp_path):
+    (tmp_path / "nets.py").write_text(textwrap.dedent(SOURCE))
+    command = [sys.executable, "-m", "tenterhook"]
+    done = subprocess.run([*command, "points", "nets.py:Net"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1].split() == ["name", "type", "params"]
+    assert "\x1b" not in done.stdout
+    failed = subprocess.run([*command, "show", "x.th"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stderr) == (2, "error: there is no file x.th.\n")

@@ -1,0 +1,314 @@
+"""The page in a real Chromium, opened from disk with the network off."""
+
+import os
+import shutil
+import time
+
+import pytest
+import torch
+from playwright.sync_api import expect, sync_playwright
+from torch import nn
+
+import tenterhook as th
+from tenterhook._draw import Column, Row, Table
+from tenterhook.report.page import Chart, Page, write, write_tapes
+from tenterhook.testing import Attention, Cell
+
+NO_CHROMIUM = "the tests of the page need Chromium: apt-get install chromium, or set CHROMIUM to its path"
+LOWEST, HIGHEST = (0x44, 0x01, 0x54), (0xFD, 0xE7, 0x25)  # the ends of viridis
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not path:
+        pytest.fail(NO_CHROMIUM)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # Root has no sandbox.
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser):
+    """Open a file, and hold it to what every page must keep: no message on the console, no request but the file."""
+    contexts, said, asked = [], [], []
+
+    def opened(file, **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert len([url for url in asked if url.startswith("file:")]) == len(contexts)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def tape_of(model, x, *selectors, loss=torch.sum):
+    with th.record(model, *(selectors or ["**"]), grad=True) as tape:
+        loss(model(x)).backward()
+    return tape
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    write_tapes(file, tape_of(Net(), torch.randn(1, 3, 16, 16), "**", "stem.weight"), title="a small net")
+    return file
+
+
+def row(page, address):
+    return page.locator(f'.row[data-address="{address}"]')
+
+
+def pixel(page, x, y, card=".maps >> nth=0"):
+    """The colour that is on the screen, counted from the corner of the first picture of a card."""
+    canvas = page.locator(card).locator(".pictures canvas").first
+    read = """(canvas, [x, y]) => {
+        const ratio = canvas.width / parseFloat(canvas.style.width);
+        const copy = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+        copy.drawImage(canvas, -Math.floor(x * ratio), -Math.floor(y * ratio));
+        return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    }"""
+    return tuple(canvas.evaluate(read, [x, y]))
+
+
+def ready(page):
+    page.wait_for_selector('.maps .pictures[data-ready="yes"]')
+
+
+def test_it_opens_from_disk_without_a_network_and_shows_the_model(show, file):
+    page = show(file)
+    assert page.title() == "a small net"
+    assert page.locator("#top h1").inner_text() == "a small net"
+    assert row(page, "stem").count() == 1
+    assert page.locator("#depth canvas").count() == 2
+
+
+def test_search_finds_and_enter_goes_there(show, file):
+    page = show(file)
+    page.keyboard.press("/")
+    page.keyboard.type("relu")
+    expect(page.locator("#hits")).to_have_text("3 of 14")
+    assert page.locator(".row[data-address]").evaluate_all("rows => rows.map((row) => row.dataset.address)") == [
+        "blocks", "blocks.0", "blocks.0.1", "blocks.1", "blocks.1.1", "blocks.2", "blocks.2.1",
+    ]  # fmt: skip
+    page.keyboard.press("Enter")
+    expect(page.locator("h2")).to_contain_text("blocks.0.1")
+    page.keyboard.press("Enter")
+    expect(page.locator("h2")).to_contain_text("blocks.1.1")
+    page.fill("#query", "no such thing")
+    expect(page.locator("#rows")).to_contain_text("Nothing of that name.")
+    page.keyboard.press("Escape")
+    assert row(page, "stem").count() == 1
+
+
+def test_clicking_a_point_shows_its_numbers_histograms_and_maps(show, file):
+    page = show(file)
+    row(page, "blocks.1.0").click()
+    expect(page.locator("h2")).to_contain_text("blocks.1.0")
+    ready(page)
+    assert page.locator(".maps").count() == 2
+    assert page.locator(".maps h3").all_inner_texts() == ["Values", "Gradients"]
+    assert page.locator(".histogram canvas").count() == 2
+    assert page.locator(".note", has_text="8 maps of 16×16").count() == 2
+    assert page.evaluate("decodeURIComponent(location.hash)") == "#blocks.1.0"
+    row(page, "head").click()
+    expect(page.locator("h2")).to_contain_text("head")
+    assert page.locator(".vector").count() == 2
+
+
+def test_the_keyboard_walks_the_tree(show, file):
+    page = show(file)
+    row(page, "stem").click()
+    page.locator("#tree").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("h2")).to_contain_text("stem.weight")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("h2")).to_contain_text("blocks")
+    page.keyboard.press("ArrowLeft")
+    assert row(page, "blocks.0").count() == 0
+    page.keyboard.press("ArrowRight")
+    assert row(page, "blocks.0").count() == 1
+    page.keyboard.press("End")
+    expect(page.locator("h2")).to_contain_text("head")
+
+
+def test_colours_are_those_of_the_values_and_follow_the_scale(show, tmp_path):
+    values = torch.zeros(1, 2, 4, 4)
+    values[0, 0, 0, 0], values[0, 1, 3, 3], values[0, 0, 3, 0] = 1.0, -1.0, torch.nan
+    model = nn.Conv2d(2, 2, 1)
+    with th.record(model, ":in") as tape:
+        model(values)
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    ready(page)
+    tile = float(page.locator('input[type="range"]').first.input_value())
+    cell = tile / 4
+    low, high = page.locator(".bound").all()
+    assert (low.input_value(), high.input_value()) == ("-1", "1")
+    assert pixel(page, cell / 2, cell / 2) == HIGHEST
+    assert pixel(page, cell / 2, tile - cell / 2) == (255, 0, 200)  # No number.
+    assert pixel(page, tile + 3 + tile - cell / 2, tile - cell / 2) == LOWEST
+    middle = pixel(page, cell * 1.5, cell / 2)
+    high.fill("0")
+    high.press("Enter")
+    page.wait_for_function("document.querySelectorAll('.bound')[1].value === '0'")
+    page.wait_for_timeout(200)
+    assert middle not in (LOWEST, HIGHEST)
+    assert pixel(page, cell * 1.5, cell / 2) == HIGHEST  # Zero is now the end of the scale.
+    page.locator("select").first.select_option("grey")
+    page.wait_for_timeout(200)
+    assert pixel(page, cell / 2, cell / 2) == (255, 255, 255)
+
+
+def test_a_map_can_be_looked_at_closely(show, file):
+    page = show(file)
+    row(page, "stem").click()
+    ready(page)
+    canvas = page.locator(".maps .pictures canvas").first
+    canvas.click(position={"x": 5, "y": 5})
+    expect(page.locator(".large-holder").first).to_be_visible()
+    assert page.locator(".large-holder").first.get_attribute("data-title").startswith("channel 0, ")
+    canvas.hover(position={"x": 5, "y": 5})
+    expect(page.locator("#tip")).to_contain_text("channel 0, row 0")
+
+
+def test_the_chart_of_the_depth_leads_to_a_point(show, file):
+    page = show(file)
+    over = page.locator('.depth[data-key="gradient"] .u-over')
+    box = over.bounding_box()
+    over.click(position={"x": box["width"] - 2, "y": 20})
+    expect(page.locator("h2")).to_contain_text(":return")
+    over.click(position={"x": 2, "y": 20})
+    expect(page.locator("h2")).to_contain_text("stem")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_light_or_dark_as_the_reader_likes_it(show, file, scheme):
+    page = show(file, color_scheme=scheme)
+
+    def brightness():
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+
+    assert (brightness() > 384) is (scheme == "light")
+    page.locator("#theme").click()
+    assert (brightness() > 384) is (scheme == "dark")
+    ready(page)
+
+
+def test_calls_are_chosen_by_chip_and_by_key(show, tmp_path):
+    model = Cell()
+    with th.record(model, "cell") as tape:
+        model(torch.randn(3, 2, 4))
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    expect(page.locator("h2")).to_contain_text("cell#0")
+    page.locator(".chips button", has_text="#2").click()
+    expect(page.locator("h2")).to_contain_text("cell#2")
+    page.locator("h2").click()
+    page.keyboard.press("[")
+    expect(page.locator("h2")).to_contain_text("cell#1")
+
+
+def test_inner_points_show_their_line_and_tokens_stand_along_the_axes(show, tmp_path):
+    tape = tape_of(Attention(), torch.randn(1, 4, 8, requires_grad=True), ":weights")
+    tape.notes["tokens"] = ["The", " cat", " sat", " down"]
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    expect(page.locator(".source")).to_contain_text("weights = scores.softmax(-1)")
+    ready(page)
+    page.locator(".pictures canvas").first.hover(position={"x": 96 + 30, "y": 78 + 10})
+    expect(page.locator("#tip")).to_contain_text('row 0 "The", column 1 " cat"')
+
+
+def test_a_failed_run_is_marked_where_it_failed(show, tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(5, 2))
+    with pytest.raises(RuntimeError), th.record(model, "**") as tape:
+        model(torch.randn(1, 3, 4, 4))
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    expect(page.locator(".failure")).to_contain_text("The run failed in 2 (Linear)")
+    expect(page.locator(".failure")).to_contain_text("float32[1, 64]")
+    expect(row(page, "2").locator(".badge")).to_have_text("failed")
+    expect(page.locator("h2")).to_contain_text("2")
+
+
+def test_two_tapes_stand_side_by_side(show, tmp_path):
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(1, 3, 8, 8)
+    left = tape_of(model, x)
+    with th.edit(model, {"blocks.1": th.scale(3.0)}):
+        right = tape_of(model, x)
+    write_tapes(tmp_path / "page.html", {"before": left, "after": right})
+    page = show(tmp_path / "page.html")
+    row(page, "blocks.1").click()
+    ready(page)
+    first, second = (canvas.bounding_box() for canvas in page.locator(".maps").first.locator(".pictures canvas").all())
+    assert first["y"] == second["y"]
+    assert first["x"] + first["width"] <= second["x"]
+    expect(page.locator("#detail")).to_contain_text("apart by 2 of the size of the first")
+    row(page, "stem").click()
+    expect(page.locator("#detail")).to_contain_text("The two runs are equal here.")
+
+
+def test_names_from_a_model_are_text_and_nothing_else(show, tmp_path):
+    model = nn.Sequential()
+    model.add_module("</script><img src=x onerror=alert(1)>", nn.ReLU())
+    with th.record(model, nn.ReLU) as tape:
+        model(torch.ones(1, 4))
+    write_tapes(tmp_path / "page.html", tape, title="<b>bold</b>")
+    page = show(tmp_path / "page.html")
+    assert page.title() == "<b>bold</b>"
+    assert page.locator("img").count() == 0
+    expect(page.locator("h2")).to_contain_text("onerror=alert(1)")
+
+
+def test_charts_and_tables_alone_make_a_page(show, tmp_path):
+    chart = Chart("loss", list(range(50)), {"train": [1 / (1 + x) for x in range(50)], "test": [0.5] * 50}, log=True)
+    table = Table("findings", (Column("what"), Column("steps", right=True)), (Row(("dead units", "3")),))
+    write(tmp_path / "page.html", Page("a watch", {"steps": "50"}, charts=[chart], tables=[table]))
+    page = show(tmp_path / "page.html")
+    expect(page.locator(".chart h3")).to_have_text("loss")
+    assert page.locator(".chart canvas").count() == 1
+    expect(page.locator("table.rows td").first).to_have_text("dead units")
+    assert not page.locator("#side").is_visible()
+
+
+def test_five_thousand_points_stay_quick(show, tmp_path):
+    model = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(49))) for _ in range(100)))
+    with th.record(model, "**", copy="always") as tape:
+        model(torch.randn(1, 16, 64))
+    assert len(tape) == 5001
+    assert write_tapes(tmp_path / "page.html", tape) <= 10_000_000
+    page = show(tmp_path / "page.html")
+    assert page.locator(".row").count() < 120  # Only what can be seen is in the document.
+    began = time.perf_counter()
+    page.fill("#query", "99.48")
+    expect(page.locator("#hits")).to_have_text("1 of 5,001")
+    page.keyboard.press("Enter")
+    expect(page.locator("h2")).to_contain_text("99.48")
+    ready(page)
+    assert time.perf_counter() - began < 5
