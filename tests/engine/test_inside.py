@@ -304,3 +304,24 @@ def test_calls_of_one_function_can_be_told_apart_and_meant_together():
     assert torch.equal(tape[":helper()[0]:doubled"], X * 2)
     assert torch.equal(tape[":helper()[1]:doubled"], (X + 1) * 2)
     assert len(tape.calls(":helper():doubled")) == 2
+
+
+class Reassigns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.fc(x)
+        return x + 1
+
+
+def test_an_argument_and_the_variable_that_takes_its_name_are_two_points():
+    model, x = Reassigns(), torch.ones(2, 4, requires_grad=True)
+    assert [str(point) for point in th.points(model, ":*")] == [":x", ":x[0]", ":fc()", ":add()", ":return"]
+    with th.record(model, ":*", grad=True) as tape:
+        model(x).sum().backward()
+    assert torch.equal(tape[":x"], x)
+    assert torch.equal(tape[":x[0]"], model.fc(x))
+    assert tape.grad[":x"].shape == (2, 4)
+    assert tape.grad[":x[0]"].shape == (2, 3)

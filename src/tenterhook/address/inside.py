@@ -216,6 +216,7 @@ def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Ite
             yield str(wanted), tuple(found)
         return
     several = Counter(place.text for place in found)
+    several.update(place.text for place in known if place.kind == "argument")  # Without a number, that is the argument.
     for place in found:
         if wanted.place in (None, place.number):
             number = f"[{place.number}]" if several[place.text] > 1 and place.kind != "argument" else ""
