@@ -106,11 +106,13 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = f" nested[{value.size(0)}]" if value.is_nested else list(value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}{shape}"
+    if isinstance(value, Opaque):
+        return f"<{value.type.rpartition('.')[2]}>"
     if isinstance(value, CONSTANTS):
         return repr(value) if len(repr(value)) < SHORT else type(value).__name__
     parts = parts_of(value)
     if parts is None:
-        return repr(value) if isinstance(value, Opaque) else type(value).__name__
+        return type(value).__name__
     inside = [describe(part) for _, part in parts]
     if type(value) is tuple:
         return f"({', '.join(inside)})"
