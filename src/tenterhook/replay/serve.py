@@ -80,8 +80,9 @@ class Server:
         self.run: Run | None = None
         self._copy = facts(model).in_place
         self._counts: dict[nn.Module, int] = {}
-        # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one.
-        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+        # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one. They are
+        # known by where they lie, so that another view of the same is known too.
+        self._known: dict[Any, tuple[Tensor, int, Tensor]] = {}
 
     def begin(self, run: Run | None) -> None:
         """A run of the whole model begins; None ends it."""
@@ -132,7 +133,8 @@ class Server:
         return alike(given.value, live, self._same)
 
     def _same(self, kept: Tensor, live: Tensor) -> bool:
-        known = self._known.get(id(live))
+        where = _where(live)
+        known = self._known.get(where)
         if known is not None and known[1] == version(live) and known[2] is kept:
             return True
         if self.times == 1:
@@ -140,7 +142,7 @@ class Server:
         else:
             same = live.dtype == kept.dtype and live.device == kept.device and self._is_repeated(kept, live)
         if same:
-            self._known[id(live)] = (live, version(live), kept)
+            self._known[where] = (live, version(live), kept)
         return same
 
     def _is_repeated(self, kept: Tensor, live: Tensor) -> bool:
@@ -160,7 +162,7 @@ class Server:
             live = made.get(id(kept))
             if live is None:
                 live = made[id(kept)] = self.repeated(kept) if self.times > 1 else self._own(kept)
-                self._known[id(live)] = (live, version(live), kept)
+                self._known[_where(live)] = (live, version(live), kept)
             return live
 
         return map_tensors(one, gave.value)
@@ -179,6 +181,13 @@ class Server:
         return wide.reshape(self.times * kept.shape[0], *kept.shape[1:]) if self.batch > 1 else wide[:, 0].contiguous()
 
     batch = 1
+
+
+def _where(tensor: Tensor) -> Any:
+    """Where a tensor lies, and how: two that agree in this show the same memory in the same way."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
 USUAL = frozenset(nn.Module().__dict__) - {"training"}
 SIMPLE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, Tensor)
 OTHER_STATE = "a module in it holds something else than in the recorded run"
+FIXED = frozenset({type(None), bool, int, float, str, bytes})
 BOXES = (list, tuple, set, frozenset, deque, dict)
 MANY = 256  # items of a container beyond which only their number is compared
 
@@ -77,7 +78,11 @@ class Own:
         self.tables = [state, state["_parameters"], state["_buffers"], state["_modules"]]
         self.contents = [self._values, *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name != "forward"]
-        self.below = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
+        found = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
+        # A tuple of numbers, as layers keep for their shapes, stays what it is.
+        self.below = [
+            (box, inside) for box, inside in found if type(box) is not tuple or not FIXED.issuperset(map(type, inside))
+        ]
         # Objects, such as a configuration, may be large and shared by all; they are compared once for a whole run.
         self._boxes = [(value, contents) for value, contents in self.below if isinstance(value, BOXES)]
         inside = (item for _, contents in self.below for item in contents)
@@ -194,8 +199,10 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _contents(value: Any) -> Contents | None:
-    """What lies in a container or an object of somebody's own, or None where nothing does."""
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    """What lies in a container or an object of somebody's own, or None where nothing does, or it cannot change."""
+    if type(value) in FIXED:
+        return None
+    if isinstance(value, BOXES[:-1]):
         return tuple(value) if len(value) <= MANY else (len(value),)
     if isinstance(value, dict):
         return tuple(value.values()) if len(value) <= MANY else (len(value),)
