@@ -15,7 +15,7 @@ ROOMS = [
     {"address"},
     {"sites"},
     {"engine"},
-    {"record", "edit", "replay", "sinks"},
+    {"record", "edit", "replay", "sinks", "watch"},
     {"report", "recipes"},
     {"integrations", "cli"},
 ]
@@ -23,10 +23,10 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
-    Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit clamp edit hooks load mean noise points project record scale set zero
+    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError JsonLines ModelChanged NeverReached
+    NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
+    Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
+    at audit blackbox clamp edit hooks load mean noise points project record scale set watch zero
 """
 
 
@@ -95,7 +95,7 @@ def test_every_room_has_a_place_in_the_line():
     assert rooms <= known
 
 
-HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray"]
+HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray", "tensorboard"]
 
 
 def test_importing_loads_nothing_but_torch():

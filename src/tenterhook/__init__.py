@@ -33,6 +33,7 @@ from tenterhook.errors import (
     NeverReached,
     NoBackward,
     NoGradient,
+    NonFinite,
     NoSource,
     NotRecorded,
     ReadonlyHook,
@@ -49,6 +50,9 @@ from tenterhook.errors import (
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
+from tenterhook.sinks.board import TensorBoard
+from tenterhook.sinks.lines import JsonLines
+from tenterhook.watch.verb import blackbox, watch
 
 __all__ = [
     "AddressError",
@@ -58,11 +62,13 @@ __all__ = [
     "EditError",
     "GradientError",
     "HookError",
+    "JsonLines",
     "ModelChanged",
     "NeverReached",
     "NoBackward",
     "NoGradient",
     "NoSource",
+    "NonFinite",
     "NotRecorded",
     "Point",
     "ReadonlyHook",
@@ -73,6 +79,7 @@ __all__ = [
     "Tape",
     "TapeError",
     "TapeFileError",
+    "TensorBoard",
     "TenterhookError",
     "TenterhookWarning",
     "UnsupportedModel",
@@ -81,6 +88,7 @@ __all__ = [
     "add",
     "at",
     "audit",
+    "blackbox",
     "clamp",
     "edit",
     "hooks",
@@ -92,5 +100,6 @@ __all__ = [
     "record",
     "scale",
     "set",
+    "watch",
     "zero",
 ]

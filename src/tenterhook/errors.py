@@ -18,6 +18,7 @@ The tree::
     ├── GradientError (RuntimeError)
     │   ├── NoBackward                    backward() has not run
     │   └── NoGradient                    backward() ran, and no gradient flowed there
+    ├── NonFinite (ArithmeticError)       a watch found NaN or Inf, and was told to raise
     ├── EditError (ValueError)            an edit that does not fit the value at its point
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
@@ -32,6 +33,8 @@ Each exception also derives from the builtin one that a reader would have guesse
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AddressError",
     "AmbiguousCall",
@@ -44,6 +47,7 @@ __all__ = [
     "NoBackward",
     "NoGradient",
     "NoSource",
+    "NonFinite",
     "NotRecorded",
     "ReadonlyHook",
     "SelectorError",
@@ -120,6 +124,12 @@ class NoBackward(GradientError):
 
 class NoGradient(GradientError):
     """backward() ran, and no gradient flowed there."""
+
+
+class NonFinite(TenterhookError, ArithmeticError):
+    """A watch found NaN or Inf, and was told to raise; ``report`` has it as data."""
+
+    report: Any = None
 
 
 class EditError(TenterhookError, ValueError):
