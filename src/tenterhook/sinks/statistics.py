@@ -4,13 +4,14 @@ Tensors of one shape are laid side by side in a matrix, and each statistic is th
 cost of starting an operation, which for small tensors is most of it, is paid once and not once per tensor. Nothing is
 read back to the host before :meth:`Measured.host`, and that is one copy for everything.
 
-A tensor of more than ``limit`` elements is read at ``limit`` places, evenly spread by a step that has no divisor in
-common with its size, so that no channel is left out. Its norm is still that of all elements, and since one NaN or Inf
+A tensor of more than ``limit`` elements is read at ``limit`` places: short runs, evenly spread by a step that has no
+divisor in common with the size, so that they do not fall on the same channels again and again. Its norm is still that of all elements, and since one NaN or Inf
 makes a norm that is none, nothing non-finite is missed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,22 +24,42 @@ if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
 
-__all__ = ["COLUMNS", "LIMIT", "Array", "Measured", "Snapshot", "combine", "measure", "plain", "whole"]
+__all__ = [
+    "COLUMNS",
+    "LIMIT",
+    "Array",
+    "Measured",
+    "Snapshot",
+    "Workspace",
+    "combine",
+    "is_plain",
+    "measure",
+    "merge",
+    "plain",
+    "whole",
+]
 
 COLUMNS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
 """What is told of a tensor. ``std`` is that of the elements themselves, without a correction for their number."""
 COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
 
-LIMIT = 2**16
+LIMIT = 2**13
 """Elements up to which a tensor is read whole."""
 
 # Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
-CHUNK, CHUNK_DEVICE = 2**18, 2**26
+CHUNK, CHUNK_DEVICE = 2**17, 2**26
 KEPT = (torch.float32, torch.float64)
+USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
+RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
 MEASURED = 6  # The columns that are measured on the device, from the mean to the zeros.
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Key: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+Key: TypeAlias = tuple[torch.Size | None, torch.dtype, torch.device]
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor can be measured as it is: the quick answer for nearly all."""
+    return type(tensor) is Tensor and tensor.dtype in USUAL and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def plain(tensor: Any) -> Tensor | None:
@@ -96,6 +117,22 @@ def _together(found: list[tuple[list[int], Tensor]]) -> Tensor:
     return torch.cat([table for _, table in found])
 
 
+class Workspace:
+    """Memory that is used again and again: on the CPU, fresh memory costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def matrix(self, rows: int, width: int, like: Tensor, which: int) -> Tensor:
+        """A matrix with room for so many rows; there is one of each kind ``which`` at a time."""
+        if not like.is_cpu or rows * width > CHUNK:
+            return like.new_empty(rows, width)
+        key = (like.dtype, which)
+        if key not in self._kept:
+            self._kept[key] = like.new_empty(CHUNK)
+        return self._kept[key][: rows * width].view(rows, width)
+
+
 @torch.no_grad()
 def measure(
     tensors: Sequence[Tensor],
@@ -104,18 +141,26 @@ def measure(
     phase: int = 0,
     sketch: Sketch | None = None,
     rows: Sequence[int] = (),
+    workspace: Workspace | None = None,
 ) -> Measured:
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
-    >>> dict(zip(COLUMNS, found[0].round(3).tolist()))
-    {'count': 3.0, 'mean': 2.0, 'std': 0.816, 'min': 1.0, 'max': 3.0, 'norm': 3.742, 'zeros': 0.0, 'nan': 0.0, 'inf': 0.0}
+    >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
+    {'count': 3.0, 'mean': 2.0, 'std': 0.82, 'min': 1.0, 'max': 3.0, 'norm': 3.74, 'zeros': 0.0, 'nan': 0.0,
+    'inf': 0.0}
     """
+    workspace = workspace or Workspace()
     measured = Measured(tensors, limit)
-    for members, matrix in _matrices(tensors, limit, phase):
-        table = _reduced(matrix)
-        if measured.sampled[members[0]]:
-            _fill_in(table, [tensors[i] for i in members], matrix.shape[1])
+    for members, width in _groups(tensors, limit):
+        found = [tensors[i] for i in members]
+        # The norm first: it reads everything, and what it has read is near for the sample.
+        norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if measured.sampled[members[0]] else None
+        matrix = _matrix(found, width, phase, workspace)
+        table = _reduced(matrix, workspace)
+        if norms is not None:
+            _scale_up(table, found, width)
+            table[:, NORM - MEAN] = torch.stack(norms)
         measured.add(members, table)
         if sketch is not None:
             sketch.take(matrix, [rows[i] for i in members], phase)
@@ -124,42 +169,44 @@ def measure(
     return measured
 
 
-def _grouped(tensors: Sequence[Tensor]) -> dict[Key, list[int]]:
+def _groups(tensors: Sequence[Tensor], limit: int | None) -> Iterator[tuple[list[int], int]]:
+    """Which tensors go into a matrix together, and how wide it is."""
     groups: dict[Key, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(index)
-    return groups
-
-
-def _matrices(tensors: Sequence[Tensor], limit: int | None, phase: int) -> Iterator[tuple[list[int], Tensor]]:
-    for (shape, _, device), members in _grouped(tensors).items():
-        count = shape.numel()
-        if not count:
+        shape = tensor.shape
+        # Samples have one length, whatever they are taken of.
+        key = shape if limit is None or shape.numel() <= limit else None
+        groups.setdefault((key, tensor.dtype, tensor.device), []).append(index)
+    for (shape_of, _, device), members in groups.items():
+        width = shape_of.numel() if shape_of is not None else limit or 0
+        if not width:
             continue
-        width = count if limit is None else min(count, limit)
         most = max(1, (CHUNK if device.type == "cpu" else CHUNK_DEVICE) // width)
         for start in range(0, len(members), most):
-            part = members[start : start + most]
-            yield part, _matrix([tensors[i] for i in part], count, width, phase)
+            yield members[start : start + most], width
 
 
-def _matrix(tensors: list[Tensor], count: int, width: int, phase: int, out: Tensor | None = None) -> Tensor:
+def _matrix(tensors: list[Tensor], width: int, phase: int, workspace: Workspace, which: int = 0) -> Tensor:
     """The tensors as rows; of those that are too long, ``width`` elements of each."""
-    if width < count:
-        step = coprime(count, width)
-        tensors = [_spread(tensor, width, step, phase % step) for tensor in tensors]
-    if out is not None:
-        return torch.stack(tensors, out=out.view(len(tensors), *tensors[0].shape)).view(len(tensors), width)
-    matrix = torch.stack(tensors).view(len(tensors), width)
+    first = tensors[0]
+    if first.numel() > width:
+        tensors = [_spread(tensor, width, phase) for tensor in tensors]
+        first = tensors[0]
+    matrix = workspace.matrix(len(tensors), width, first, which)
+    torch.stack(tensors, out=matrix.view(len(tensors), *first.shape))
     return matrix if matrix.dtype in KEPT else matrix.float()
 
 
-def _spread(tensor: Tensor, width: int, step: int, phase: int) -> Tensor:
+def _spread(tensor: Tensor, width: int, phase: int) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    return tensor.as_strided((width,), (step,), tensor.storage_offset() + phase)
+    count = tensor.numel()
+    run = RUN if width % RUN == 0 else 1
+    step = coprime(count - run, width // run)
+    return tensor.as_strided((width // run, run), (step, 1), tensor.storage_offset() + phase % step)
 
 
+@functools.lru_cache(maxsize=4096)
 def coprime(count: int, width: int) -> int:
     """The largest step at which ``width`` elements fit into ``count`` and that shares no divisor with it.
 
@@ -172,25 +219,33 @@ def coprime(count: int, width: int) -> int:
     return step
 
 
-def _reduced(matrix: Tensor) -> Tensor:
+def _reduced(matrix: Tensor, workspace: Workspace) -> Tensor:
     """The measured columns, one row for each of the matrix."""
-    width = matrix.shape[1]
+    rows, width = matrix.shape
     mean = matrix.sum(1).div_(width)
     low, high = matrix.amin(1), matrix.amax(1)
     norm = torch.linalg.vector_norm(matrix, dim=1)
     # A comparison written as numbers is five times as fast to add up as one written as booleans.
-    scratch = torch.eq(matrix, 0, out=torch.empty_like(matrix))
+    scratch = torch.eq(matrix, 0, out=workspace.matrix(rows, width, matrix, which=-1))
     zeros = scratch.sum(1)
     torch.sub(matrix, mean.unsqueeze(1), out=scratch)  # In two passes: squares of a far mean would drown the rest.
     spread = torch.linalg.vector_norm(scratch, dim=1).div_(math.sqrt(width))
     return torch.stack((mean, spread, low, high, norm, zeros), 1)
 
 
-def _fill_in(table: Tensor, tensors: list[Tensor], width: int) -> None:
-    """What a sample cannot tell: the norm of everything, and the number of zeros."""
-    norms = torch._foreach_norm(tensors, 2, dtype=table.dtype)
-    table[:, NORM - MEAN] = torch.stack(norms)
-    table[:, ZEROS - MEAN] *= tensors[0].numel() / width
+def _kept(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.dtype in KEPT else torch.float32
+
+
+def _scale_up(table: Tensor, tensors: list[Tensor], width: int) -> None:
+    """The norm and the number of zeros that a sample lets expect of everything."""
+    shares = _shares(tensors, width, table)
+    table[:, NORM - MEAN] *= shares.sqrt()
+    table[:, ZEROS - MEAN] *= shares
+
+
+def _shares(tensors: list[Tensor], width: int, like: Tensor) -> Tensor:
+    return torch.tensor([tensor.numel() / width for tensor in tensors], dtype=like.dtype).to(like.device)
 
 
 @torch.no_grad()
@@ -215,41 +270,45 @@ def whole(tensor: Tensor) -> Array:
 class Snapshot:
     """What some tensors were, so that it can be told how far they have moved; of long ones, at the sampled places."""
 
-    def __init__(self, tensors: Sequence[Tensor], limit: int | None = LIMIT) -> None:
-        self.tensors, self._limit = list(tensors), limit
-        self._matrices: list[tuple[list[int], Tensor]] = []
+    def __init__(self, tensors: Sequence[Tensor], limit: int | None, workspace: Workspace) -> None:
+        self.tensors, self._limit, self._workspace = list(tensors), limit, workspace
+        self._groups = list(_groups(self.tensors, limit))
+        self._matrices: list[Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Note what they are now; the memory is that of the last time."""
-        if not self._matrices:
-            self._matrices = list(_matrices(self.tensors, self._limit, 0))
-            return
-        for members, matrix in self._matrices:
-            self._fill(members, matrix)
+        fresh = not self._matrices
+        for place, (members, width) in enumerate(self._groups):
+            now = self._now(members, width)
+            if fresh:
+                self._matrices.append(now.clone())
+            else:
+                self._matrices[place].copy_(now)
 
     @torch.no_grad()
-    def moved(self, *, sketch: Sketch | None = None, rows: Sequence[int] = ()) -> Measured:
-        """Measure how far they have come since; what was noted is used up."""
-        measured = Measured(self.tensors, self._limit)
-        for members, matrix in self._matrices:
-            now = self._fill(members, torch.empty_like(matrix))
+    def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
+        """Measure what they are now, and how far they have come; what was noted is used up."""
+        here, moved = Measured(self.tensors, self._limit), Measured(self.tensors, self._limit)
+        for (members, width), matrix in zip(self._groups, self._matrices, strict=True):
+            now, tensors = self._now(members, width), [self.tensors[i] for i in members]
+            table = _reduced(now, self._workspace)
             torch.sub(now, matrix, out=matrix)
-            table = _reduced(matrix)
-            if measured.sampled[members[0]]:
-                share = self.tensors[members[0]].numel() / matrix.shape[1]
-                table[:, NORM - MEAN] *= math.sqrt(share)
-                table[:, ZEROS - MEAN] *= share
-            measured.add(members, table)
+            way = _reduced(matrix, self._workspace)
+            if here.sampled[members[0]]:
+                _scale_up(table, tensors, width)
+                _scale_up(way, tensors, width)
+            here.add(members, table)
+            moved.add(members, way)
             if sketch is not None:
-                sketch.take(matrix, [rows[i] for i in members], 0)
+                sketch.take(now, [rows[i] for i in members], 0)
+                sketch.take(matrix, [ways[i] for i in members], 0)
         if sketch is not None:
             sketch.pour()
-        return measured
+        return here, moved
 
-    def _fill(self, members: list[int], matrix: Tensor) -> Tensor:
-        tensors = [self.tensors[i] for i in members]
-        return _matrix(tensors, tensors[0].numel(), matrix.shape[1], 0, out=matrix)
+    def _now(self, members: list[int], width: int) -> Tensor:
+        return _matrix([self.tensors[i] for i in members], width, 0, self._workspace, which=1)
 
 
 def combine(rows: Array, table: Array) -> tuple[Array, Array]:
@@ -277,3 +336,21 @@ def combine(rows: Array, table: Array) -> tuple[Array, Array]:
     found[:, MAX] = np.fmax.reduceat(table[:, MAX], starts)
     found[:, NORM] = np.sqrt(np.add.reduceat(table[:, NORM] ** 2, starts))
     return rows[starts], found
+
+
+def merge(before: Array, table: Array) -> Array:
+    """Row by row, two tables as if the elements of both had been measured at once; a row without elements is nothing."""
+    old = before[:, COUNT] - before[:, NAN] - before[:, INF]
+    new = table[:, COUNT] - table[:, NAN] - table[:, INF]
+    total = np.maximum(old + new, 1)
+    found = before + table
+    apart = table[:, MEAN] - before[:, MEAN]
+    found[:, MEAN] = (old * before[:, MEAN] + new * table[:, MEAN]) / total
+    spread = old * before[:, STD] ** 2 + new * table[:, STD] ** 2 + apart**2 * old * new / total
+    found[:, STD] = np.sqrt(spread / total)
+    empty, none = before[:, COUNT] == 0, table[:, COUNT] == 0
+    for place, take in ((MIN, np.fmin), (MAX, np.fmax)):
+        either = take(before[:, place], table[:, place])
+        found[:, place] = np.where(empty, table[:, place], np.where(none, before[:, place], either))
+    found[:, NORM] = np.hypot(before[:, NORM], table[:, NORM])
+    return found

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, Array, combine
+from tenterhook.sinks.statistics import COLUMNS, Array, Workspace, combine, merge
 
 __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
+SKETCH_EVERY = 8  # Watched steps from one whose samples are taken to the next: they cost as much as all the rest.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -30,6 +31,8 @@ class Page:
     rows: Array
     table: Array
     names: Sequence[tuple[Kind, str]] = field(repr=False)
+    kinds: Array | None = field(default=None, repr=False)
+    """the kind of each row, as an index of ``KINDS``"""
 
     def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
         """Kind, address and statistics, row by row."""
@@ -38,9 +41,15 @@ class Page:
 
     def column(self, name: str, kind: Kind) -> dict[str, float]:
         """One statistic of all rows of a kind, by address, in the order in which they first came."""
-        place = COLUMNS.index(name)
-        found = zip(self.rows.tolist(), self.table[:, place].tolist(), strict=True)
-        return {self.names[row][1]: number for row, number in found if self.names[row][0] == kind}
+        rows, table = self.of(kind)
+        numbers = table[:, COLUMNS.index(name)].tolist()
+        return {self.names[row][1]: number for row, number in zip(rows.tolist(), numbers, strict=True)}
+
+    def of(self, kind: Kind) -> tuple[Array, Array]:
+        """The rows of a kind, and their lines."""
+        kinds = self.kinds if self.kinds is not None else [KINDS.index(self.names[row][0]) for row in self.rows]
+        chosen = np.asarray(kinds) == KINDS.index(kind)
+        return self.rows[chosen], self.table[chosen]
 
 
 class Books:
@@ -49,7 +58,8 @@ class Books:
     def __init__(self, pages: int) -> None:
         self.names: list[tuple[Kind, str]] = []
         self.sampled: list[bool] = []
-        self.sketch = Sketch()
+        self.workspace = Workspace()
+        self._sketch, self._sketched = Sketch(), 0
         self.pages: deque[Page] = deque(maxlen=pages)
         self.lock = threading.RLock()
         self._index: dict[tuple[Kind, str], int] = {}
@@ -58,6 +68,12 @@ class Books:
         self._steps = np.zeros(0, int)
         self._latest = np.zeros((0, len(COLUMNS)))
         self._when = np.zeros(0, int)
+        self._kinds = np.zeros(0, int)
+
+    @property
+    def sketch(self) -> Sketch | None:
+        """What takes samples in this step, if it is one of those whose samples are taken."""
+        return self._sketch if self._sketched % SKETCH_EVERY == 0 else None
 
     def row(self, kind: Kind, label: str) -> int:
         """The row of a kind and an address, a new one if there is none."""
@@ -84,24 +100,25 @@ class Books:
     def close_step(self, step: int) -> Page | None:
         """The step is over: add it to what there is, and give its page, if it brought anything."""
         parts, self._step = self._step, []
+        self._sketched += 1
         if not parts:
             return None
         rows, table = combine(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
         with self.lock:
             self._grow()
-            new = self._steps[rows] == 0
-            old = rows[~new]
-            merged_rows, merged = combine(np.r_[old, rows], np.concatenate([self._total[old], table]))
-            self._total[merged_rows], self._latest[rows] = merged, table
+            self._total[rows] = merge(self._total[rows], table)
+            self._latest[rows] = table
             self._steps[rows] += 1
             self._when[rows] = step
-            page = Page(step, time.time(), rows, table, self.names)
+            page = Page(step, time.time(), rows, table, self.names, self._kinds[rows])
             self.pages.append(page)
         return page
 
     def _grow(self) -> None:
         more = len(self.names) - len(self._steps)
         if more > 0:
+            new = [KINDS.index(kind) for kind, _ in self.names[-more:]]
+            self._kinds = np.r_[self._kinds, np.array(new, int)]
             blank = np.zeros((more, len(COLUMNS)))
             self._total, self._latest = np.concatenate([self._total, blank]), np.concatenate([self._latest, blank])
             self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
@@ -110,7 +127,7 @@ class Books:
         """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
         with self.lock:
             count = len(self._steps)
-            bins = self.sketch.host(count)
+            bins = self._sketch.host(count)
             return [self._plain(row, bins[row]) for row in range(count) if self._steps[row]]
 
     def _plain(self, row: int, bins: Array) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
 from tenterhook.watch.books import Page
 from tenterhook.watch.observe import Slot
 
@@ -35,6 +36,7 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Hardsigmoid: (0.0, 1.0),
     nn.Softsign: (-1.0, 1.0),
 }
+DROPOUTS = (nn.modules.dropout._DropoutNd, nn.Identity)
 NEAR = 0.01
 CHANNELS_FIRST = 4  # Dimensions from which on the units are the second one, as convolutions have it.
 
@@ -67,21 +69,23 @@ class Units:
     def __init__(self) -> None:
         self._idle: dict[Slot, Tensor] = {}
         self._near: dict[Slot, tuple[Tensor, int]] = {}
-        self.zeros: set[str] = set()  # Addresses whose values hold many zeros, whatever module they come from.
-        self._bounds: dict[Slot, tuple[float, float] | None] = {}
+
+    def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
+        """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
+        for slot in slots:
+            rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
+            slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
 
     @torch.no_grad()
     def look(self, slot: Slot, value: Tensor) -> None:
-        """Take a value in; for most modules there is nothing to do."""
-        if slot not in self._bounds:
-            self._bounds[slot] = _bounds(slot.module)
-        bounds = self._bounds[slot]
+        """Take a value in."""
+        bounds = bounds_of(slot.module)
         if bounds is not None:
-            near = NEAR * (bounds[1] - bounds[0])
-            inside = value.sub(sum(bounds) / 2).abs_().ge_((bounds[1] - bounds[0]) / 2 - near).sum()
+            half = (bounds[1] - bounds[0]) / 2
+            inside = value.sub(sum(bounds) / 2).abs_().ge(half * (1 - 2 * NEAR)).sum()
             before, count = self._near.get(slot, (None, 0))
             self._near[slot] = (inside if before is None else before + inside, count + value.numel())
-        if value.dim() > 1 and (isinstance(slot.module, RECTIFIERS) or slot.address in self.zeros):
+        elif value.dim() > 1:
             unit = 1 if value.dim() >= CHANNELS_FIRST else value.dim() - 1
             active = value.ne(0).any(dim=[d for d in range(value.dim()) if d != unit])
             idle = self._idle.get(slot)
@@ -114,40 +118,44 @@ class Findings:
         self.units = Units()
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
+        self._zeros: set[str] | None = None
+        self._seen: tuple[Array, Array] | None = None  # Rows of gradients, and which of them are parameters'.
 
-    def judge(self, page: Page, parameters: set[str]) -> list[Finding]:
+    def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
         """Look at a step; gives what is new."""
         before = set(self.all)
         self._gradients(page, parameters)
-        self._units(page)
+        self._units(page, slots)
         return [finding for key, finding in self.all.items() if key not in before]
 
     def _gradients(self, page: Page, parameters: set[str]) -> None:
-        norms, counts = page.column("norm", "gradients"), page.column("count", "gradients")
-        sizes = {
-            name: norm / math.sqrt(max(counts[name], 1))
-            for name, norm in norms.items()
-            if name not in parameters and math.isfinite(norm)
-        }
-        self._depth(page.step, sizes)
-        total = math.sqrt(sum(norm**2 for name, norm in norms.items() if name in parameters))
-        if total and math.isfinite(total):
+        rows, table = page.of("gradients")
+        if self._seen is None or not np.array_equal(self._seen[0], rows):
+            self._seen = rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
+        of_parameter = self._seen[1]
+        norms = np.where(np.isfinite(table[:, NORM]), table[:, NORM], 0.0)
+        sizes = norms / np.sqrt(np.maximum(table[:, COUNT], 1))
+        self._depth(page, rows[~of_parameter], sizes[~of_parameter])
+        total = float(np.sqrt((norms[of_parameter] ** 2).sum()))
+        if total:
             self._jump(page.step, total)
             self._norms.append(total)
 
-    def _depth(self, step: int, sizes: dict[str, float]) -> None:
+    def _depth(self, page: Page, rows: Array, sizes: Array) -> None:
         """Gradients that die away, or swell, on their way back through the model."""
-        largest = max(sizes.values(), default=0.0)
-        flowing = {name: size for name, size in sizes.items() if size > 0}
-        for name, size in flowing.items():
-            if size < self.limits["vanishing"] * largest:
-                text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
-                self._note("vanishing gradient", name, step, size / largest, "vanishing", text, {"largest": largest})
-        last = next(reversed(flowing.values()), 0.0) if ":return" not in flowing else flowing[":return"]
-        for name, size in flowing.items():
-            if last and size > self.limits["exploding_depth"] * last:
-                text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
-                self._note("exploding gradient", name, step, size / last, "exploding_depth", text, {"last": last})
+        flows = sizes > 0
+        rows, sizes = rows[flows], sizes[flows]
+        if not len(rows):
+            return
+        largest, last = float(sizes.max()), float(sizes[rows.argmax()])
+        for place in np.flatnonzero(sizes < self.limits["vanishing"] * largest).tolist():
+            name, size = page.names[rows[place]][1], float(sizes[place])
+            text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
+            self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
+        for place in np.flatnonzero(sizes > self.limits["exploding_depth"] * last).tolist():
+            name, size = page.names[rows[place]][1], float(sizes[place])
+            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
+            self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
 
     def _jump(self, step: int, total: float) -> None:
         if len(self._norms) < ENOUGH:
@@ -157,11 +165,15 @@ class Findings:
             text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
             self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
 
-    def _units(self, page: Page) -> None:
-        zeros, counts = page.column("zeros", "values"), page.column("count", "values")
+    def _units(self, page: Page, slots: Iterable[Slot]) -> None:
+        rows, table = page.of("values")
         share = self.limits["dead_units"]
         # So many dead units need at least so many zeros.
-        self.units.zeros |= {name for name, number in zeros.items() if counts[name] and number / counts[name] >= share}
+        many = np.flatnonzero(table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1))
+        zeros = {page.names[row][1] for row in rows[many].tolist()}
+        if zeros != self._zeros:
+            self._zeros = zeros
+            self.units.choose(slots, zeros)
         dead, full = self.units.read(int(self.limits["dead_steps"]))
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
@@ -170,7 +182,7 @@ class Findings:
                 self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
         for slot, part in full.items():
             if part >= self.limits["saturated"]:
-                low, high = _bounds(slot.module) or (0.0, 0.0)
+                low, high = bounds_of(slot.module) or (0.0, 0.0)
                 text = f"{part:.0%} of its values are within a hundredth of its bounds, {low:g} and {high:g}."
                 self._note("saturated activation", slot.address, page.step, part, "saturated", text, {"share": part})
 
@@ -182,7 +194,7 @@ class Findings:
         self.all[kind, address] = Finding(kind, address, first, step, value, self.limits[threshold], text, evidence)
 
 
-def _bounds(module: nn.Module) -> tuple[float, float] | None:
+def bounds_of(module: nn.Module) -> tuple[float, float] | None:
     """Between what a module squashes its values; None where it does not."""
     if isinstance(module, nn.Hardtanh) and not isinstance(module, nn.ReLU6):
         return float(module.min_val), float(module.max_val)

@@ -25,6 +25,7 @@ from tenterhook.sinks.statistics import (
     NORM,
     Array,
     Measured,
+    is_plain,
     measure,
     plain,
     whole,
@@ -35,13 +36,14 @@ from tenterhook.watch.observe import NOT_COUNTED, Ledger, Seen, Slot
 from tenterhook.watch.trace import autocast_state
 
 if TYPE_CHECKING:
-    from tenterhook.watch.books import Books, Kind
+    from tenterhook.watch.books import Books
     from tenterhook.watch.findings import Units
     from tenterhook.watch.session import Options
 
 __all__ = ["Measuring", "Parcel"]
 
 VALUE, KEPT, CAUGHT = range(3)  # Where a measured tensor comes from.
+GRADIENT = 1  # In a pair of rows.
 PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from step to step.
 
 
@@ -120,37 +122,40 @@ class Measuring:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         batch = _Batch(self._books)
-        values = "values" in self._options.of
-        for place, entry in enumerate(log):
-            slot, path, _, tensor, version, _, _, live = entry
-            if version != NOT_COUNTED and tensor._version != version:
-                slot.lost += 1
-                continue
-            real = tensor.detach() if live else tensor
-            if real.is_complex():
-                real = torch.view_as_real(real)
-            if values:
-                batch.add("values", slot, path, real, (VALUE, place), tensor)
-                self._units.look(slot, real)
-            if live and tensor.grad is not None:
-                gradient = plain(tensor.grad)
-                if gradient is not None:
-                    batch.add("gradients", slot, path, gradient, (KEPT, place), tensor.grad)
+        self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
                 for gradient, _ in found:
                     real = plain(gradient)
                     if real is not None:
-                        batch.add(
-                            "gradients", slot, path if len(cell.parts) > 1 else (), real, (CAUGHT, place), gradient
-                        )
+                        row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
+                        batch.add(row, real, (CAUGHT, place), gradient)
                         caught[slot, call] = real
             cell.parts.clear()
         if not batch.tensors:
             return None
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
         return batch.parcel(self._options.sample, step, explain)
+
+    def _from_log(self, log: list[Any], batch: _Batch) -> None:
+        """Add what the log holds: values, and the gradients that autograd has kept."""
+        values, gradients = "values" in self._options.of, self._ledger.gradients
+        for place, (slot, path, _, tensor, version, _, _, live) in enumerate(log):
+            if version != NOT_COUNTED and tensor._version != version:
+                slot.lost += 1
+                continue
+            rows = slot.rows.get(path) or batch.rows(slot, path)
+            if values:
+                real = tensor if is_plain(tensor) else plain(tensor)
+                if real is not None and batch.add(rows[0], real, (VALUE, place), tensor) and slot.looks:
+                    self._units.look(slot, real)
+            if live and gradients:
+                gradient = tensor.grad
+                if gradient is not None:
+                    real = gradient if is_plain(gradient) else plain(gradient)
+                    if real is not None:
+                        batch.add(rows[GRADIENT], real, (KEPT, place), gradient)
 
 
 class _Batch:
@@ -164,25 +169,37 @@ class _Batch:
         self._first: dict[int, int] = {}
         self.index: list[int] = []
 
-    def add(self, kind: Kind, slot: Slot, path: Any, tensor: Tensor, source: tuple[int, int], original: Tensor) -> None:
-        """Add a tensor; one that several points share, a module and its last child, is measured once."""
-        row = slot.rows.get((path, kind))
-        if row is None:
-            row = slot.rows[path, kind] = self._books.row(kind, slot.label(path))
+    def rows(self, slot: Slot, path: Any) -> tuple[int, int]:
+        """The rows of one tensor of a point: of its value, and of its gradient."""
+        rows = slot.rows.get(path)
+        if rows is None:
+            label = slot.label(path)
+            rows = slot.rows[path] = (self._books.row("values", label), self._books.row("gradients", label))
+        return rows
+
+    def add(self, row: int, tensor: Tensor, source: tuple[int, int], original: Tensor) -> bool:
+        """Add a tensor; one that several points share, a module and its last child, is measured once.
+
+        Gives whether it is the first of its points.
+        """
         known = self._first.get(id(original))
+        new = known is None
         if known is None:
             known = self._first[id(original)] = len(self.tensors)
             self.tensors.append(tensor)
             self.sources.append(source)
         self._rows.append(row)
         self.index.append(known)
+        return new
 
     def parcel(self, limit: int | None, step: int, explain: Any) -> Parcel:
         rows = [0] * len(self.tensors)
         for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
             rows[index] = row
         phase = step * PRIMES[0] % PRIMES[1]
-        measured = measure(self.tensors, limit, phase=phase, sketch=self._books.sketch, rows=rows)
+        measured = measure(
+            self.tensors, limit, phase=phase, sketch=self._books.sketch, rows=rows, workspace=self._books.workspace
+        )
         shared = _Shared(measured, self.index)
         return Parcel(self._rows, shared, [self.tensors[i] for i in self.index], explain)
 

@@ -34,12 +34,13 @@ NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
-    __slots__ = ("address", "careful", "lost", "module", "path", "point", "rows", "seen")
+    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen")
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
         self.careful = careful  # Whether values are copied, because they may be changed in place later.
-        self.rows: dict[tuple[Path, str], int] = {}
+        self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
+        self.looks = False  # Whether its units or its bounds are looked at.
         self.seen = False
         self.lost = 0  # Values that were changed in place before they were measured.
 
@@ -69,6 +70,8 @@ class Ledger:
         self.on, self.gradients = True, gradients
         self.log: list[Any] = []
         self.cells: list[tuple[Slot, int, Cell, int]] = []
+        self.given: dict[tuple[Slot, int], Any] = {}
+        self.opened: list[dict[int, Any]] = []
         self.hold, self.held, self.loose = hold, 0, 0
         self.spill = spill
 
@@ -82,12 +85,21 @@ class Ledger:
     def take(self, *, loose: bool) -> tuple[list[Any], list[tuple[Slot, int, Cell, int]]]:
         """Give what has been written; ``loose`` leaves what waits for a backward pass."""
         log, cells = self.log, self.cells
+        if not loose:
+            self._forget()
         if loose:
             self.log = [entry for entry in log if entry[-1]]
             return [entry for entry in log if not entry[-1]], cells
         self.log, self.cells = [], []
         self.held = self.loose = 0
         return log, cells
+
+    def _forget(self) -> None:
+        """Let go of the arguments of calls that never ended, and of what tells a recomputation from a first call."""
+        self.given.clear()
+        for entries in self.opened:
+            entries.clear()
+        self.opened.clear()
 
 
 class Value:
@@ -101,7 +113,6 @@ class Value:
         self._slot, self._ledger = slot, ledger
         self.direct = direct
         self.entries = entries  # Dispatch writes here on the short way; nobody reads it.
-        self._given: dict[int, Any] = {}
 
     @property
     def reached(self) -> bool:
@@ -114,15 +125,11 @@ class Value:
     def enter(self, call: int, _since: int, args: Any, kwargs: Any) -> None:
         """The call begins with these arguments."""
         if self._ledger.on and graph_task() == -1:
-            self._given[call] = (args, kwargs)
-
-    def forget(self) -> None:
-        """Let go of the arguments of calls that never ended."""
-        self._given.clear()
+            self._ledger.given[self._slot, call] = (args, kwargs)
 
     def __call__(self, value: Any, context: Context) -> None:
-        args, kwargs = self._given.pop(context.call, (None, None))
         slot, ledger = self._slot, self._ledger
+        args, kwargs = ledger.given.pop((slot, context.call), (None, None))
         if not ledger.on:
             return
         slot.seen = True
@@ -218,6 +225,8 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
     before = action.entries.get(context.call)
     result = apply(value, context)
     cell = action.entries.get(context.call)
+    if cell is not None and before is None:
+        action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger)
         number = max((getattr(edge[0], "_sequence_nr", int)() for edge in cell.edges), default=0)

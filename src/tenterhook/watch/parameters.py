@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
-from tenterhook.sinks.statistics import COLUMNS, Measured, Snapshot, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, Measured, Snapshot, is_plain, measure, plain, whole
+from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Parcel
 
 if TYPE_CHECKING:
-    from tenterhook.watch.books import Books, Kind
+    from tenterhook.watch.books import Books
     from tenterhook.watch.session import Options
 
 __all__ = ["Parameters"]
+
+_BOTH: tuple[Kind, ...] = ("parameters", "updates")
 
 
 class Parameters:
@@ -25,6 +28,8 @@ class Parameters:
 
     def __init__(self, model: nn.Module, points: Sequence[Point], books: Books, options: Options) -> None:
         self._books, self._options = books, options
+        # Parameters are many, and they change slowly: a part of the places is enough.
+        self._limit = None if options.sample is None else max(1, options.sample // 4)
         named = _named(model, points)
         self.names = set(named)
         self._labels = list(named)
@@ -61,19 +66,22 @@ class Parameters:
 
     def after(self) -> list[Parcel]:
         """The step is over."""
-        parcels = []
-        if self._taken and self._snapshot is not None and self._tensors:
-            rows = self._row_list("updates")
-            measured = self._snapshot.moved(sketch=self._books.sketch, rows=rows)
-            parcels.append(self._sent("updates", range(len(rows)), measured, self._tensors))
-        if "parameters" in self._options.of and self._tensors:
-            parcels.append(self._parcel("parameters", range(len(self._tensors)), self._tensors))
-        self._taken = False
-        return parcels
+        if not self._tensors:
+            return []
+        if self._taken and self._snapshot is not None:
+            self._taken = False
+            rows, ways = self._row_list("parameters"), self._row_list("updates")
+            here, moved = self._snapshot.moved(self._books.sketch, rows, ways)
+            found = {"parameters": here, "updates": moved}
+            every = range(len(self._tensors))
+            return [self._sent(kind, every, found[kind], self._tensors) for kind in _BOTH if kind in self._options.of]
+        if "parameters" in self._options.of:
+            return [self._parcel("parameters", range(len(self._tensors)), self._tensors)]
+        return []
 
     def _take(self) -> None:
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._tensors, self._options.sample)
+            self._snapshot = Snapshot(self._tensors, self._limit, self._books.workspace)
         self._snapshot.take()
         self._taken = True
 
@@ -83,11 +91,12 @@ class Parameters:
         return self._rows[kind]
 
     def _parcel(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Parcel:
-        real = [plain(tensor) for tensor in tensors]
-        kept = [(i, tensor.detach()) for i, tensor in zip(which, real, strict=True) if tensor is not None]
+        real = [tensor if is_plain(tensor) else plain(tensor) for tensor in tensors]
+        kept = [(i, tensor) for i, tensor in zip(which, real, strict=True) if tensor is not None]
         rows = [self._row_list(kind)[i] for i, _ in kept]
         found = [tensor for _, tensor in kept]
-        measured = measure(found, self._options.sample, sketch=self._books.sketch, rows=rows)
+        books = self._books
+        measured = measure(found, self._limit, sketch=books.sketch, rows=rows, workspace=books.workspace)
         return self._sent(kind, [i for i, _ in kept], measured, found)
 
     def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:

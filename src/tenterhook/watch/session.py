@@ -85,8 +85,6 @@ class Watch(Session):
         self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
         self._ring = Ring(options.to, options.blackbox, _about(model, options)) if options.blackbox else None
         self._hooks: list[Any] = []
-        self._values: list[Value] = []
-        self._gradients: list[Any] = []
         self._slots: list[Slot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
@@ -102,6 +100,7 @@ class Watch(Session):
         for point in points:
             if point.site is not Site.PARAMETER:
                 self._add(point, bindings, careful=careful)
+        self._findings.units.choose(self._slots, set())
         self._turn = _Turn(self)
         root = Point(":return", Site.RETURN, model, "", None, None)
         bindings.append(Binding(root, self._turn))
@@ -111,7 +110,6 @@ class Watch(Session):
         self._slots.append(slot)
         boundary = point.site is Site.RETURN and point.call is None
         value = Value(slot, self._ledger, direct=boundary, entries=self._shared)
-        self._values.append(value)
         bindings.append(Binding(point, value))
         if point.explicit:
             self.required.append([bindings[-1]])
@@ -125,7 +123,6 @@ class Watch(Session):
             gradient = CaughtGradient(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
-        self._gradients.append(gradient)
         bindings.append(Binding(point, gradient))
 
     # -- in and out ---------------------------------------------------------------------------------------------------
@@ -268,10 +265,6 @@ class Watch(Session):
         self._take(self._measuring.measure(self.steps, loose=True))
 
     def _measure(self) -> None:
-        for value in self._values:
-            value.forget()
-        for gradient in self._gradients:
-            gradient.entries.clear()
         self._shared.clear()
         self._take(self._measuring.measure(self.steps, loose=False))
 
@@ -339,7 +332,7 @@ class Watch(Session):
         page = self._books.close_step(step)
         if page is None:
             return
-        new = self._findings.judge(page, self._parameters.names)
+        new = self._findings.judge(page, self._parameters.names, self._slots)
         if self._ring is not None:
             self._ring.write(page)
             for finding in new:

@@ -40,7 +40,7 @@ def watch(
     sinks: Iterable[Any] = (),
     blackbox: int | None = None,
     to: str | os.PathLike[str] = "blackbox.thb",
-    sample: int | None = 2**16,
+    sample: int | None = 2**13,
     hold: int = 2**30,
     pages: int = 256,
 ) -> Watch:
