@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import tenterhook as th
 from benchmarks.harness import Goal, Opener, Row, Trial, Workload, measure
 from benchmarks.models import gpt2, tokens
 
+FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
 GROUP = 10
 """Steps in a timed call, so that one in ten is one of them and nothing that is done now and then is left out."""
 
@@ -64,7 +67,7 @@ def _opened(call: Callable[[], None]) -> Opener:
 def _watched(call: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Opener:
     @contextmanager
     def opened() -> Iterator[Trial]:
-        with th.watch(model, optimizer=optimizer, on_nan="raise", to="/tmp/bench.thb", **options) as watch:
+        with th.watch(model, optimizer=optimizer, on_nan="raise", to=FILE, **options) as watch:
             yield Trial(call)
             if not watch.rows():
                 raise AssertionError("nothing was watched")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.statistics import Array, coprime
+from tenterhook.sinks.statistics import Array, spacing
 
 __all__ = ["Sketch", "histogram", "quantiles"]
 
@@ -35,8 +35,8 @@ class Sketch:
     def take(self, matrix: Tensor, rows: Sequence[int], phase: int) -> None:
         """Take a sample of each row of a matrix, to be counted by the next :meth:`pour`."""
         width = matrix.shape[1]
-        step = coprime(width, SAMPLE) if width > SAMPLE else 1
-        sample = matrix[:, phase % step :: step][:, :SAMPLE]
+        step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
+        sample = matrix[:, phase % room :: step][:, :SAMPLE]
         each = [row for row in rows for _ in range(sample.shape[1])] if width < SAMPLE else list(rows)
         self._waiting.setdefault(matrix.device, []).append((sample.to(torch.float32, copy=True), each))
 
@@ -83,7 +83,7 @@ def edges() -> Array:
     octaves = np.arange(LOWEST, HIGHEST, dtype=float)
     positive = (2.0 ** octaves[:, None] * (1 + np.arange(8) / 8)).reshape(-1)
     positive[0] = 0.0  # The first bin holds zero and everything below its upper edge.
-    return np.r_[-(2.0**HIGHEST), -positive[::-1], positive[1:], 2.0**HIGHEST]
+    return np.concatenate([[-(2.0**HIGHEST)], -positive[::-1], positive[1:], [2.0**HIGHEST]])
 
 
 def quantiles(bins: Array, at: Sequence[float]) -> list[float]:

@@ -4,9 +4,9 @@ Tensors of one shape are laid side by side in a matrix, and each statistic is th
 cost of starting an operation, which for small tensors is most of it, is paid once and not once per tensor. Nothing is
 read back to the host before :meth:`Measured.host`, and that is one copy for everything.
 
-A tensor of more than ``limit`` elements is read at ``limit`` places: short runs, evenly spread by a step that has no
-divisor in common with the size, so that they do not fall on the same channels again and again. Its norm is still that of all elements, and since one NaN or Inf
-makes a norm that is none, nothing non-finite is missed.
+A tensor of more than ``limit`` elements is read at ``limit`` places: short runs by a step that is chosen so that they
+are spread evenly over examples, channels and rows alike. Its norm is still that of all elements, and since one NaN or
+Inf makes a norm that is none, nothing non-finite is missed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "measure",
     "merge",
     "plain",
+    "spacing",
     "whole",
 ]
 
@@ -51,6 +52,7 @@ CHUNK, CHUNK_DEVICE = 2**17, 2**26
 KEPT = (torch.float32, torch.float64)
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
+TRIES = 64  # Steps that are tried for a sample.
 MEASURED = 6  # The columns that are measured on the device, from the mean to the zeros.
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -96,7 +98,7 @@ class Measured:
         self._parts = [(members, table.to("cpu", non_blocking=True)) for members, table in self._joined()]
 
     def host(self) -> Array:
-        """One row per tensor, as ``COLUMNS`` names them. What is not finite has the counts 0 until ``whole`` is asked."""
+        """One row per tensor, as ``COLUMNS`` names them; NaN and Inf are not counted here but by :func:`whole`."""
         found = np.zeros((len(self.counts), len(COLUMNS)))
         found[:, COUNT] = self.counts
         for members, table in self._joined():
@@ -107,14 +109,13 @@ class Measured:
         by_device: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
         for members, table in self._parts:
             by_device.setdefault(table.device, []).append((members, table))
-        return [
-            (found[0] if len(found) == 1 else ([i for members, _ in found for i in members], _together(found)))  # type: ignore[misc]
-            for found in by_device.values()
-        ]
+        return [_together(found) for found in by_device.values()]
 
 
-def _together(found: list[tuple[list[int], Tensor]]) -> Tensor:
-    return torch.cat([table for _, table in found])
+def _together(found: list[tuple[list[int], Tensor]]) -> tuple[list[int], Tensor]:
+    if len(found) == 1:
+        return found[0]
+    return [i for members, _ in found for i in members], torch.cat([table for _, table in found])
 
 
 class Workspace:
@@ -200,23 +201,33 @@ def _matrix(tensors: list[Tensor], width: int, phase: int, workspace: Workspace,
 def _spread(tensor: Tensor, width: int, phase: int) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    count = tensor.numel()
     run = RUN if width % RUN == 0 else 1
-    step = coprime(count - run, width // run)
-    return tensor.as_strided((width // run, run), (step, 1), tensor.storage_offset() + phase % step)
+    step, room = spacing(tensor.shape, width // run, run)
+    return tensor.as_strided((width // run, run), (step, 1), tensor.storage_offset() + phase % room)
 
 
-@functools.lru_cache(maxsize=4096)
-def coprime(count: int, width: int) -> int:
-    """The largest step at which ``width`` elements fit into ``count`` and that shares no divisor with it.
+@functools.lru_cache(maxsize=1024)
+def spacing(shape: tuple[int, ...], runs: int, run: int = 1) -> tuple[int, int]:
+    """The step from one run of a sample to the next, and how far the first may be moved.
 
-    >>> coprime(1024, 100), coprime(768, 768)
-    (9, 1)
+    An even step easily falls on the same channels, or rows, again and again. Of the steps that cover nine tenths of the
+    tensor or more, this is the one whose places are spread most evenly over every trailing part of the shape.
+
+    >>> spacing((256, 1024), 256)  # A step of 1024 would see one channel of a thousand.
+    (1028, 4)
     """
-    step = max(1, count // width)
-    while math.gcd(step, count) != 1:
-        step -= 1
-    return step
+    count = math.prod(shape)
+    most = max(1, (count - run) // max(runs - 1, 1))
+    candidates = sorted({most - most * part // (10 * TRIES) for part in range(TRIES)} | {most}, reverse=True)
+    parts = [size for size in np.cumprod(shape[:0:-1], dtype=np.int64).tolist() if size > run] or [count]
+    step = min(candidates, key=lambda step: max(_unevenness(step, runs, size) for size in parts))
+    return step, max(1, count - run - (runs - 1) * step + 1)
+
+
+def _unevenness(step: int, runs: int, size: int) -> float:
+    """How far the share of places up to some point is from that point's share of the whole, at worst."""
+    places = np.sort(np.arange(runs, dtype=np.int64) * step % size) / size
+    return float(np.abs(places - np.arange(runs) / runs).max())
 
 
 def _reduced(matrix: Tensor, workspace: Workspace) -> Tensor:
@@ -339,7 +350,7 @@ def combine(rows: Array, table: Array) -> tuple[Array, Array]:
 
 
 def merge(before: Array, table: Array) -> Array:
-    """Row by row, two tables as if the elements of both had been measured at once; a row without elements is nothing."""
+    """Row by row, two tables as if the elements of both had been measured at once."""
     old = before[:, COUNT] - before[:, NAN] - before[:, INF]
     new = table[:, COUNT] - table[:, NAN] - table[:, INF]
     total = np.maximum(old + new, 1)

@@ -60,6 +60,7 @@ class Books:
         self.sampled: list[bool] = []
         self.workspace = Workspace()
         self._sketch, self._sketched = Sketch(), 0
+        self._bins: Array | None = None
         self.pages: deque[Page] = deque(maxlen=pages)
         self.lock = threading.RLock()
         self._index: dict[tuple[Kind, str], int] = {}
@@ -123,11 +124,18 @@ class Books:
             self._total, self._latest = np.concatenate([self._total, blank]), np.concatenate([self._latest, blank])
             self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
 
+    def freeze(self) -> None:
+        """Nothing more will come: keep numbers, and no tensor."""
+        with self.lock:
+            if self._bins is None:
+                self._bins = self._sketch.host(len(self._steps))
+                self._sketch, self.workspace = Sketch(), Workspace()
+
     def rows(self) -> list[dict[str, Any]]:
         """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
         with self.lock:
             count = len(self._steps)
-            bins = self._sketch.host(count)
+            bins = self._sketch.host(count) if self._bins is None else self._bins
             return [self._plain(row, bins[row]) for row in range(count) if self._steps[row]]
 
     def _plain(self, row: int, bins: Array) -> dict[str, Any]:

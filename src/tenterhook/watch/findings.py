@@ -93,6 +93,10 @@ class Units:
                 idle = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
             self._idle[slot] = idle.add_(1).masked_fill_(active, 0)
 
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._idle, self._near = {}, {}
+
     def read(self, steps: int) -> tuple[dict[Slot, tuple[int, int]], dict[Slot, float]]:
         """The idle units of each layer beside all its units, and the share of each activation that is saturated."""
         idle = list(self._idle.items())
@@ -177,7 +181,8 @@ class Findings:
         dead, full = self.units.read(int(self.limits["dead_steps"]))
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
-                text = f"{idle} of its {units} units gave nothing but zero for {self.limits['dead_steps']:.0f} watched steps."
+                steps = f"{self.limits['dead_steps']:.0f} watched steps"
+                text = f"{idle} of its {units} units gave nothing but zero for {steps}."
                 evidence = {"dead": idle, "units": units}
                 self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
         for slot, part in full.items():

@@ -59,7 +59,7 @@ class NonFiniteReport:
             "updates": "the update",
         }
         text = [
-            f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {int(self.statistics['count'])} numbers."
+            f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {self.statistics['count']:.0f} numbers."
         ]
         if self.reason:
             text.append(f"  {self.reason}")

@@ -142,7 +142,7 @@ class Measuring:
         """Add what the log holds: values, and the gradients that autograd has kept."""
         values, gradients = "values" in self._options.of, self._ledger.gradients
         for place, (slot, path, _, tensor, version, _, _, live) in enumerate(log):
-            if version != NOT_COUNTED and tensor._version != version:
+            if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
                 continue
             rows = slot.rows.get(path) or batch.rows(slot, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
@@ -79,6 +78,10 @@ class Parameters:
             return [self._parcel("parameters", range(len(self._tensors)), self._tensors)]
         return []
 
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._snapshot, self._tensors, self._parameters = None, [], []
+
     def _take(self) -> None:
         if self._snapshot is None:
             self._snapshot = Snapshot(self._tensors, self._limit, self._books.workspace)
@@ -120,4 +123,4 @@ def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]
         if id(module) in roots:
             wanted.update(id(tensor) for tensor in module.parameters())
     usable = ((name, tensor) for name, tensor in model.named_parameters() if id(tensor) in wanted)
-    return {name: tensor for name, tensor in usable if isinstance(tensor, torch.Tensor) and plain(tensor) is not None}
+    return {name: tensor for name, tensor in usable if plain(tensor) is not None}

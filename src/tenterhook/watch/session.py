@@ -101,9 +101,8 @@ class Watch(Session):
             if point.site is not Site.PARAMETER:
                 self._add(point, bindings, careful=careful)
         self._findings.units.choose(self._slots, set())
-        self._turn = _Turn(self)
         root = Point(":return", Site.RETURN, model, "", None, None)
-        bindings.append(Binding(root, self._turn))
+        bindings.append(Binding(root, _Turn(self)))
 
     def _add(self, point: Point, bindings: list[Binding], *, careful: bool) -> None:
         slot = Slot(point, careful=careful)
@@ -178,7 +177,12 @@ class Watch(Session):
     _raising = True
 
     def _finish(self) -> None:
+        """The numbers stay; every tensor goes, and what would hold this watch in a circle."""
         self._ledger.take(loose=False)
+        self._ledger.spill = _nothing
+        self._books.freeze()
+        self._parameters.let_go()
+        self._findings.units.let_go()
         for sink in self._options.sinks:
             sink.close()
         if self._ring is not None:
@@ -242,12 +246,12 @@ class Watch(Session):
         self._parameters.begin(at_once=not self._optimizers)
 
     def _end(self, *, partly: bool = False) -> None:
-        if self._attached:
+        begun = bool(self._calls) or not partly
+        if self._attached and begun:
             self._measure()
             self._take(*self._parameters.after())
             self._hand_in()
-        if not partly or self._calls:
-            self.steps += 1
+        self.steps += begun
         self._calls = 0
         if partly:
             self._drain(wait=True)
@@ -408,10 +412,15 @@ class Watch(Session):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
+        self._settle()
+        return self.live()
+
+    def live(self) -> dict[str, Any]:
+        """The same for another thread, of the steps that are published: it waits for nothing."""
         return {
             **_about(self.model, self._options),
             "steps": self.steps,
-            "rows": self.rows(),
+            "rows": self._books.rows(),
             "findings": [finding.to_dict() for finding in self.findings],
             "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
             "nonfinite_steps": self.nonfinite_steps,
@@ -436,6 +445,10 @@ class Watch(Session):
 
     def _repr_html_(self) -> str:
         return as_html(table(self))
+
+
+def _nothing() -> None:
+    """What a ledger does that is closed."""
 
 
 class _Begins:
@@ -469,7 +482,7 @@ class _Turn:
         if torch._C._current_graph_task_id() == -1:
             self._watch.on_call()
 
-    def __call__(self, value: Any, _context: Context) -> None:
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
         self._watch.on_return(value)
 
 

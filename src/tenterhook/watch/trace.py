@@ -109,7 +109,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(real)
 
 
-def _bad(tensor: Tensor, *, nan: bool) -> bool:
+def _bad(tensor: Any, *, nan: bool) -> bool:
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     return bool(torch.isnan(tensor).any()) if nan else not bool(torch.isfinite(tensor).all())
@@ -126,7 +126,7 @@ class _Operations(TorchDispatchMode):
     """Every operation with what went in and what came out; what came out is held, so that no identity comes twice."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._steps = module, list[_Step]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

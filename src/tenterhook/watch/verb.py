@@ -28,7 +28,7 @@ __all__ = ["blackbox", "watch"]
 Of = Literal["values", "gradients", "parameters", "updates"]
 
 
-def watch(
+def watch(  # noqa: PLR0913 - each is a question of its own, and all have an answer already
     model: nn.Module,
     *selectors: Selector,
     of: Iterable[Of] = ("values", "gradients", "parameters", "updates"),
