@@ -95,7 +95,19 @@ def test_every_room_has_a_place_in_the_line():
     assert rooms <= known
 
 
-HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray", "tensorboard"]
+HEAVY = [
+    "rich",
+    "safetensors",
+    "xxhash",
+    "transformers",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "click",
+    "typer",
+    "ray",
+    "tensorboard",
+]
 
 
 def test_importing_loads_nothing_but_torch():

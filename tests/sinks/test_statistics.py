@@ -20,7 +20,13 @@ def truth(tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_every_statistic_is_that_of_all_elements(dtype):
     torch.manual_seed(0)
-    tensors = [torch.randn(3, 5), torch.randn(3, 5) * 100 + 7, torch.zeros(4), torch.randn(2, 2, 2).relu(), torch.ones(1)]
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(3, 5) * 100 + 7,
+        torch.zeros(4),
+        torch.randn(2, 2, 2).relu(),
+        torch.ones(1),
+    ]
     tensors = [tensor.to(dtype) for tensor in tensors]
     found = measure(tensors).host()
     for row, tensor in zip(found, tensors, strict=True):

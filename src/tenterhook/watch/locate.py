@@ -23,7 +23,7 @@ from tenterhook.sinks.statistics import COLUMNS, plain, whole
 from tenterhook.watch.observe import Seen
 from tenterhook.watch.trace import Line, trace_backward, trace_forward
 
-__all__ = ["NonFiniteReport", "backward", "forward", "measured"]
+__all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]
 
 LATE = 'found after the parameters had moved on, so that the line cannot be told; on_nan="raise" finds it in time.'
 
@@ -78,22 +78,24 @@ class NonFiniteReport:
 def forward(log: Sequence[Seen], first: int, step: int, autocast: Any, *, late: bool) -> NonFiniteReport:
     """Explain the first entry of the log that is not finite."""
     seen = log[first]
-    report = _report(seen, "values", step, seen.tensor)
+    report = _report(log, seen, "values", step, seen.tensor)
     own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
     for place, call in (*own, *_around(log, first)):
         if call.args is None:
-            report.note = f"what {_name(call)!r} was given was not held, so that it cannot be told whether it came in."
+            report.note = (
+                f"what {_name(log, call)!r} was given was not held, so that it cannot be told whether it came in."
+            )
             return report
         report.inputs = _inputs(call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
-            _born_in(report, log[place], same=place == first, autocast=autocast, late=late)
+            report.born = _name(log, call)
+            _born_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
     report.reason = "It came in with what the model was given." if report.inputs else ""
     return report
 
 
 def _born_in(report: NonFiniteReport, call: Seen, *, same: bool, autocast: Any, late: bool) -> None:
-    report.born = _name(call)
     what = "It was born here" if same else f"It was born inside {report.born!r}, between its modules"
     report.reason = f"{what}: everything that came in was finite."
     if late:
@@ -125,7 +127,7 @@ def backward(
         known = True
         if not bool(torch.isfinite(gradient).all()):
             continue
-        report.born = _name(call)
+        report.born = _name(log, call)
         report.reason = f"It was born in the backward pass through {report.born!r}: what came back to that was finite."
         report.inputs = {"gradient": measured(gradient), **_inputs(call)}
         if late:
@@ -154,8 +156,13 @@ def _holds(outer: Point, inner: Point) -> bool:
     return not outer.path or inner.path.startswith(f"{outer.path}.")
 
 
-def _report(seen: Seen, kind: str, step: int, tensor: Tensor) -> NonFiniteReport:
-    return NonFiniteReport(step, kind, seen.slot.label(seen.path), seen.call, measured(tensor))
+def _report(log: Sequence[Seen], seen: Seen, kind: str, step: int, tensor: Tensor) -> NonFiniteReport:
+    return NonFiniteReport(step, kind, seen.slot.label(seen.path), call_of(log, seen), measured(tensor))
+
+
+def call_of(log: Sequence[Seen], seen: Seen) -> int:
+    """Which call of its module it was, counted since the last backward pass."""
+    return seen.call - min(other.call for other in log if other.slot is seen.slot)
 
 
 def _inputs(call: Seen) -> dict[str, dict[str, float]]:
@@ -175,8 +182,9 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, real
 
 
-def _name(call: Seen) -> str:
-    return f"{call.slot.address}#{call.call}" if call.call else call.slot.address
+def _name(log: Sequence[Seen], call: Seen) -> str:
+    number = call_of(log, call)
+    return f"{call.slot.address}#{number}" if number else call.slot.address
 
 
 def measured(tensor: Tensor) -> dict[str, float]:

@@ -244,7 +244,8 @@ class _Explain:
         gradient = self._batch.tensors[self._batch.index[bad[first]]]
         slot, call, path = self._whose(sources[first])
         place = next((i for i, seen in enumerate(log) if seen.slot is slot and seen.call == call), None)
-        report = NonFiniteReport(self._step, "gradients", slot.label(path), call, locate.measured(gradient))
+        number = locate.call_of(log, log[place]) if place is not None else 0
+        report = NonFiniteReport(self._step, "gradients", slot.label(path), number, locate.measured(gradient))
         if place is not None:
             locate.backward(report, log, place, self._arrived, self._autocast, late=late)
         return report

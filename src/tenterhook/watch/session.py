@@ -94,6 +94,7 @@ class Watch(Session):
         self._parcels: list[Parcel] = []
         self._waiting: list[tuple[int, list[Parcel]]] = []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        self._late = self._device == "cuda" and options.on_nan != "raise"
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         careful = facts(model).in_place
@@ -101,8 +102,10 @@ class Watch(Session):
             if point.site is not Site.PARAMETER:
                 self._add(point, bindings, careful=careful)
         self._findings.units.choose(self._slots, set())
+        # The model's call is told before anything else is told of it, its return after everything else.
         root = Point(":return", Site.RETURN, model, "", None, None)
-        bindings.append(Binding(root, _Turn(self)))
+        bindings.insert(0, Binding(root, _Call(self)))
+        bindings.append(Binding(root, _Return(self)))
 
     def _add(self, point: Point, bindings: list[Binding], *, careful: bool) -> None:
         slot = Slot(point, careful=careful)
@@ -277,11 +280,11 @@ class Watch(Session):
         for parcel in parcels:
             if parcel is None:
                 continue
-            if self._options.on_nan == "raise" or self._device != "cuda":
-                self._check(self._open(parcel), self.steps)
-            else:
+            if self._late:
                 parcel.send()
                 self._parcels.append(parcel)
+            else:
+                self._check(self._open(parcel), self.steps)
 
     def _open(self, parcel: Parcel) -> NonFiniteReport | None:
         self._ledger.on = False  # Finding where a NaN was born may call modules.
@@ -467,8 +470,8 @@ class _Begins:
             watch.backward_begins()
 
 
-class _Turn:
-    """Tells a watch of the model's own calls."""
+class _Call:
+    """Tells a watch that the model is called."""
 
     observes = True
     again = False
@@ -481,6 +484,15 @@ class _Turn:
         """A call begins."""
         if torch._C._current_graph_task_id() == -1:
             self._watch.on_call()
+
+    def __call__(self, value: Any, context: Context) -> None:
+        """Nothing: see :class:`_Return`."""
+
+
+class _Return(_Call):
+    """Tells a watch that the model returns."""
+
+    enter = None  # type: ignore[assignment]
 
     def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
         self._watch.on_return(value)

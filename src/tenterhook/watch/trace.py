@@ -28,6 +28,7 @@ __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
 
 AGAIN = "made once more, the call came out finite, so that the line is not known"
 FAILED = "the call could not be made once more to find the line ({error})"
+WRITTEN = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "lift_fresh", "where", "_to_copy"}
 LIBRARY = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
 
@@ -55,7 +56,7 @@ def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> t
         with _undisturbed(module), torch.no_grad(), _as_it_was(autocast), operations:
             out = module.forward(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever the model raises now, the report is made without the line
-        return None, FAILED.format(error=f"{type(error).__name__}: {error}")
+        return None, FAILED.format(error=_short(error))
     line = operations.origin([tensor for _, tensor in tensors(out)])
     return line, "" if line else f"{AGAIN}."
 
@@ -74,9 +75,13 @@ def trace_backward(
             start = next((tensor for tensor in starts if tensor.shape == gradient.shape), None)
             found = _first_bad_node(start, gradient) if start is not None else None
     except Exception as error:  # noqa: BLE001 - as above
-        return None, FAILED.format(error=f"{type(error).__name__}: {error}")
+        return None, FAILED.format(error=_short(error))
     line = lines.at(found) if found is not None else None
     return line, "" if line else f"{AGAIN}."
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def autocast_state(device: str) -> tuple[str, bool, torch.dtype]:
@@ -120,6 +125,8 @@ class _Step:
     given: list[Tensor]
     made: list[Tensor]
     line: Line | None
+    written: bool
+    """whether it only writes a number down: an Inf that it made was meant"""
 
 
 class _Operations(TorchDispatchMode):
@@ -135,22 +142,39 @@ class _Operations(TorchDispatchMode):
         if any(_bad(tensor, nan=False) for tensor in made):
             given = [tensor for _, tensor in tensors((args, kwargs or {}))]
             name = str(func).removeprefix("aten.").removesuffix(".default").split(".")[0]
-            self._steps.append(_Step(given, made, _line(self._module, sys._getframe(1), name)))
+            line = _line(self._module, sys._getframe(1), name)
+            self._steps.append(_Step(given, made, line, name.strip("_") in WRITTEN))
         return out
 
     def origin(self, out: list[Tensor]) -> Line | None:
-        """Follow a bad output back to the operation that made the first bad value of good ones."""
+        """Follow a bad output back to the operation that made the first bad value of good ones.
+
+        NaN is followed as NaN. Where it was made of Inf, the way goes on to where that came from, unless somebody wrote
+        the Inf down, as one does in a mask.
+        """
         nan = any(_bad(tensor, nan=True) for tensor in out)
-        wanted = {id(tensor) for tensor in out if _bad(tensor, nan=nan)}
-        found: _Step | None = None
-        for step in reversed(self._steps):
+        found = self._first({id(tensor) for tensor in out if _bad(tensor, nan=nan)}, len(self._steps), nan=nan)
+        if found is None:
+            return None
+        step = self._steps[found]
+        infinite = {id(tensor) for tensor in step.given if _bad(tensor, nan=False)} if nan else set()
+        before = self._first(infinite, found, nan=False) if infinite else None
+        if before is not None and not self._steps[before].written:
+            step = self._steps[before]
+        return step.line
+
+    def _first(self, wanted: set[int], end: int, *, nan: bool) -> int | None:
+        """The earliest operation before ``end`` on the way back from some tensors over bad ones."""
+        found = None
+        for place in range(end - 1, -1, -1):
+            step = self._steps[place]
             if not wanted.isdisjoint(id(tensor) for tensor in step.made):
-                found = step
+                found = place
                 bad = {id(tensor) for tensor in step.given if _bad(tensor, nan=nan)}
                 if not bad:
-                    return step.line
+                    return found
                 wanted |= bad
-        return found.line if found is not None else None
+        return found
 
 
 class _Lines(TorchFunctionMode):
