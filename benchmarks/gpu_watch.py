@@ -121,7 +121,7 @@ def page(path: Path) -> None:
 
     result = json.loads(path.read_text(encoding="utf-8"))
     lines = [
-        f"## Watch on a GPU\n\n{result['device']}, torch {result['torch']}, GPT-2 small, bf16, batch 8, 512 tokens, AdamW.\n",
+        f"## Watch on a GPU\n\n{result['device']}, torch {result['torch']}, GPT-2 small, bf16, batch 8, 512 tokens.\n",
         "| work | ms | ratio | peak GiB | goal |",
         "|---|--:|--:|--:|---|",
     ]

@@ -25,8 +25,8 @@ BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 NAMES = """
     AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError JsonLines ModelChanged NeverReached
     NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
-    Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit blackbox clamp edit hooks load mean noise points project record scale set watch zero
+    Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__
+    add at audit blackbox clamp edit hooks load mean noise points project record scale set watch zero
 """
 
 

@@ -52,7 +52,8 @@ def test_a_large_tensor_is_sampled_but_its_norm_and_its_faults_are_not():
     row = dict(zip(COLUMNS, measure([tensor], 8192).host()[0].tolist(), strict=True))
     assert row["norm"] == pytest.approx(float(tensor.norm()), rel=1e-5)
     assert row["count"] == tensor.numel()
-    assert row["mean"] == pytest.approx(1, abs=0.1) and row["std"] == pytest.approx(3, rel=0.05)
+    assert row["mean"] == pytest.approx(1, abs=0.1)
+    assert row["std"] == pytest.approx(3, rel=0.05)
     tensor[17, 311] = float("nan")
     assert np.isnan(measure([tensor], 64).host()[0, COLUMNS.index("norm")])
 
@@ -74,7 +75,8 @@ def test_a_sample_stays_inside_its_tensor_wherever_it_begins(shape, runs, run):
     if runs * run >= count:
         return
     step, room = spacing(tuple(shape), runs, run)
-    assert step >= 1 and room >= 1
+    assert step >= 1
+    assert room >= 1
     assert room - 1 + (runs - 1) * step + run <= count
 
 
@@ -82,7 +84,9 @@ def test_what_is_not_finite_is_counted_and_the_rest_is_measured():
     tensor = torch.tensor([1.0, float("nan"), -float("inf"), 3.0, float("inf"), 0.0])
     np.testing.assert_allclose(whole(tensor), truth(tensor))
     nothing = dict(zip(COLUMNS, whole(torch.full((3,), float("nan"))).tolist(), strict=True))
-    assert nothing["nan"] == 3 and np.isnan(nothing["min"]) and nothing["mean"] == 0
+    assert nothing["nan"] == 3
+    assert np.isnan(nothing["min"])
+    assert nothing["mean"] == 0
 
 
 def test_what_cannot_be_measured_is_said_so():
@@ -147,7 +151,8 @@ def test_the_bins_hold_what_their_edges_say():
     sketch.take(values.unsqueeze(0), [3], 0)
     sketch.pour()
     bins = sketch.host(4)
-    assert bins[:3].sum() == 0 and bins[3].sum() == len(values)
+    assert bins[:3].sum() == 0
+    assert bins[3].sum() == len(values)
     expected = np.histogram(np.where(values.abs() < 2**-44, 0.0, values), bounds)[0]
     np.testing.assert_array_equal(bins[3], expected)
 
@@ -172,6 +177,8 @@ def test_a_histogram_counts_every_sample_by_octaves():
     sketch.take(torch.tensor([[1.0, 1.5, 2.5, -4.0]]), [0], 0)
     sketch.pour()
     bounds, counts = histogram(sketch.host(1)[0])
-    assert sum(counts) == 4 and len(bounds) == len(counts) + 1
-    assert counts[-1] == 1 and bounds[-2:] == [2.0, 4.0]
+    assert sum(counts) == 4
+    assert len(bounds) == len(counts) + 1
+    assert counts[-1] == 1
+    assert bounds[-2:] == [2.0, 4.0]
     assert histogram(sketch.host(2)[1]) == ([], [])

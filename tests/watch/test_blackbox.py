@@ -29,7 +29,8 @@ def test_a_run_that_ends_well_leaves_no_file(tmp_path):
     with th.watch(model, blackbox=5, to=file) as w:
         train(model, 4)
         assert file.exists()
-    assert not file.exists() and w.blackbox is None
+    assert not file.exists()
+    assert w.blackbox is None
 
 
 def test_the_last_steps_are_left_where_a_nan_was_found(tmp_path):
@@ -44,7 +45,8 @@ def test_the_last_steps_are_left_where_a_nan_was_found(tmp_path):
     for step in box.steps:
         assert box.series("2", "norm", "gradients")[step] == pages[step].column("norm", "gradients")["2"]
     assert box.series("0", "nan")[9] == 16
-    assert "values 0" in repr(box) and "<table" in box._repr_html_()
+    assert "values 0" in repr(box)
+    assert "<table" in box._repr_html_()
     assert {row["kind"] for row in box.rows()} == {"values", "gradients", "parameters", "updates"}
 
 

@@ -48,7 +48,8 @@ def test_the_numbers_are_the_same(monkeypatch, arrives):
     assert published == [1, 2, 3, 4, 5, 6]
     late, published = run(monkeypatch, arrives=arrives)
     assert published == ([1, 2, 3, 4, 5, 6] if arrives else [0, 0, 1, 2, 3, 4])
-    assert late.steps == 6 and [page.step for page in late.pages] == list(range(6))
+    assert late.steps == 6
+    assert [page.step for page in late.pages] == list(range(6))
     expected = plain(at_once.rows())
     for key, numbers in plain(late.rows()).items():
         assert numbers == pytest.approx(expected[key], rel=1e-6), key
@@ -58,7 +59,8 @@ def test_a_nan_that_is_found_late_is_explained_without_its_line(monkeypatch):
     late, _ = run(monkeypatch, arrives=True, bad=2)
     found = late.nonfinite
     assert (found.step, found.address, found.born) == (2, "b", ":return")
-    assert found.line is None and 'on_nan="raise" finds it' in found.note
+    assert found.line is None
+    assert 'on_nan="raise" finds it' in found.note
     assert found.inputs["0"]["nan"] == 0
 
 
@@ -69,4 +71,5 @@ def test_a_nan_whose_tensors_are_gone_is_still_named(monkeypatch):
     assert found.inputs == {}
     assert late.nonfinite_steps[0] == 2
     row = late.row("a")  # What was finite keeps its numbers.
-    assert row["nan"] == 16 and math.isfinite(row["mean"])  # In steps 4 and 5: the parameters were ruined by then.
+    assert row["nan"] == 16
+    assert math.isfinite(row["mean"])

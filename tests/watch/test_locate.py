@@ -63,8 +63,10 @@ def test_a_value_is_located_with_its_line():
     assert found.line.operation == "log"
     assert "between its modules: everything that came in was finite" in found.reason
     # What came in is shown.
-    assert found.inputs["0"]["nan"] == 0 and found.inputs["0"]["count"] == 16
-    assert "b.last" in str(found) and "torch.log" in str(found)
+    assert found.inputs["0"]["nan"] == 0
+    assert found.inputs["0"]["count"] == 16
+    assert "b.last" in str(found)
+    assert "torch.log" in str(found)
 
 
 def test_it_is_first_in_the_order_of_execution_not_of_names():
@@ -84,7 +86,8 @@ def test_what_is_born_inside_a_module_of_pytorch_is_told_by_its_own_line():
     with torch.no_grad():
         model[1].weight.fill_(3e38)
     found = watched(model, torch.full((1, 4), 1e3)).nonfinite
-    assert found.address == "1" and found.born == "1"
+    assert found.address == "1"
+    assert found.born == "1"
     assert "F.linear" in found.line.source
     assert found.line.file.endswith("linear.py")
     assert found.statistics["inf"] + found.statistics["nan"] == 4
@@ -164,7 +167,7 @@ def test_raising_comes_before_the_parameters_are_changed():
     model = Model("sqrt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(th.NonFinite, match="torch.sqrt") as caught:
+    with pytest.raises(th.NonFinite, match=r"torch\.sqrt") as caught:
         with th.watch(model, on_nan="raise", optimizer=optimizer) as w:
             model(torch.ones(4, 4)).sum().backward()
             optimizer.step()
@@ -198,7 +201,8 @@ def test_the_step_is_told():
     assert w.nonfinite.step == 3
     assert w.nonfinite_steps == [3]
     # What is finite is still what it was.
-    assert math.isfinite(w.row("a")["mean"]) and w.row("a")["nan"] == 4
+    assert math.isfinite(w.row("a")["mean"])
+    assert w.row("a")["nan"] == 4
 
 
 def test_the_call_is_told_where_there_are_several():

@@ -20,7 +20,8 @@ def test_the_page_shows_numbers_that_move_on_while_training_runs():
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     with th.watch(model, on_nan="record") as w:
         url = w.serve()
-        assert url.startswith("http://127.0.0.1:") and w.serve() == url
+        assert url.startswith("http://127.0.0.1:")
+        assert w.serve() == url
         page = get(url)
         assert "<title>tenterhook watch</title>" in page
         assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")  # Nothing is fetched from elsewhere.

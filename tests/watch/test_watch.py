@@ -79,7 +79,8 @@ def test_statistics_are_those_of_everything_that_passed():
     for kind, by_name in seen.items():
         for name, tensors in by_name.items():
             row = w.row(name, kind)
-            assert row["steps"] == 3 and row["exact"]
+            assert row["steps"] == 3
+            assert row["exact"]
             assert_row(row, tensors, rel=1e-3 if kind == "updates" else 1e-4)
             for stat, expected in zip(STATISTICS, truth(tensors[-1:]), strict=True):
                 assert row["last"][stat] == pytest.approx(expected, rel=1e-3, abs=1e-6)
@@ -334,10 +335,12 @@ def test_it_draws_itself_and_gives_plain_data():
     with th.watch(model, optimizer=optimizer) as w:
         train(model, optimizer)
     text = repr(w)
-    assert "Sequential: 3 steps" in text and "0.weight" in text
+    assert "Sequential: 3 steps" in text
+    assert "0.weight" in text
     assert "<table" in w._repr_html_()
     plain = w.to_dict()
-    assert plain["model"] == "Sequential" and plain["nonfinite"] is None
+    assert plain["model"] == "Sequential"
+    assert plain["nonfinite"] is None
     assert w.series("3", "norm").keys() == {0, 1, 2}
     assert sum(w.row("0")["histogram"]["counts"]) == 64
     assert w.row("1")["quantiles"]["0.01"] == 0
@@ -384,7 +387,8 @@ def test_an_optimizer_that_is_closed_over_keeps_no_hook():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with th.watch(model, optimizer=optimizer):
         assert optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,8 @@ class NonFiniteReport:
             "parameters": "the parameter",
             "updates": "the update",
         }
-        text = [
-            f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {self.statistics['count']:.0f} numbers."
-        ]
+        count = int(self.statistics["count"])
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {count} numbers."]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:
