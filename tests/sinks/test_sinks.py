@@ -34,7 +34,7 @@ def test_each_step_is_a_line_of_json(tmp_path):
 def test_tensorboard_reads_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    w = train(th.TensorBoard(tmp_path / "runs", histograms=1), steps=2)
+    w = train(th.TensorBoard(tmp_path / "runs", histograms=1), steps=2, slow=1)
     events = EventAccumulator(str(tmp_path / "runs"))
     events.Reload()
     for page in w.pages:

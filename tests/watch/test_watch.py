@@ -74,7 +74,7 @@ def test_statistics_are_those_of_everything_that_passed():
             seen["updates"].setdefault(name, []).append(p.detach() - before[name])
             seen["parameters"].setdefault(name, []).append(p.detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with th.watch(model, optimizer=optimizer, sample=None) as w:
+    with th.watch(model, optimizer=optimizer, sample=None, slow=1) as w:
         train(model, optimizer)
     for kind, by_name in seen.items():
         for name, tensors in by_name.items():
@@ -327,6 +327,17 @@ def test_only_what_was_asked_for_is_there():
         ("gradients", "0"), ("gradients", "0.weight"), ("gradients", "0.bias"), ("gradients", "3.bias"),
         ("updates", "0.weight"), ("updates", "0.bias"), ("updates", "3.bias"),
     }  # fmt: skip
+
+
+def test_what_changes_slowly_is_taken_now_and_then():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with th.watch(model, optimizer=optimizer, every=2, slow=3) as w:
+        train(model, optimizer, 9)
+    assert [page.step for page in w.pages] == [0, 2, 4, 6, 8]
+    assert list(w.series("0.weight", "norm", "updates")) == [0, 4, 8]
+    assert list(w.series("0.weight", "norm", "gradients")) == [0, 2, 4, 6, 8]
+    assert sum(w.row("0")["histogram"]["counts"]) == 3 * 64
 
 
 def test_it_draws_itself_and_gives_plain_data():

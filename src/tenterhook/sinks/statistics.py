@@ -29,6 +29,7 @@ __all__ = [
     "LIMIT",
     "Array",
     "Measured",
+    "Plan",
     "Snapshot",
     "Workspace",
     "combine",
@@ -48,7 +49,7 @@ LIMIT = 2**13
 """Elements up to which a tensor is read whole."""
 
 # Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
-CHUNK, CHUNK_DEVICE = 2**17, 2**26
+CHUNK, CHUNK_DEVICE = 2**18, 2**26
 KEPT = (torch.float32, torch.float64)
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
@@ -81,12 +82,33 @@ def plain(tensor: Any) -> Tensor | None:
     return tensor if tensor.is_floating_point() and not (tensor.is_meta or wrapped or tensor.is_nested) else None
 
 
+class Plan:
+    """Which of some tensors go into a matrix together; it holds as long as they have the same shapes and types."""
+
+    def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
+        self.kinds = _kinds(tensors)
+        self.counts = [tensor.numel() for tensor in tensors]
+        self.sampled = [limit is not None and count > limit for count in self.counts]
+        self.groups = list(_groups(tensors, limit))
+        self.shares = [
+            [self.counts[i] / width for i in members] if self.sampled[members[0]] else []
+            for members, width in self.groups
+        ]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is the plan for these tensors too."""
+        return self.kinds == _kinds(tensors)
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
+
+
 class Measured:
     """What was measured of a list of tensors; it is still on their devices."""
 
-    def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
-        self.counts = [tensor.numel() for tensor in tensors]
-        self.sampled = [limit is not None and count > limit for count in self.counts]
+    def __init__(self, plan: Plan) -> None:
+        self.counts, self.sampled = plan.counts, plan.sampled
         self._parts: list[tuple[list[int], Tensor]] = []
 
     def add(self, members: list[int], table: Tensor) -> None:
@@ -123,6 +145,14 @@ class Workspace:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> Plan:
+        """The plan for some tensors: that of the last time under this name, if it still fits."""
+        plan = self._plans.get((name, limit))
+        if plan is None or not plan.fits(tensors):
+            plan = self._plans[name, limit] = Plan(tensors, limit)
+        return plan
 
     def matrix(self, rows: int, width: int, like: Tensor, which: int) -> Tensor:
         """A matrix with room for so many rows; there is one of each kind ``which`` at a time."""
@@ -143,8 +173,11 @@ def measure(
     sketch: Sketch | None = None,
     rows: Sequence[int] = (),
     workspace: Workspace | None = None,
+    name: str = "",
 ) -> Measured:
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
+
+    ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
     >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
@@ -152,15 +185,16 @@ def measure(
     'inf': 0.0}
     """
     workspace = workspace or Workspace()
-    measured = Measured(tensors, limit)
-    for members, width in _groups(tensors, limit):
+    plan = workspace.plan(tensors, limit, name)
+    measured = Measured(plan)
+    for (members, width), shares in zip(plan.groups, plan.shares, strict=True):
         found = [tensors[i] for i in members]
         # The norm first: it reads everything, and what it has read is near for the sample.
-        norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if measured.sampled[members[0]] else None
+        norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if shares else None
         matrix = _matrix(found, width, phase, workspace)
         table = _reduced(matrix, workspace)
         if norms is not None:
-            _scale_up(table, found, width)
+            _scale_up(table, shares)
             table[:, NORM - MEAN] = torch.stack(norms)
         measured.add(members, table)
         if sketch is not None:
@@ -233,7 +267,7 @@ def _unevenness(step: int, runs: int, size: int) -> float:
 def _reduced(matrix: Tensor, workspace: Workspace) -> Tensor:
     """The measured columns, one row for each of the matrix."""
     rows, width = matrix.shape
-    mean = matrix.sum(1).div_(width)
+    mean = matrix.mean(1)
     low, high = matrix.amin(1), matrix.amax(1)
     norm = torch.linalg.vector_norm(matrix, dim=1)
     # A comparison written as numbers is five times as fast to add up as one written as booleans.
@@ -248,15 +282,11 @@ def _kept(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.dtype in KEPT else torch.float32
 
 
-def _scale_up(table: Tensor, tensors: list[Tensor], width: int) -> None:
+def _scale_up(table: Tensor, shares: list[float]) -> None:
     """The norm and the number of zeros that a sample lets expect of everything."""
-    shares = _shares(tensors, width, table)
-    table[:, NORM - MEAN] *= shares.sqrt()
-    table[:, ZEROS - MEAN] *= shares
-
-
-def _shares(tensors: list[Tensor], width: int, like: Tensor) -> Tensor:
-    return torch.tensor([tensor.numel() / width for tensor in tensors], dtype=like.dtype).to(like.device)
+    more = torch.tensor(shares, dtype=table.dtype).to(table.device, non_blocking=True)
+    table[:, NORM - MEAN] *= more.sqrt()
+    table[:, ZEROS - MEAN] *= more
 
 
 @torch.no_grad()
@@ -282,15 +312,15 @@ class Snapshot:
     """What some tensors were, so that it can be told how far they have moved; of long ones, at the sampled places."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None, workspace: Workspace) -> None:
-        self.tensors, self._limit, self._workspace = list(tensors), limit, workspace
-        self._groups = list(_groups(self.tensors, limit))
+        self.tensors, self._workspace = list(tensors), workspace
+        self._plan = Plan(self.tensors, limit)
         self._matrices: list[Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Note what they are now; the memory is that of the last time."""
         fresh = not self._matrices
-        for place, (members, width) in enumerate(self._groups):
+        for place, (members, width) in enumerate(self._plan.groups):
             now = self._now(members, width)
             if fresh:
                 self._matrices.append(now.clone())
@@ -300,15 +330,15 @@ class Snapshot:
     @torch.no_grad()
     def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
         """Measure what they are now, and how far they have come; what was noted is used up."""
-        here, moved = Measured(self.tensors, self._limit), Measured(self.tensors, self._limit)
-        for (members, width), matrix in zip(self._groups, self._matrices, strict=True):
-            now, tensors = self._now(members, width), [self.tensors[i] for i in members]
+        here, moved = Measured(self._plan), Measured(self._plan)
+        for (members, width), shares, matrix in zip(self._plan.groups, self._plan.shares, self._matrices, strict=True):
+            now = self._now(members, width)
             table = _reduced(now, self._workspace)
             torch.sub(now, matrix, out=matrix)
             way = _reduced(matrix, self._workspace)
-            if here.sampled[members[0]]:
-                _scale_up(table, tensors, width)
-                _scale_up(way, tensors, width)
+            if shares:
+                _scale_up(table, shares)
+                _scale_up(way, shares)
             here.add(members, table)
             moved.add(members, way)
             if sketch is not None:

@@ -18,7 +18,6 @@ __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
-SKETCH_EVERY = 8  # Watched steps from one whose samples are taken to the next: they cost as much as all the rest.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -59,7 +58,8 @@ class Books:
         self.names: list[tuple[Kind, str]] = []
         self.sampled: list[bool] = []
         self.workspace = Workspace()
-        self._sketch, self._sketched = Sketch(), 0
+        self._sketch = Sketch()
+        self.slow = True  # Whether what changes slowly is taken in this step.
         self._bins: Array | None = None
         self.pages: deque[Page] = deque(maxlen=pages)
         self.lock = threading.RLock()
@@ -74,7 +74,7 @@ class Books:
     @property
     def sketch(self) -> Sketch | None:
         """What takes samples in this step, if it is one of those whose samples are taken."""
-        return self._sketch if self._sketched % SKETCH_EVERY == 0 else None
+        return self._sketch if self.slow else None
 
     def row(self, kind: Kind, label: str) -> int:
         """The row of a kind and an address, a new one if there is none."""
@@ -101,7 +101,6 @@ class Books:
     def close_step(self, step: int) -> Page | None:
         """The step is over: add it to what there is, and give its page, if it brought anything."""
         parts, self._step = self._step, []
-        self._sketched += 1
         if not parts:
             return None
         rows, table = combine(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))

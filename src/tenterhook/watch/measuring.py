@@ -38,7 +38,7 @@ from tenterhook.watch.trace import autocast_state
 if TYPE_CHECKING:
     from tenterhook.watch.books import Books
     from tenterhook.watch.findings import Units
-    from tenterhook.watch.session import Options
+    from tenterhook.watch.results import Options
 
 __all__ = ["Measuring", "Parcel"]
 
@@ -148,6 +148,7 @@ class Measuring:
             rows = slot.rows.get(path) or batch.rows(slot, path)
             if values:
                 real = tensor if is_plain(tensor) else plain(tensor)
+                slot.size = tensor.nbytes
                 if real is not None and batch.add(rows[0], real, (VALUE, place), tensor) and slot.looks:
                     self._units.look(slot, real)
             if live and gradients:
@@ -198,7 +199,13 @@ class _Batch:
             rows[index] = row
         phase = step * PRIMES[0] % PRIMES[1]
         measured = measure(
-            self.tensors, limit, phase=phase, sketch=self._books.sketch, rows=rows, workspace=self._books.workspace
+            self.tensors,
+            limit,
+            phase=phase,
+            sketch=self._books.sketch,
+            rows=rows,
+            workspace=self._books.workspace,
+            name="log",
         )
         shared = _Shared(measured, self.index)
         return Parcel(self._rows, shared, [self.tensors[i] for i in self.index], explain)

@@ -34,7 +34,7 @@ NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
-    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen")
+    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen", "size")
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
@@ -42,6 +42,7 @@ class Slot:
         self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
         self.looks = False  # Whether its units or its bounds are looked at.
         self.seen = False
+        self.size = 0  # Bytes of a value, as it was last measured.
         self.lost = 0  # Values that were changed in place before they were measured.
 
     def label(self, path: Path) -> str:
@@ -173,7 +174,7 @@ class Gradient(OutputGradient):
         if ledger.gradients:
             tensor.retain_grad()
         slot.seen = True
-        ledger.held += kept[0].nbytes
+        ledger.held += slot.size
         ledger.log.append((slot, (), call, tensor, kept[1], *given, True))
         return tensor
 

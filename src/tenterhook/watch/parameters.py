@@ -15,7 +15,7 @@ from tenterhook.watch.measuring import Parcel
 
 if TYPE_CHECKING:
     from tenterhook.watch.books import Books
-    from tenterhook.watch.session import Options
+    from tenterhook.watch.results import Options
 
 __all__ = ["Parameters"]
 
@@ -35,20 +35,21 @@ class Parameters:
         self._tensors = [tensor.detach() for tensor in named.values()]
         self._parameters = list(named.values())
         self._snapshot: Snapshot | None = None
-        self._taken = False
+        self._taken = self._asked = False
         self._rows: dict[Kind, list[int]] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
-        self._taken = False
-        if at_once and "updates" in self._options.of:
+        self._taken = self._asked = False
+        if at_once and self._books.slow and "updates" in self._options.of:
             self._take()
 
     def before(self) -> list[Parcel]:
         """The optimizer is about to step; only the first time in a step counts."""
-        if self._taken:
+        if self._asked:
             return []
-        if "updates" in self._options.of:
+        self._asked = True
+        if self._books.slow and "updates" in self._options.of:
             self._take()
         return self.measure_gradients()
 
@@ -65,7 +66,7 @@ class Parameters:
 
     def after(self) -> list[Parcel]:
         """The step is over."""
-        if not self._tensors:
+        if not self._tensors or not self._books.slow:
             return []
         if self._taken and self._snapshot is not None:
             self._taken = False
@@ -99,7 +100,7 @@ class Parameters:
         rows = [self._row_list(kind)[i] for i, _ in kept]
         found = [tensor for _, tensor in kept]
         books = self._books
-        measured = measure(found, self._limit, sketch=books.sketch, rows=rows, workspace=books.workspace)
+        measured = measure(found, self._limit, sketch=books.sketch, rows=rows, workspace=books.workspace, name=kind)
         return self._sent(kind, [i for i, _ in kept], measured, found)
 
     def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.errors import SessionError
 
 if TYPE_CHECKING:
-    from tenterhook.watch.session import Watch
+    from tenterhook.watch.results import Results
 
 __all__ = ["Server"]
 
@@ -34,7 +34,7 @@ PAGE = Path(__file__).with_name("live.html")
 class Server:
     """Serves a watch from a thread of its own, until it is closed."""
 
-    def __init__(self, watch: Watch, port: int) -> None:
+    def __init__(self, watch: Results, port: int) -> None:
         if type(port) is not int or not 0 <= port <= MOST_PORT:
             raise ValueError(f"a port is a number from 0, for any that is free, to {MOST_PORT}; got {port!r}")
         try:
@@ -53,7 +53,7 @@ class Server:
         self._thread.join()
 
 
-def numbers(watch: Watch) -> dict[str, Any]:
+def numbers(watch: Results) -> dict[str, Any]:
     """What the page shows: plain data, with None for what is no number."""
     found = watch.live()
     pages = watch.pages[-LATEST:]
@@ -72,7 +72,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
+def _handler(watch: Results) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version = "tenterhook"
         sys_version = ""

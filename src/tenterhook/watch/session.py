@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from tenterhook._draw import as_html, as_rich, as_text
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Binding
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.session import Session
-from tenterhook.errors import NonFinite, NotRecorded, SessionError, TenterhookWarning
+from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
 from tenterhook.watch.blackbox import Ring
-from tenterhook.watch.books import Books, Page
-from tenterhook.watch.findings import Finding, Findings
+from tenterhook.watch.books import Books
+from tenterhook.watch.findings import Findings
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Measuring, Parcel
 from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
 from tenterhook.watch.parameters import Parameters
-from tenterhook.watch.table import table
+from tenterhook.watch.results import Options, Results, about
+from tenterhook.watch.turns import Begins, Call, Return
 
-__all__ = ["Options", "Watch"]
+__all__ = ["Watch"]
 
 LOST = (
     "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
@@ -46,24 +44,7 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-@dataclass(frozen=True)
-class Options:
-    """What ``th.watch`` was asked for, checked."""
-
-    of: frozenset[str]
-    every: int
-    on_nan: str
-    steps: str
-    sample: int | None
-    hold: int
-    pages: int
-    thresholds: Any
-    sinks: tuple[Any, ...]
-    blackbox: int | None
-    to: Path
-
-
-class Watch(Session):
+class Watch(Results, Session):
     """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` give plain data."""
 
     verb = "watch"
@@ -83,13 +64,14 @@ class Watch(Session):
         self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of)
         self._parameters = Parameters(model, points, self._books, options)
         self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
-        self._ring = Ring(options.to, options.blackbox, _about(model, options)) if options.blackbox else None
+        self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
         self._hooks: list[Any] = []
         self._slots: list[Slot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
         self._attached = True
         self._queued = -1
+        self._slow_at: int | None = None
         self._server: Any = None
         self._parcels: list[Parcel] = []
         self._waiting: list[tuple[int, list[Parcel]]] = []
@@ -104,8 +86,8 @@ class Watch(Session):
         self._findings.units.choose(self._slots, set())
         # The model's call is told before anything else is told of it, its return after everything else.
         root = Point(":return", Site.RETURN, model, "", None, None)
-        bindings.insert(0, Binding(root, _Call(self)))
-        bindings.append(Binding(root, _Return(self)))
+        bindings.insert(0, Binding(root, Call(self)))
+        bindings.append(Binding(root, Return(self)))
 
     def _add(self, point: Point, bindings: list[Binding], *, careful: bool) -> None:
         slot = Slot(point, careful=careful)
@@ -225,7 +207,7 @@ class Watch(Session):
             return
         for _, tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(_Begins(self))
+                tensor.register_hook(Begins(self))
 
     def backward_begins(self) -> None:
         """A backward pass has come to what the model returned."""
@@ -246,6 +228,9 @@ class Watch(Session):
 
     def _begin(self) -> None:
         """A watched step begins."""
+        self._books.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
+        if self._books.slow:
+            self._slow_at = self.steps
         self._parameters.begin(at_once=not self._optimizers)
 
     def _end(self, *, partly: bool = False) -> None:
@@ -357,6 +342,9 @@ class Watch(Session):
             count = sum(slot.lost for slot in lost)
             warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
 
+    def _settle(self) -> None:
+        self._drain(wait=True)
+
     # -- in the model, or not -----------------------------------------------------------------------------------------
 
     def _others(self) -> Iterator[Lane]:
@@ -378,125 +366,6 @@ class Watch(Session):
                 attach(lane)
             self._attached = self._ledger.on = True
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What is wrong, worst kinds first as they were found."""
-        return list(self._findings.all.values())
-
-    @property
-    def pages(self) -> list[Page]:
-        """The last steps, one by one."""
-        return list(self._books.pages)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One plain dict per kind and address: statistics over all watched steps, and of the last one."""
-        self._settle()
-        return self._books.rows()
-
-    def row(self, address: str, kind: str = "values") -> dict[str, Any]:
-        """The row of one address."""
-        rows = self.rows()
-        for row in rows:
-            if row["address"] == address and row["kind"] == kind:
-                return row
-        from tenterhook.address.suggest import nearest
-
-        known = [row["address"] for row in rows if row["kind"] == kind]
-        near = nearest(address, known)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise NotRecorded(f"there are no {kind} of {address!r} in this watch.{hint}")
-
-    def series(self, address: str, statistic: str = "norm", kind: str = "values") -> dict[int, float]:
-        """One statistic at one address, by step, over the last steps."""
-        found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
-        return {step: number for step, number in found.items() if number is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
-        self._settle()
-        return self.live()
-
-    def live(self) -> dict[str, Any]:
-        """The same for another thread, of the steps that are published: it waits for nothing."""
-        return {
-            **_about(self.model, self._options),
-            "steps": self.steps,
-            "rows": self._books.rows(),
-            "findings": [finding.to_dict() for finding in self.findings],
-            "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
-            "nonfinite_steps": self.nonfinite_steps,
-        }
-
-    def _settle(self) -> None:
-        self._drain(wait=True)
-
-    def serve(self, port: int = 0) -> str:
-        """Show this watch on a page that refreshes while training runs, on this machine alone; gives its address."""
-        from tenterhook.watch.serve import Server
-
-        if self._server is None:
-            self._server = Server(self, port)
-        return self._server.url  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return as_text(table(self)) if self.steps else super().__repr__()
-
-    def __rich__(self) -> Any:
-        return as_rich(table(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(table(self))
-
 
 def _nothing() -> None:
     """What a ledger does that is closed."""
-
-
-class _Begins:
-    """A hook on what the model returns; it holds no watch, because the graph may be held by anyone."""
-
-    __slots__ = ("_find",)
-
-    __torch_unserializable__ = True
-
-    def __init__(self, watch: Watch) -> None:
-        self._find = weakref.ref(watch)
-
-    def __call__(self, _gradient: Tensor) -> None:
-        watch = self._find()
-        if watch is not None:
-            watch.backward_begins()
-
-
-class _Call:
-    """Tells a watch that the model is called."""
-
-    observes = True
-    again = False
-    reached = True
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def enter(self, *_: Any) -> None:
-        """A call begins."""
-        if torch._C._current_graph_task_id() == -1:
-            self._watch.on_call()
-
-    def __call__(self, value: Any, context: Context) -> None:
-        """Nothing: see :class:`_Return`."""
-
-
-class _Return(_Call):
-    """Tells a watch that the model returns."""
-
-    enter = None  # type: ignore[assignment]
-
-    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
-        self._watch.on_return(value)
-
-
-def _about(model: nn.Module, options: Options) -> dict[str, Any]:
-    return {"model": type(model).__name__, "every": options.every, "of": sorted(options.of)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tenterhook._draw import Column, Row, Table
 
 if TYPE_CHECKING:
-    from tenterhook.watch.session import Watch
+    from tenterhook.watch.results import Results
 
 __all__ = ["table"]
 
@@ -26,7 +26,7 @@ COLUMNS = (
 SHOWN = 400
 
 
-def table(watch: Watch) -> Table:
+def table(watch: Results) -> Table:
     """One row per value and per parameter, with the norm of its gradient, all over the steps that were watched."""
     rows = watch.rows()
     by_key = {(row["kind"], row["address"]): row for row in rows}

@@ -33,6 +33,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     *selectors: Selector,
     of: Iterable[Of] = ("values", "gradients", "parameters", "updates"),
     every: int = 1,
+    slow: int = 8,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     steps: Literal["optimizer", "call", "manual"] | None = None,
     on_nan: Literal["raise", "warn", "record"] = "warn",
@@ -55,7 +56,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     ...         model(torch.ones(4, 2)).square().mean().backward()
     ...         optimizer.step()
     >>> w.steps, w.row("1")["count"], w.row("0.weight", "updates")["steps"], w.nonfinite
-    (3, 96, 3, None)
+    (3, 96, 1, None)
 
     Args:
         model: any ``nn.Module``.
@@ -63,6 +64,8 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
         of: what to measure. ``parameters`` and ``updates`` are those of the selected modules and of all beneath them;
             so are the gradients of parameters, which belong to ``gradients``.
         every: watch every so many steps, beginning with the first. The others cost nothing.
+        slow: what changes slowly is taken at watched steps that are at least so many steps apart: parameters, updates,
+            and the samples for quantiles and histograms. Values and gradients are measured at every watched step.
         optimizer: the optimizer, or several; when the last of them has stepped, a step is over.
         steps: what ends a step: the ``optimizer`` (if one is given), the model's next ``call`` (if none is), or only
             ``w.step()`` (``manual``), which also works beside the others.
@@ -77,11 +80,13 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
         hold: bytes that may wait to be measured, about; beyond, values are measured while the model runs.
         pages: steps that are kept in memory one by one.
     """
-    from tenterhook.watch.session import Options, Watch
+    from tenterhook.watch.results import Options
+    from tenterhook.watch.session import Watch
 
     options = Options(
         of=_checked_of(of),
         every=_positive("every", every),
+        slow=_positive("slow", slow),
         on_nan=_one_of("on_nan", on_nan, ("raise", "warn", "record")),
         steps=_ending(steps, optimizer),
         sample=None if sample is None else _positive("sample", sample),
