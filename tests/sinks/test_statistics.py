@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, Snapshot, Workspace, combine, measure, merge, plain, spacing, whole
+from tenterhook.sinks.statistics import COLUMNS, Snapshot, Workspace, measure, plain, spacing, whole
 
 
 def truth(tensor):
@@ -37,6 +38,16 @@ def test_the_spread_of_values_far_from_zero_does_not_drown():
     tensor = 1000 + torch.linspace(-1e-2, 1e-2, 4096)
     std = measure([tensor]).host()[0, COLUMNS.index("std")]
     assert std == pytest.approx(float(tensor.double().std(correction=0)), rel=1e-2)
+
+
+def test_a_quick_measure_says_where_it_could_not_tell():
+    torch.manual_seed(0)
+    tensors = [torch.randn(4096) + 3, 1000 + torch.randn(4096) * 1e-2, torch.randn(100, 1000), torch.full((5,), 2.0)]
+    quick, exact = measure(tensors, 8192, quick=True), measure(tensors, 8192)
+    found, expected = quick.host(), exact.host()
+    assert list(quick.drowned) == [1, 3]
+    told = [0, 2]
+    np.testing.assert_allclose(found[told], expected[told], rtol=1e-3)
 
 
 def test_tensors_that_are_not_contiguous_are_measured_as_they_are():

@@ -188,6 +188,17 @@ def test_values_are_those_before_a_change_in_place():
         assert_row(w.row(name, "gradients"), [tape.grad[name]])
 
 
+def test_a_spread_that_squares_cannot_tell_is_right_too():
+    class Far(nn.Module):
+        def forward(self, x):
+            return x * 1e-3 + 1000
+
+    x = torch.randn(50, 4, requires_grad=True)
+    with th.watch(nn.Sequential(Far())) as w:
+        w.model(x).sum().backward()
+    assert w.row("0")["std"] == pytest.approx(float((x.detach() * 1e-3 + 1000).double().std(correction=0)), rel=1e-4)
+
+
 class Sneaky(nn.Module):
     """Changes a value in place where no sign of it can be seen."""
 

@@ -32,10 +32,8 @@ __all__ = [
     "Plan",
     "Snapshot",
     "Workspace",
-    "combine",
     "is_plain",
     "measure",
-    "merge",
     "plain",
     "spacing",
     "whole",
@@ -54,6 +52,7 @@ KEPT = (torch.float32, torch.float64)
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
 TRIES = 64  # Steps that are tried for a sample.
+DROWNED = 1e-3
 MEASURED = 6  # The columns that are measured on the device, from the mean to the zeros.
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -90,6 +89,7 @@ class Plan:
         self.counts = [tensor.numel() for tensor in tensors]
         self.sampled = [limit is not None and count > limit for count in self.counts]
         self.groups = list(_groups(tensors, limit))
+        self.widths = np.array([min(count, limit or count) for count in self.counts], float)
         self.shares = [
             [self.counts[i] / width for i in members] if self.sampled[members[0]] else []
             for members, width in self.groups
@@ -108,7 +108,7 @@ class Measured:
     """What was measured of a list of tensors; it is still on their devices."""
 
     def __init__(self, plan: Plan) -> None:
-        self.counts, self.sampled = plan.counts, plan.sampled
+        self.counts, self.sampled, self._widths = plan.counts, plan.sampled, plan.widths
         self._parts: list[tuple[list[int], Tensor]] = []
 
     def add(self, members: list[int], table: Tensor) -> None:
@@ -125,7 +125,16 @@ class Measured:
         found[:, COUNT] = self.counts
         for members, table in self._joined():
             found[members, MEAN : MEAN + MEASURED] = table.cpu().numpy()
+        quick = found[:, STD] < 0  # Minus the norm of what was read: the spread is still to be told.
+        if quick.any():
+            square = found[quick, STD] ** 2 / self._widths[quick]
+            with np.errstate(invalid="ignore"):  # Of Inf there is no spread.
+                found[quick, STD] = np.sqrt(np.maximum(square - found[quick, MEAN] ** 2, 0))
+            self.drowned = np.flatnonzero(quick)[found[quick, STD] ** 2 < DROWNED * square].tolist()
         return found
+
+    drowned: Sequence[int] = ()
+    """rows whose mean is so far from zero that squares cannot tell their spread"""
 
     def _joined(self) -> list[tuple[list[int], Tensor]]:
         by_device: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
@@ -174,10 +183,12 @@ def measure(
     rows: Sequence[int] = (),
     workspace: Workspace | None = None,
     name: str = "",
+    quick: bool = False,
 ) -> Measured:
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
 
     ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name.
+    ``quick`` takes the spread from the squares, in one pass less; see :meth:`Measured.drowned`.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
     >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
@@ -192,7 +203,7 @@ def measure(
         # The norm first: it reads everything, and what it has read is near for the sample.
         norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if shares else None
         matrix = _matrix(found, width, phase, workspace)
-        table = _reduced(matrix, workspace)
+        table = _reduced(matrix, workspace, quick=quick)
         if norms is not None:
             _scale_up(table, shares)
             table[:, NORM - MEAN] = torch.stack(norms)
@@ -264,8 +275,8 @@ def _unevenness(step: int, runs: int, size: int) -> float:
     return float(np.abs(places - np.arange(runs) / runs).max())
 
 
-def _reduced(matrix: Tensor, workspace: Workspace) -> Tensor:
-    """The measured columns, one row for each of the matrix."""
+def _reduced(matrix: Tensor, workspace: Workspace, *, quick: bool = False) -> Tensor:
+    """The measured columns, one row for each of the matrix; ``quick`` leaves the spread to the host."""
     rows, width = matrix.shape
     mean = matrix.mean(1)
     low, high = matrix.amin(1), matrix.amax(1)
@@ -273,6 +284,8 @@ def _reduced(matrix: Tensor, workspace: Workspace) -> Tensor:
     # A comparison written as numbers is five times as fast to add up as one written as booleans.
     scratch = torch.eq(matrix, 0, out=workspace.matrix(rows, width, matrix, which=-1))
     zeros = scratch.sum(1)
+    if quick:
+        return torch.stack((mean, norm.neg(), low, high, norm, zeros), 1)
     torch.sub(matrix, mean.unsqueeze(1), out=scratch)  # In two passes: squares of a far mean would drown the rest.
     spread = torch.linalg.vector_norm(scratch, dim=1).div_(math.sqrt(width))
     return torch.stack((mean, spread, low, high, norm, zeros), 1)
@@ -350,48 +363,3 @@ class Snapshot:
 
     def _now(self, members: list[int], width: int) -> Tensor:
         return _matrix([self.tensors[i] for i in members], width, 0, self._workspace, which=1)
-
-
-def combine(rows: Array, table: Array) -> tuple[Array, Array]:
-    """Put the rows of one place together, as if its elements had been measured at once; gives the places in order.
-
-    >>> import numpy as np
-    >>> first, second = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
-    >>> places, found = combine(np.array([7, 7]), measure([first, second]).host())
-    >>> places.tolist(), found[0, [COUNT, MEAN]].tolist()
-    ([7], [3.0, 3.0])
-    """
-    order = np.argsort(rows, kind="stable")
-    rows, table = rows[order], table[order]
-    starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]]) if len(rows) else np.zeros(0, int)
-    if len(starts) == len(rows):
-        return rows, table
-    counts = table[:, COUNT] - table[:, NAN] - table[:, INF]
-    total = np.maximum(np.add.reduceat(counts, starts), 1)
-    mean = np.add.reduceat(counts * table[:, MEAN], starts) / total
-    off = table[:, MEAN] - np.repeat(mean, np.diff(np.r_[starts, len(rows)]))
-    found = np.add.reduceat(table, starts)  # Right for everything that is a number of elements.
-    found[:, MEAN] = mean
-    found[:, STD] = np.sqrt(np.add.reduceat(counts * (table[:, STD] ** 2 + off**2), starts) / total)
-    found[:, MIN] = np.fmin.reduceat(table[:, MIN], starts)
-    found[:, MAX] = np.fmax.reduceat(table[:, MAX], starts)
-    found[:, NORM] = np.sqrt(np.add.reduceat(table[:, NORM] ** 2, starts))
-    return rows[starts], found
-
-
-def merge(before: Array, table: Array) -> Array:
-    """Row by row, two tables as if the elements of both had been measured at once."""
-    old = before[:, COUNT] - before[:, NAN] - before[:, INF]
-    new = table[:, COUNT] - table[:, NAN] - table[:, INF]
-    total = np.maximum(old + new, 1)
-    found = before + table
-    apart = table[:, MEAN] - before[:, MEAN]
-    found[:, MEAN] = (old * before[:, MEAN] + new * table[:, MEAN]) / total
-    spread = old * before[:, STD] ** 2 + new * table[:, STD] ** 2 + apart**2 * old * new / total
-    found[:, STD] = np.sqrt(spread / total)
-    empty, none = before[:, COUNT] == 0, table[:, COUNT] == 0
-    for place, take in ((MIN, np.fmin), (MAX, np.fmax)):
-        either = take(before[:, place], table[:, place])
-        found[:, place] = np.where(empty, table[:, place], np.where(none, before[:, place], either))
-    found[:, NORM] = np.hypot(before[:, NORM], table[:, NORM])
-    return found

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, Array, Workspace, combine, merge
+from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
 
 __all__ = ["KINDS", "Books", "Kind", "Page"]
 

@@ -23,6 +23,7 @@ from tenterhook.sinks.statistics import (
     MIN,
     NAN,
     NORM,
+    STD,
     Array,
     Measured,
     is_plain,
@@ -84,6 +85,9 @@ class Parcel:
         for event in self._events:
             event.synchronize()
         table = self._measured.host()
+        for index in self._measured.drowned:
+            if self._tensors is not None:
+                table[index, STD] = float(self._tensors[index].detach().double().std(correction=0))
         bad = np.flatnonzero(~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
         for index in bad:
             table[index] = self._looked_at(index, table[index])
@@ -198,14 +202,16 @@ class _Batch:
         for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
             rows[index] = row
         phase = step * PRIMES[0] % PRIMES[1]
+        books = self._books
         measured = measure(
             self.tensors,
             limit,
             phase=phase,
-            sketch=self._books.sketch,
+            sketch=books.sketch,
             rows=rows,
-            workspace=self._books.workspace,
+            workspace=books.workspace,
             name="log",
+            quick=True,
         )
         shared = _Shared(measured, self.index)
         return Parcel(self._rows, shared, [self.tensors[i] for i in self.index], explain)
@@ -222,7 +228,10 @@ class _Shared(Measured):
         self._inner.send()
 
     def host(self) -> Array:
-        return self._inner.host()[self.index]
+        table = self._inner.host()
+        drowned = set(self._inner.drowned)
+        self.drowned = [place for place, i in enumerate(self.index) if i in drowned] if drowned else ()
+        return table[self.index]
 
 
 class _Explain:

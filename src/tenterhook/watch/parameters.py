@@ -100,7 +100,15 @@ class Parameters:
         rows = [self._row_list(kind)[i] for i, _ in kept]
         found = [tensor for _, tensor in kept]
         books = self._books
-        measured = measure(found, self._limit, sketch=books.sketch, rows=rows, workspace=books.workspace, name=kind)
+        measured = measure(
+            found,
+            self._limit,
+            sketch=books.sketch,
+            rows=rows,
+            workspace=books.workspace,
+            name=kind,
+            quick=kind == "gradients",
+        )
         return self._sent(kind, [i for i, _ in kept], measured, found)
 
     def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:
