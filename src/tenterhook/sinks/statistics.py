@@ -47,7 +47,7 @@ LIMIT = 2**13
 """Elements up to which a tensor is read whole."""
 
 # Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
-CHUNK, CHUNK_DEVICE = 2**18, 2**26
+CHUNK, CHUNK_DEVICE = 2**19, 2**26
 KEPT = (torch.float32, torch.float64)
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
@@ -124,7 +124,7 @@ class Measured:
         found = np.zeros((len(self.counts), len(COLUMNS)))
         found[:, COUNT] = self.counts
         for members, table in self._joined():
-            found[members, MEAN : MEAN + MEASURED] = table.cpu().numpy()
+            found[np.array(members), MEAN : MEAN + MEASURED] = table.cpu().numpy()
         quick = found[:, STD] < 0  # Minus the norm of what was read: the spread is still to be told.
         if quick.any():
             square = found[quick, STD] ** 2 / self._widths[quick]

@@ -19,6 +19,7 @@ __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
+AT_ONCE = 32
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -71,6 +72,7 @@ class Books:
         self._latest = np.zeros((0, len(COLUMNS)))
         self._when = np.zeros(0, int)
         self._kinds = np.zeros(0, int)
+        self._unmerged: list[tuple[Array, Array]] = []
 
     @property
     def sketch(self) -> Sketch | None:
@@ -107,13 +109,23 @@ class Books:
         rows, table = combine(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
         with self.lock:
             self._grow()
-            self._total[rows] = merge(self._total[rows], table)
             self._latest[rows] = table
             self._steps[rows] += 1
             self._when[rows] = step
+            self._unmerged.append((rows, table))
+            if len(self._unmerged) >= AT_ONCE:
+                self._merge()
             page = Page(step, time.time(), rows, table, self.names, self._kinds[rows])
             self.pages.append(page)
         return page
+
+    def _merge(self) -> None:
+        """Add the last steps to the running statistics: many at once, which costs hardly more than one."""
+        if self._unmerged:
+            parts, self._unmerged = self._unmerged, []
+            rows = np.concatenate([part[0] for part in parts])
+            rows, table = combine(rows, np.concatenate([part[1] for part in parts]))
+            self._total[rows] = merge(self._total[rows], table)
 
     def _grow(self) -> None:
         more = len(self.names) - len(self._steps)
@@ -134,6 +146,7 @@ class Books:
     def rows(self) -> list[dict[str, Any]]:
         """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
         with self.lock:
+            self._merge()
             count = len(self._steps)
             bins = self._sketch.host(count) if self._bins is None else self._bins
             return [self._plain(row, bins[row]) for row in range(count) if self._steps[row]]

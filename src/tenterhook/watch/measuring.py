@@ -149,6 +149,7 @@ class Measuring:
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
                 continue
+            slot.seen = True
             rows = slot.rows.get(path) or batch.rows(slot, path)
             if values:
                 real = tensor if is_plain(tensor) else plain(tensor)

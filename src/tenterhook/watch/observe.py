@@ -158,31 +158,34 @@ class Gradient(OutputGradient):
     def __init__(self, slot: Slot, ledger: Ledger) -> None:
         super().__init__({}, keep=2**62)
         self._slot, self._ledger = slot, ledger
-
-    def watch(
-        self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, *given: Any
-    ) -> Tensor | None:
-        """The short way: one entry in the log, and autograd is told to keep the gradient."""
-        ledger, slot = self._ledger, self._slot
-        node: Any = tensor.grad_fn
-        if node is None or ledger.held > ledger.hold or slot.careful:
-            return None
-        if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
-            tensor = own_alias(tensor)
-        if not ledger.on:
-            return tensor
-        if ledger.gradients:
-            tensor.retain_grad()
-        slot.seen = True
-        ledger.held += slot.size
-        ledger.log.append((slot, (), call, tensor, kept[1], *given, True))
-        return tensor
+        self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
     def __call__(self, value: Any, context: Context) -> Any:
         if not self._ledger.on or not self._ledger.gradients:
             self._since.pop(context.call, None)
             return None
         return _caught(self, super().__call__, value, context)
+
+
+def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
+    """One entry in the log, and autograd is told to keep the gradient; a closure, because it runs at every call."""
+
+    def watch(
+        tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, args: Any, kwargs: Any
+    ) -> Tensor | None:
+        node: Any = tensor.grad_fn
+        if node is None or slot.careful or ledger.held > ledger.hold:
+            return None
+        if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
+            tensor = own_alias(tensor)
+        if ledger.on:
+            if ledger.gradients:
+                tensor.retain_grad()
+            ledger.held += slot.size
+            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, True))
+        return tensor
+
+    return watch
 
 
 class CaughtGradient:

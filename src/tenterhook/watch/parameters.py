@@ -35,12 +35,12 @@ class Parameters:
         self._tensors = [tensor.detach() for tensor in named.values()]
         self._parameters = list(named.values())
         self._snapshot: Snapshot | None = None
-        self._taken = self._asked = False
+        self._taken = self._asked = self._measured = False
         self._rows: dict[Kind, list[int]] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
-        self._taken = self._asked = False
+        self._taken = self._asked = self._measured = False
         if at_once and self._books.slow and "updates" in self._options.of:
             self._take()
 
@@ -60,8 +60,10 @@ class Parameters:
         found = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         if not found:
             return []
-        rows = [self._row_list("gradients")[i] for i, _ in found]
-        self._books.replace(rows)  # An earlier backward pass of the same step: this is its sum with that one.
+        if self._measured:
+            # An earlier backward pass of the same step: what is there now is its sum with this one.
+            self._books.replace(self._row_list("gradients"))
+        self._measured = True
         return [self._parcel("gradients", [i for i, _ in found], [gradient for _, gradient in found])]
 
     def after(self) -> list[Parcel]:
@@ -97,7 +99,8 @@ class Parameters:
     def _parcel(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Parcel:
         real = [tensor if is_plain(tensor) else plain(tensor) for tensor in tensors]
         kept = [(i, tensor) for i, tensor in zip(which, real, strict=True) if tensor is not None]
-        rows = [self._row_list(kind)[i] for i, _ in kept]
+        every = self._row_list(kind)
+        rows = [every[i] for i, _ in kept]
         found = [tensor for _, tensor in kept]
         books = self._books
         measured = measure(
