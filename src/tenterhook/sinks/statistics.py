@@ -210,8 +210,6 @@ def measure(
         measured.add(members, table)
         if sketch is not None:
             sketch.take(matrix, [rows[i] for i in members], phase)
-    if sketch is not None:
-        sketch.pour()
     return measured
 
 
@@ -357,8 +355,6 @@ class Snapshot:
             if sketch is not None:
                 sketch.take(now, [rows[i] for i in members], 0)
                 sketch.take(matrix, [ways[i] for i in members], 0)
-        if sketch is not None:
-            sketch.pour()
         return here, moved
 
     def _now(self, members: list[int], width: int) -> Tensor:

@@ -103,6 +103,7 @@ class Books:
 
     def close_step(self, step: int) -> Page | None:
         """The step is over: add it to what there is, and give its page, if it brought anything."""
+        self._sketch.pour()
         parts, self._step = self._step, []
         if not parts:
             return None

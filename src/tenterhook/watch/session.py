@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
 from tenterhook.engine.action import Binding
-from tenterhook.engine.install import Lane, attach, detach
+from tenterhook.engine.install import Lane, Tap
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
@@ -29,7 +29,7 @@ from tenterhook.watch.measuring import Measuring, Parcel
 from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import Options, Results, about
-from tenterhook.watch.turns import Begins, Call, Return
+from tenterhook.watch.turns import Begins, Call, Return, park, unpark
 
 __all__ = ["Watch"]
 
@@ -72,6 +72,7 @@ class Watch(Results, Session):
         self._attached = True
         self._queued = -1
         self._slow_at: int | None = None
+        self._parked: list[tuple[Lane, Tap | None]] = []
         self._server: Any = None
         self._parcels: list[Parcel] = []
         self._waiting: list[tuple[int, list[Parcel]]] = []
@@ -165,6 +166,7 @@ class Watch(Results, Session):
         """The numbers stay; every tensor goes, and what would hold this watch in a circle."""
         self._ledger.take(loose=False)
         self._ledger.spill = _nothing
+        self._parked = []
         self._books.freeze()
         self._parameters.let_go()
         self._findings.units.let_go()
@@ -355,15 +357,13 @@ class Watch(Results, Session):
     def _pause(self) -> None:
         if self._attached:
             self._attached = self._ledger.on = False
-            for lane in self._others():
-                detach(lane)
+            self._parked = [park(lane) for lane in self._others()]
             self._drain()
 
     def _resume(self) -> None:
         if not self._attached:
-            for lane in self._others():
-                lane.over = False
-                attach(lane)
+            for lane, tap in self._parked:
+                unpark(lane, tap)
             self._attached = self._ledger.on = True
 
 

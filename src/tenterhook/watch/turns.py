@@ -1,4 +1,4 @@
-"""How a watch is told of the model's own calls and of its backward passes."""
+"""How a watch is told of the model's own calls and of its backward passes, and how it steps aside."""
 
 from __future__ import annotations
 
@@ -9,11 +9,35 @@ import torch
 from torch import Tensor
 
 from tenterhook.engine.action import Context
+from tenterhook.engine.install import Lane, Tap, attach, detach
 
 if TYPE_CHECKING:
     from tenterhook.watch.session import Watch
 
-__all__ = ["Begins", "Call", "Return"]
+__all__ = ["Begins", "Call", "Return", "park", "unpark"]
+
+
+def park(lane: Lane) -> tuple[Lane, Tap | None]:
+    """Take a lane out of its module for some steps; gives what puts it back quickly, where nobody else is there."""
+    tap = lane.tap
+    if tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None or not tap.in_place:
+        detach(lane)
+        return lane, None
+    del lane.module.__dict__["forward"]
+    lane.tap, lane.over = None, True  # As detach leaves it: a recomputation may still borrow it.
+    return lane, tap
+
+
+def unpark(lane: Lane, tap: Tap | None) -> None:
+    """Put a lane back into its module."""
+    lane.over = False
+    if lane.tap is not None:
+        return
+    if tap is None or "forward" in lane.module.__dict__:
+        attach(lane)
+    else:
+        lane.tap = tap
+        lane.module.__dict__["forward"] = tap.method
 
 
 class Begins:
