@@ -15,7 +15,7 @@ ROOMS = [
     {"address"},
     {"sites"},
     {"engine"},
-    {"record", "edit", "replay", "sinks"},
+    {"record", "edit", "replay", "sinks", "watch"},
     {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
@@ -23,11 +23,11 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
-    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project
-    recipes record replay run_from scale set sweep zero
+    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError JsonLines ModelChanged
+    NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook ReplayError Selection
+    SelectorError SessionError Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard
+    TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add at audit blackbox clamp edit grid
+    hooks load mean noise points project recipes record replay run_from scale set sweep watch zero
 """
 
 
@@ -96,7 +96,19 @@ def test_every_room_has_a_place_in_the_line():
     assert rooms <= known
 
 
-HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray"]
+HEAVY = [
+    "rich",
+    "safetensors",
+    "xxhash",
+    "transformers",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "click",
+    "typer",
+    "ray",
+    "tensorboard",
+]
 
 
 def test_importing_loads_nothing_but_torch():

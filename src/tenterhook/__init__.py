@@ -33,6 +33,7 @@ from tenterhook.errors import (
     NeverReached,
     NoBackward,
     NoGradient,
+    NonFinite,
     NoSource,
     NotRecorded,
     ReadonlyHook,
@@ -57,6 +58,9 @@ from tenterhook.replay.middle import run_from
 from tenterhook.replay.result import Sweep
 from tenterhook.replay.sweep import sweep
 from tenterhook.replay.verb import replay
+from tenterhook.sinks.board import TensorBoard
+from tenterhook.sinks.lines import JsonLines
+from tenterhook.watch.verb import blackbox, watch
 
 __all__ = [
     "AddressError",
@@ -66,11 +70,13 @@ __all__ = [
     "EditError",
     "GradientError",
     "HookError",
+    "JsonLines",
     "ModelChanged",
     "NeverReached",
     "NoBackward",
     "NoGradient",
     "NoSource",
+    "NonFinite",
     "NotRecorded",
     "Point",
     "ReadonlyHook",
@@ -85,6 +91,7 @@ __all__ = [
     "Tape",
     "TapeError",
     "TapeFileError",
+    "TensorBoard",
     "TenterhookError",
     "TenterhookWarning",
     "UnsupportedModel",
@@ -93,6 +100,7 @@ __all__ = [
     "add",
     "at",
     "audit",
+    "blackbox",
     "clamp",
     "edit",
     "grid",
@@ -109,5 +117,6 @@ __all__ = [
     "scale",
     "set",
     "sweep",
+    "watch",
     "zero",
 ]

@@ -97,7 +97,7 @@ def show_path(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path)
 
 
-def describe(value: Any) -> str:
+def describe(value: Any) -> str:  # noqa: PLR0911
     """A structure in a few words.
 
     >>> describe((torch.zeros(2, 3), None))

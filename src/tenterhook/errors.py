@@ -18,6 +18,7 @@ The tree::
     ├── GradientError (RuntimeError)
     │   ├── NoBackward                    backward() has not run
     │   └── NoGradient                    backward() ran, and no gradient flowed there
+    ├── NonFinite (ArithmeticError)       a watch found NaN or Inf, and was told to raise
     ├── EditError (ValueError)            an edit that does not fit the value at its point
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot be run as it was asked for
@@ -49,6 +50,7 @@ __all__ = [
     "NoBackward",
     "NoGradient",
     "NoSource",
+    "NonFinite",
     "NotRecorded",
     "ReadonlyHook",
     "ReplayError",
@@ -128,6 +130,12 @@ class NoBackward(GradientError):
 
 class NoGradient(GradientError):
     """backward() ran, and no gradient flowed there."""
+
+
+class NonFinite(TenterhookError, ArithmeticError):
+    """A watch found NaN or Inf, and was told to raise; ``report`` has it as data."""
+
+    report: Any = None
 
 
 class EditError(TenterhookError, ValueError):

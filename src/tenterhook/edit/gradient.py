@@ -112,7 +112,7 @@ class GradientEdit(_Base):
         super().__init__(change, check=check)
         self._since: dict[int, int] = {}
 
-    def enter(self, call: int, since: int) -> None:
+    def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 

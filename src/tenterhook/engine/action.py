@@ -40,7 +40,7 @@ class Action(Protocol):
     anew when activation checkpointing recomputes the call. ``reached``: some call has passed it.
 
     An action at a module's output may also have a method ``enter``, which is told of each call as it begins: its index,
-    and the sequence number of autograd's next operation.
+    the sequence number of autograd's next operation, and the arguments.
     """
 
     observes: bool

@@ -36,7 +36,7 @@ __all__ = ["direct", "general", "watched", "within"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
-Watch = Callable[[Tensor, int, int, tuple[Tensor, int], Any], Tensor | None]
+Watch = Callable[..., Tensor | None]
 
 graph_task = torch._C._current_graph_task_id
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -86,7 +86,7 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
         tensor = value if type(value) is Tensor else lone_tensor(value)
         if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
             kept = (tensor.detach(), tensor._version)
-            own = watch(tensor, call, since, kept, value)
+            own = watch(tensor, call, since, kept, value, args, kwargs)
             if own is not None:
                 entries[call] = kept if tensor is value else keep_structure(value)
                 if call >= keep:
@@ -94,7 +94,7 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
                 return own if tensor is value else (own, *value[1:])
         refuse_traced(module)
         for enter in lane.enters:
-            enter(call, since)
+            enter(call, since, args, kwargs)
         return leave(tap, [(lane, call)], value)
 
     return forward
@@ -197,7 +197,7 @@ def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -
                     args, kwargs = place.put(args, kwargs, new)
     for lane, call in visits:
         for enter in lane.enters:
-            enter(call, sequence_number())
+            enter(call, sequence_number(), args, kwargs)
         for place, binding in lane.looks_in:
             value = place.get(args, kwargs)
             if value is not MISSING:

@@ -61,7 +61,7 @@ class Lane:
         self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
         self.edits_out: tuple[Binding, ...] = ()
         self.looks_out: tuple[Binding, ...] = ()
-        self.enters: tuple[Callable[[int, int], None], ...] = ()
+        self.enters: tuple[Callable[..., None], ...] = ()
         self.inner: tuple[Binding, ...] = ()
         self.executions: dict[Binding, int] = {}
         self.swaps: tuple[Exchange, ...] = ()

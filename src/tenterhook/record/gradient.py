@@ -144,11 +144,13 @@ class OutputGradient(_Gradient):
         super().__init__(entries, keep)
         self._since: dict[int, int] = {}
 
-    def enter(self, call: int, since: int) -> None:
+    def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 
-    def watch(self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any) -> Tensor | None:
+    def watch(
+        self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any, *_given: Any
+    ) -> Tensor | None:
         """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
 
         ``value`` is the tensor, or a tuple in which it stands first and alone.

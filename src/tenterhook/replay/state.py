@@ -80,9 +80,7 @@ class Own:
         attributes = [value for name, value in state.items() if name not in USUAL and name != "forward"]
         found = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
         # A tuple of numbers, as layers keep for their shapes, stays what it is.
-        self.below = [
-            (box, inside) for box, inside in found if type(box) is not tuple or not FIXED.issuperset(map(type, inside))
-        ]
+        self.below = [(box, inside) for box, inside in found if not _is_fixed(box)]
         # Objects, such as a configuration, may be large and shared by all; they are compared once for a whole run.
         self._boxes = [(value, contents) for value, contents in self.below if isinstance(value, BOXES)]
         inside = (item for _, contents in self.below for item in contents)
@@ -189,6 +187,10 @@ def _values(state: dict[str, Any]) -> Contents:
     if "forward" in state:
         return tuple([value for name, value in state.items() if name != "forward"])
     return tuple(state.values())
+
+
+def _is_fixed(box: Any) -> bool:
+    return type(box) is tuple and FIXED.issuperset(map(type, box))
 
 
 def _own_forward(module: nn.Module) -> Any:

@@ -1,0 +1,75 @@
+"""A watch on every module of a small model in training, beside the plain training step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tenterhook as th
+from benchmarks.harness import Goal, Opener, Row, Trial, Workload, measure
+from benchmarks.models import gpt2, tokens
+
+FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
+GROUP = 10
+"""Steps in a timed call, so that one in ten is one of them and nothing that is done now and then is left out."""
+
+
+def run(rounds: int) -> Iterator[Row]:
+    """Measure the whole suite."""
+    yield from measure(training(), rounds)
+
+
+def training() -> Workload:
+    """Ten training steps with AdamW; everything of every module, every step and every tenth."""
+    model, ids = gpt2().train(), tokens()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ten = partial(_steps, model, optimizer, ids)
+    return Workload(
+        name="watch every module of the small GPT-2, ten training steps",
+        ways={
+            "plain": _opened(ten),
+            "plain again": _opened(ten),
+            "values and gradients, every step": _watched(ten, model, optimizer, of=("values", "gradients")),
+            "everything, every step": _watched(ten, model, optimizer),
+            "everything, every 10th step": _watched(ten, model, optimizer, every=GROUP),
+            "everything and the flight recorder, every step": _watched(ten, model, optimizer, blackbox=50),
+        },
+        goals={
+            "everything, every step": Goal("ratio", at_most=1.25),
+            "everything, every 10th step": Goal("ratio", at_most=1.03),
+        },
+        calls=3,
+    )
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    for _ in range(GROUP):
+        optimizer.zero_grad(set_to_none=True)
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+
+
+def _opened(call: Callable[[], None]) -> Opener:
+    @contextmanager
+    def opened() -> Iterator[Trial]:
+        yield Trial(call)
+
+    return opened
+
+
+def _watched(call: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Opener:
+    @contextmanager
+    def opened() -> Iterator[Trial]:
+        with th.watch(model, optimizer=optimizer, on_nan="raise", to=FILE, **options) as watch:
+            yield Trial(call)
+            if not watch.rows():
+                raise AssertionError("nothing was watched")
+
+    return opened

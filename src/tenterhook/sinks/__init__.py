@@ -1,0 +1,1 @@
+"""Where what passes goes: running statistics, lines of JSON, TensorBoard."""

@@ -1,0 +1,173 @@
+"""The books of a watch: which row is which, what the present step has brought, and everything so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from tenterhook.sinks.merging import combine, merge
+from tenterhook.sinks.sketch import Sketch, histogram, quantiles
+from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
+
+__all__ = ["KINDS", "Books", "Kind", "Page"]
+
+Kind = Literal["values", "gradients", "parameters", "updates"]
+KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
+AT_ONCE = 32
+QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One step: the rows that it brought, as indices, and a line of ``COLUMNS`` for each."""
+
+    step: int
+    time: float
+    rows: Array
+    table: Array
+    names: Sequence[tuple[Kind, str]] = field(repr=False)
+    kinds: Array | None = field(default=None, repr=False)
+    """the kind of each row, as an index of ``KINDS``"""
+
+    def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
+        """Kind, address and statistics, row by row."""
+        for row, line in zip(self.rows.tolist(), self.table.tolist(), strict=True):
+            yield *self.names[row], dict(zip(COLUMNS, line, strict=True))
+
+    def column(self, name: str, kind: Kind) -> dict[str, float]:
+        """One statistic of all rows of a kind, by address, in the order in which they first came."""
+        rows, table = self.of(kind)
+        numbers = table[:, COLUMNS.index(name)].tolist()
+        return {self.names[row][1]: number for row, number in zip(rows.tolist(), numbers, strict=True)}
+
+    def of(self, kind: Kind) -> tuple[Array, Array]:
+        """The rows of a kind, and their lines."""
+        kinds = self.kinds if self.kinds is not None else [KINDS.index(self.names[row][0]) for row in self.rows]
+        chosen = np.asarray(kinds) == KINDS.index(kind)
+        return self.rows[chosen], self.table[chosen]
+
+
+class Books:
+    """Rows by kind and address, with running statistics over all steps and a page for each of the last ones."""
+
+    def __init__(self, pages: int) -> None:
+        self.names: list[tuple[Kind, str]] = []
+        self.sampled: list[bool] = []
+        self.workspace = Workspace()
+        self._sketch = Sketch()
+        self.slow = True  # Whether what changes slowly is taken in this step.
+        self._bins: Array | None = None
+        self.pages: deque[Page] = deque(maxlen=pages)
+        self.lock = threading.RLock()
+        self._index: dict[tuple[Kind, str], int] = {}
+        self._step: list[tuple[Array, Array]] = []
+        self._total = np.zeros((0, len(COLUMNS)))
+        self._steps = np.zeros(0, int)
+        self._latest = np.zeros((0, len(COLUMNS)))
+        self._when = np.zeros(0, int)
+        self._kinds = np.zeros(0, int)
+        self._unmerged: list[tuple[Array, Array]] = []
+
+    @property
+    def sketch(self) -> Sketch | None:
+        """What takes samples in this step, if it is one of those whose samples are taken."""
+        return self._sketch if self.slow else None
+
+    def row(self, kind: Kind, label: str) -> int:
+        """The row of a kind and an address, a new one if there is none."""
+        found = self._index.get((kind, label))
+        if found is None:
+            with self.lock:
+                found = self._index[kind, label] = len(self.names)
+                self.names.append((kind, label))
+                self.sampled.append(False)
+        return found
+
+    def add(self, rows: Sequence[int], table: Array, sampled: Sequence[bool]) -> None:
+        """Take a part of the present step."""
+        self._step.append((np.asarray(rows, int), table))
+        for row, part in zip(rows, sampled, strict=True):
+            if part:
+                self.sampled[row] = True
+
+    def replace(self, rows: Sequence[int]) -> None:
+        """Forget what the present step has brought for some rows: it was only provisional."""
+        gone = np.asarray(rows, int)
+        self._step = [(old[keep], table[keep]) for old, table in self._step if (keep := ~np.isin(old, gone)).any()]
+
+    def close_step(self, step: int) -> Page | None:
+        """The step is over: add it to what there is, and give its page, if it brought anything."""
+        self._sketch.pour()
+        parts, self._step = self._step, []
+        if not parts:
+            return None
+        rows, table = combine(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+        with self.lock:
+            self._grow()
+            self._latest[rows] = table
+            self._steps[rows] += 1
+            self._when[rows] = step
+            self._unmerged.append((rows, table))
+            if len(self._unmerged) >= AT_ONCE:
+                self._merge()
+            page = Page(step, time.time(), rows, table, self.names, self._kinds[rows])
+            self.pages.append(page)
+        return page
+
+    def _merge(self) -> None:
+        """Add the last steps to the running statistics: many at once, which costs hardly more than one."""
+        if self._unmerged:
+            parts, self._unmerged = self._unmerged, []
+            rows = np.concatenate([part[0] for part in parts])
+            rows, table = combine(rows, np.concatenate([part[1] for part in parts]))
+            self._total[rows] = merge(self._total[rows], table)
+
+    def _grow(self) -> None:
+        more = len(self.names) - len(self._steps)
+        if more > 0:
+            new = [KINDS.index(kind) for kind, _ in self.names[-more:]]
+            self._kinds = np.r_[self._kinds, np.array(new, int)]
+            blank = np.zeros((more, len(COLUMNS)))
+            self._total, self._latest = np.concatenate([self._total, blank]), np.concatenate([self._latest, blank])
+            self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
+
+    def freeze(self) -> None:
+        """Nothing more will come: keep numbers, and no tensor."""
+        with self.lock:
+            if self._bins is None:
+                self._bins = self._sketch.host(len(self._steps))
+                self._sketch, self.workspace = Sketch(), Workspace()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
+        with self.lock:
+            self._merge()
+            count = len(self._steps)
+            bins = self._sketch.host(count) if self._bins is None else self._bins
+            return [self._plain(row, bins[row]) for row in range(count) if self._steps[row]]
+
+    def _plain(self, row: int, bins: Array) -> dict[str, Any]:
+        kind, address = self.names[row]
+        edges, counts = histogram(bins)
+        return {
+            "kind": kind,
+            "address": address,
+            "steps": int(self._steps[row]),
+            **_numbers(self._total[row]),
+            "exact": not self.sampled[row],
+            "quantiles": dict(zip(map(str, QUANTILES), quantiles(bins, QUANTILES), strict=True)),
+            "histogram": {"edges": edges, "counts": counts},
+            "last": {"step": int(self._when[row]), **_numbers(self._latest[row])},
+        }
+
+
+def _numbers(line: Array) -> dict[str, Any]:
+    whole = ("count", "nan", "inf")
+    named = zip(COLUMNS, line.tolist(), strict=True)
+    return {name: int(number) if name in whole and number == number else number for name, number in named}  # noqa: PLR0124

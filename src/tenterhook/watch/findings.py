@@ -1,0 +1,206 @@
+"""What is wrong with a training run, told from its statistics: each finding with its threshold and its evidence."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
+from tenterhook.watch.books import Page
+from tenterhook.watch.observe import Slot
+
+__all__ = ["THRESHOLDS", "Finding", "Findings", "Units"]
+
+THRESHOLDS: Mapping[str, float] = {
+    "dead_units": 0.1,  # share of a layer's units that gave nothing but zero ...
+    "dead_steps": 20,  # ... in so many watched steps in a row
+    "saturated": 0.5,  # share of an activation's values within a hundredth of its bounds
+    "vanishing": 1e-6,  # a point's gradient (root mean square), as a share of the largest of the step
+    "exploding": 1e3,  # the norm of all gradients of parameters, over its median in the steps before
+    "exploding_depth": 1e4,  # a point's gradient (root mean square), over that of the last point of the model
+}
+"""The thresholds, each with what it is compared with."""
+
+HISTORY = 50
+ENOUGH = 5  # Steps before a median means anything.
+RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardshrink, nn.Softshrink, nn.Hardswish)
+BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Tanh: (-1.0, 1.0),
+    nn.Sigmoid: (0.0, 1.0),
+    nn.Hardsigmoid: (0.0, 1.0),
+    nn.Softsign: (-1.0, 1.0),
+}
+DROPOUTS = (nn.modules.dropout._DropoutNd, nn.Identity)
+NEAR = 0.01
+CHANNELS_FIRST = 4  # Dimensions from which on the units are the second one, as convolutions have it.
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong at one point, from its first step to its last so far."""
+
+    kind: str
+    address: str
+    first: int
+    last: int
+    value: float
+    threshold: float
+    text: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        when = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        return f"{self.kind} at {self.address!r}, {when}: {self.text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class Units:
+    """What only the values themselves can tell, kept on their device until it is read: idle units, and saturation."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Slot, Tensor] = {}
+        self._near: dict[Slot, tuple[Tensor, int]] = {}
+
+    def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
+        """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
+        for slot in slots:
+            rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
+            slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
+
+    @torch.no_grad()
+    def look(self, slot: Slot, value: Tensor) -> None:
+        """Take a value in."""
+        bounds = bounds_of(slot.module)
+        if bounds is not None:
+            half = (bounds[1] - bounds[0]) / 2
+            inside = value.sub(sum(bounds) / 2).abs_().ge(half * (1 - 2 * NEAR)).sum()
+            before, count = self._near.get(slot, (None, 0))
+            self._near[slot] = (inside if before is None else before + inside, count + value.numel())
+        elif value.dim() > 1:
+            unit = 1 if value.dim() >= CHANNELS_FIRST else value.dim() - 1
+            active = value.ne(0).any(dim=[d for d in range(value.dim()) if d != unit])
+            idle = self._idle.get(slot)
+            if idle is None or idle.shape != active.shape:
+                idle = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
+            self._idle[slot] = idle.add_(1).masked_fill_(active, 0)
+
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._idle, self._near = {}, {}
+
+    def read(self, steps: int) -> tuple[dict[Slot, tuple[int, int]], dict[Slot, float]]:
+        """The idle units of each layer beside all its units, and the share of each activation that is saturated."""
+        idle = list(self._idle.items())
+        near = list(self._near.items())
+        numbers = [tensor.ge(steps).sum() for _, tensor in idle] + [found for _, (found, _) in near]
+        if not numbers:
+            return {}, {}
+        read = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
+        self._near = {}
+        dead = {slot: (int(read[i]), tensor.numel()) for i, (slot, tensor) in enumerate(idle)}
+        full = {slot: read[len(idle) + i] / count for i, (slot, (_, count)) in enumerate(near)}
+        return dead, full
+
+
+class Findings:
+    """All findings so far, and the rules that make them."""
+
+    def __init__(self, thresholds: Mapping[str, float] | None) -> None:
+        unknown = set(thresholds or ()) - set(THRESHOLDS)
+        if unknown:
+            raise ValueError(f"no such threshold: {', '.join(sorted(unknown))}; there is {', '.join(THRESHOLDS)}")
+        self.limits = {**THRESHOLDS, **(thresholds or {})}
+        self.units = Units()
+        self.all: dict[tuple[str, str], Finding] = {}
+        self._norms: deque[float] = deque(maxlen=HISTORY)
+        self._zeros: set[str] | None = None
+        self._seen: tuple[Array, Array] | None = None  # Rows of gradients, and which of them are parameters'.
+
+    def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
+        """Look at a step; gives what is new."""
+        before = set(self.all)
+        self._gradients(page, parameters)
+        self._units(page, slots)
+        return [finding for key, finding in self.all.items() if key not in before]
+
+    def _gradients(self, page: Page, parameters: set[str]) -> None:
+        rows, table = page.of("gradients")
+        if self._seen is None or not np.array_equal(self._seen[0], rows):
+            self._seen = rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
+        of_parameter = self._seen[1]
+        norms = np.where(np.isfinite(table[:, NORM]), table[:, NORM], 0.0)
+        sizes = norms / np.sqrt(np.maximum(table[:, COUNT], 1))
+        self._depth(page, rows[~of_parameter], sizes[~of_parameter])
+        total = float(np.sqrt((norms[of_parameter] ** 2).sum()))
+        if total:
+            self._jump(page.step, total)
+            self._norms.append(total)
+
+    def _depth(self, page: Page, rows: Array, sizes: Array) -> None:
+        """Gradients that die away, or swell, on their way back through the model."""
+        flows = sizes > 0
+        rows, sizes = rows[flows], sizes[flows]
+        if not len(rows):
+            return
+        largest, last = float(sizes.max()), float(sizes[rows.argmax()])
+        for place in np.flatnonzero(sizes < self.limits["vanishing"] * largest).tolist():
+            name, size = page.names[rows[place]][1], float(sizes[place])
+            text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
+            self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
+        for place in np.flatnonzero(sizes > self.limits["exploding_depth"] * last).tolist():
+            name, size = page.names[rows[place]][1], float(sizes[place])
+            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
+            self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
+
+    def _jump(self, step: int, total: float) -> None:
+        if len(self._norms) < ENOUGH:
+            return
+        median = sorted(self._norms)[len(self._norms) // 2]
+        if median and total > self.limits["exploding"] * median:
+            text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
+            self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
+
+    def _units(self, page: Page, slots: Iterable[Slot]) -> None:
+        rows, table = page.of("values")
+        share = self.limits["dead_units"]
+        # So many dead units need at least so many zeros.
+        many = np.flatnonzero(table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1))
+        zeros = {page.names[row][1] for row in rows[many].tolist()}
+        if zeros != self._zeros:
+            self._zeros = zeros
+            self.units.choose(slots, zeros)
+        dead, full = self.units.read(int(self.limits["dead_steps"]))
+        for slot, (idle, units) in dead.items():
+            if idle and idle >= share * units:
+                steps = f"{self.limits['dead_steps']:.0f} watched steps"
+                text = f"{idle} of its {units} units gave nothing but zero for {steps}."
+                evidence = {"dead": idle, "units": units}
+                self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
+        for slot, part in full.items():
+            if part >= self.limits["saturated"]:
+                low, high = bounds_of(slot.module) or (0.0, 0.0)
+                text = f"{part:.0%} of its values are within a hundredth of its bounds, {low:g} and {high:g}."
+                self._note("saturated activation", slot.address, page.step, part, "saturated", text, {"share": part})
+
+    def _note(
+        self, kind: str, address: str, step: int, value: float, threshold: str, text: str, evidence: dict[str, Any]
+    ) -> None:
+        known = self.all.get((kind, address))
+        first = known.first if known is not None else step
+        self.all[kind, address] = Finding(kind, address, first, step, value, self.limits[threshold], text, evidence)
+
+
+def bounds_of(module: nn.Module) -> tuple[float, float] | None:
+    """Between what a module squashes its values; None where it does not."""
+    if isinstance(module, nn.Hardtanh) and not isinstance(module, nn.ReLU6):
+        return float(module.min_val), float(module.max_val)
+    return BOUNDS.get(type(module))

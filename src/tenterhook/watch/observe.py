@@ -1,0 +1,238 @@
+"""What a watch does at a point while the model runs: as little as can be.
+
+A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
+tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is kept by autograd
+itself (``retain_grad``), so that no Python runs in the backward pass.
+
+That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
+gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
+where they have to be, and gradients are caught by the hooks that recording uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenterhook._tree import Path, show_path, tensors
+from tenterhook.address import Point
+from tenterhook.engine.action import Context
+from tenterhook.record.gradient import Cell, OutputGradient
+from tenterhook.sinks.statistics import plain
+from tenterhook.sites.tensor import own_alias
+from tenterhook.sites.wrapped import settled
+
+__all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value"]
+
+graph_task = torch._C._current_graph_task_id
+NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+
+
+class Slot:
+    """A point that is watched, with the rows of its tensors and what is known of it by now."""
+
+    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen", "size")
+
+    def __init__(self, point: Point, *, careful: bool) -> None:
+        self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
+        self.careful = careful  # Whether values are copied, because they may be changed in place later.
+        self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
+        self.looks = False  # Whether its units or its bounds are looked at.
+        self.seen = False
+        self.size = 0  # Bytes of a value, as it was last measured.
+        self.lost = 0  # Values that were changed in place before they were measured.
+
+    def label(self, path: Path) -> str:
+        """The address of one tensor of the value."""
+        return self.address + show_path(path)
+
+
+class Seen(NamedTuple):
+    """An entry of the log: one tensor of what passed in one call. The hot path appends plain tuples in this order."""
+
+    slot: Slot
+    path: Path
+    call: int
+    tensor: Tensor
+    version: int
+    args: Any
+    kwargs: Any
+    live: bool
+    """whether autograd keeps its gradient"""
+
+
+class Ledger:
+    """What all points of a watch write to. ``spill`` empties it when more than ``hold`` bytes are held."""
+
+    def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool) -> None:
+        self.on, self.gradients = True, gradients
+        self.log: list[Any] = []
+        self.cells: list[tuple[Slot, int, Cell, int]] = []
+        self.given: dict[tuple[Slot, int], Any] = {}
+        self.opened: list[dict[int, Any]] = []
+        self.hold, self.held, self.loose = hold, 0, 0
+        self.spill = spill
+
+    def count(self, size: int) -> None:
+        """Note memory that is held outside of the short way, and empty the log where it is too much."""
+        self.loose += size
+        if self.loose > self.hold:
+            self.loose = 0
+            self.spill()
+
+    def take(self, *, loose: bool) -> tuple[list[Any], list[tuple[Slot, int, Cell, int]]]:
+        """Give what has been written; ``loose`` leaves what waits for a backward pass."""
+        log, cells = self.log, self.cells
+        if not loose:
+            self._forget()
+        if loose:
+            self.log = [entry for entry in log if entry[-1]]
+            return [entry for entry in log if not entry[-1]], cells
+        self.log, self.cells = [], []
+        self.held = self.loose = 0
+        return log, cells
+
+    def _forget(self) -> None:
+        """Let go of the arguments of calls that never ended, and of what tells a recomputation from a first call."""
+        self.given.clear()
+        for entries in self.opened:
+            entries.clear()
+        self.opened.clear()
+
+
+class Value:
+    """Keeps what passes a point until it is measured."""
+
+    observes = True
+    again = False
+    keep = 1
+
+    def __init__(self, slot: Slot, ledger: Ledger, *, direct: bool, entries: dict[int, Any]) -> None:
+        self._slot, self._ledger = slot, ledger
+        self.direct = direct
+        self.entries = entries  # Dispatch writes here on the short way; nobody reads it.
+
+    @property
+    def reached(self) -> bool:
+        return self._slot.seen
+
+    @staticmethod
+    def kept(_value: Any) -> None:
+        """What dispatch is to keep of a structure: the log has it already."""
+
+    def enter(self, call: int, _since: int, args: Any, kwargs: Any) -> None:
+        """The call begins with these arguments."""
+        if self._ledger.on and graph_task() == -1:
+            self._ledger.given[self._slot, call] = (args, kwargs)
+
+    def __call__(self, value: Any, context: Context) -> None:
+        slot, ledger = self._slot, self._ledger
+        args, kwargs = ledger.given.pop((slot, context.call), (None, None))
+        if not ledger.on:
+            return
+        slot.seen = True
+        found = list(tensors(value))
+        size = 0
+        for path, tensor in found:
+            real = plain(settled(tensor))
+            if real is None:
+                continue
+            real = real.detach()
+            version = NOT_COUNTED
+            if slot.careful or real.is_inference():
+                real = real.clone()
+            else:
+                version = real._version
+            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, live=False)
+            ledger.log.append(entry)
+            size += real.nbytes
+        ledger.count(size)
+
+
+class Gradient(OutputGradient):
+    """Has the gradient of a module's output kept until it is measured."""
+
+    def __init__(self, slot: Slot, ledger: Ledger) -> None:
+        super().__init__({}, keep=2**62)
+        self._slot, self._ledger = slot, ledger
+        self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        if not self._ledger.on or not self._ledger.gradients:
+            self._since.pop(context.call, None)
+            return None
+        return _caught(self, super().__call__, value, context)
+
+
+def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
+    """One entry in the log, and autograd is told to keep the gradient; a closure, because it runs at every call."""
+
+    def watch(
+        tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, args: Any, kwargs: Any
+    ) -> Tensor | None:
+        node: Any = tensor.grad_fn
+        if node is None or slot.careful or ledger.held > ledger.hold:
+            return None
+        if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
+            tensor = own_alias(tensor)
+        if ledger.on:
+            if ledger.gradients:
+                tensor.retain_grad()
+            ledger.held += slot.size
+            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, True))
+        return tensor
+
+    return watch
+
+
+class CaughtGradient:
+    """The same for an argument or a variable, whose gradient ``inner`` catches."""
+
+    observes = True
+    again = True
+
+    def __init__(self, slot: Slot, ledger: Ledger, inner: Any) -> None:
+        self._slot, self._ledger, self._inner = slot, ledger, inner
+
+    @property
+    def entries(self) -> dict[int, Any]:
+        """The cells by call."""
+        return self._inner.entries  # type: ignore[no-any-return]
+
+    @property
+    def reached(self) -> bool:
+        return self._slot.seen
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        return _caught(self, self._inner, value, context) if self._ledger.on and self._ledger.gradients else None
+
+
+class _Parts(dict[Path, Any]):
+    """The gradients of a cell: their memory is counted as they come."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __setitem__(self, path: Path, found: Any) -> None:
+        super().__setitem__(path, found)
+        self._ledger.count(found[0][0].nbytes)
+
+
+def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, context: Context) -> Any:
+    """Let a recording's action open its cell, and note the cell with its place in the backward pass."""
+    before = action.entries.get(context.call)
+    result = apply(value, context)
+    cell = action.entries.get(context.call)
+    if cell is not None and before is None:
+        action._ledger.opened.append(action.entries)
+    if cell is not None and cell is not before and not cell.why:
+        cell.parts = _Parts(action._ledger)
+        number = max((getattr(edge[0], "_sequence_nr", int)() for edge in cell.edges), default=0)
+        action._ledger.cells.append((action._slot, context.call, cell, number))
+    return result

@@ -1,0 +1,138 @@
+"""Parameters, their gradients, and how far each step moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from tenterhook.address import Point, Site
+from tenterhook.sinks.statistics import COLUMNS, Measured, Snapshot, is_plain, measure, plain, whole
+from tenterhook.watch.books import Kind
+from tenterhook.watch.locate import NonFiniteReport
+from tenterhook.watch.measuring import Parcel
+
+if TYPE_CHECKING:
+    from tenterhook.watch.books import Books
+    from tenterhook.watch.results import Options
+
+__all__ = ["Parameters"]
+
+_BOTH: tuple[Kind, ...] = ("parameters", "updates")
+
+
+class Parameters:
+    """The parameters of the watched modules and of all beneath them, and those that were named themselves."""
+
+    def __init__(self, model: nn.Module, points: Sequence[Point], books: Books, options: Options) -> None:
+        self._books, self._options = books, options
+        # Parameters are many, and they change slowly: a part of the places is enough.
+        self._limit = None if options.sample is None else max(1, options.sample // 4)
+        named = _named(model, points)
+        self.names = set(named)
+        self._labels = list(named)
+        self._tensors = [tensor.detach() for tensor in named.values()]
+        self._parameters = list(named.values())
+        self._snapshot: Snapshot | None = None
+        self._taken = self._asked = self._measured = False
+        self._rows: dict[Kind, list[int]] = {}
+
+    def begin(self, *, at_once: bool) -> None:
+        """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
+        self._taken = self._asked = self._measured = False
+        if at_once and self._books.slow and "updates" in self._options.of:
+            self._take()
+
+    def before(self) -> list[Parcel]:
+        """The optimizer is about to step; only the first time in a step counts."""
+        if self._asked:
+            return []
+        self._asked = True
+        if self._books.slow and "updates" in self._options.of:
+            self._take()
+        return self.measure_gradients()
+
+    def measure_gradients(self) -> list[Parcel]:
+        """What the backward passes of this step have accumulated by now."""
+        if "gradients" not in self._options.of:
+            return []
+        found = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        if not found:
+            return []
+        if self._measured:
+            # An earlier backward pass of the same step: what is there now is its sum with this one.
+            self._books.replace(self._row_list("gradients"))
+        self._measured = True
+        return [self._parcel("gradients", [i for i, _ in found], [gradient for _, gradient in found])]
+
+    def after(self) -> list[Parcel]:
+        """The step is over."""
+        if not self._tensors or not self._books.slow:
+            return []
+        if self._taken and self._snapshot is not None:
+            self._taken = False
+            rows, ways = self._row_list("parameters"), self._row_list("updates")
+            here, moved = self._snapshot.moved(self._books.sketch, rows, ways)
+            found = {"parameters": here, "updates": moved}
+            every = range(len(self._tensors))
+            return [self._sent(kind, every, found[kind], self._tensors) for kind in _BOTH if kind in self._options.of]
+        if "parameters" in self._options.of:
+            return [self._parcel("parameters", range(len(self._tensors)), self._tensors)]
+        return []
+
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._snapshot, self._tensors, self._parameters = None, [], []
+
+    def _take(self) -> None:
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._tensors, self._limit, self._books.workspace)
+        self._snapshot.take()
+        self._taken = True
+
+    def _row_list(self, kind: Kind) -> list[int]:
+        if kind not in self._rows:
+            self._rows[kind] = [self._books.row(kind, label) for label in self._labels]
+        return self._rows[kind]
+
+    def _parcel(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Parcel:
+        real = [tensor if is_plain(tensor) else plain(tensor) for tensor in tensors]
+        kept = [(i, tensor) for i, tensor in zip(which, real, strict=True) if tensor is not None]
+        every = self._row_list(kind)
+        rows = [every[i] for i, _ in kept]
+        found = [tensor for _, tensor in kept]
+        books = self._books
+        measured = measure(
+            found,
+            self._limit,
+            sketch=books.sketch,
+            rows=rows,
+            workspace=books.workspace,
+            name=kind,
+            quick=kind == "gradients",
+        )
+        return self._sent(kind, [i for i, _ in kept], measured, found)
+
+    def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:
+        rows, labels = self._row_list(kind), self._labels
+
+        def explain(bad: list[int], _late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
+            first = bad[0]
+            numbers = dict(zip(COLUMNS, whole(tensors[first]).tolist(), strict=True))
+            report = NonFiniteReport(-1, kind, labels[which[first]], 0, numbers)
+            if kind != "gradients":
+                report.reason = "Everything that passed in this step was finite; the update was not."
+            return report
+
+        return Parcel([rows[i] for i in which], measured, tensors, explain)
+
+
+def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]:
+    wanted = {id(point.tensor) for point in points if point.site is Site.PARAMETER}
+    roots = {id(point.module) for point in points if point.site is Site.RETURN}
+    for module in model.modules():
+        if id(module) in roots:
+            wanted.update(id(tensor) for tensor in module.parameters())
+    usable = ((name, tensor) for name, tensor in model.named_parameters() if id(tensor) in wanted)
+    return {name: tensor for name, tensor in usable if plain(tensor) is not None}

@@ -1,0 +1,126 @@
+"""What a watch was asked for, and what it gives: plain data, tables, a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tenterhook._draw import as_html, as_rich, as_text
+from tenterhook.address.suggest import nearest
+from tenterhook.errors import NotRecorded
+from tenterhook.watch.books import Books, Page
+from tenterhook.watch.findings import Finding, Findings
+from tenterhook.watch.locate import NonFiniteReport
+from tenterhook.watch.table import table
+
+if TYPE_CHECKING:
+    from tenterhook.watch.serve import Server
+
+__all__ = ["Options", "Results", "about"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``th.watch`` was asked for, checked."""
+
+    of: frozenset[str]
+    every: int
+    slow: int
+    on_nan: str
+    steps: str
+    sample: int | None
+    hold: int
+    pages: int
+    thresholds: Any
+    sinks: tuple[Any, ...]
+    blackbox: int | None
+    to: Path
+
+
+class Results:
+    """The results of a watch, while it runs and after."""
+
+    model: nn.Module
+    steps: int
+    nonfinite: NonFiniteReport | None
+    nonfinite_steps: list[int]
+    _options: Options
+    _books: Books
+    _findings: Findings
+    _server: Server | None
+
+    def _settle(self) -> None:
+        """Wait for the numbers that are still on their way."""
+        raise NotImplementedError
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong, worst kinds first as they were found."""
+        return list(self._findings.all.values())
+
+    @property
+    def pages(self) -> list[Page]:
+        """The last steps, one by one."""
+        return list(self._books.pages)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain dict per kind and address: statistics over all watched steps, and of the last one."""
+        self._settle()
+        return self._books.rows()
+
+    def row(self, address: str, kind: str = "values") -> dict[str, Any]:
+        """The row of one address."""
+        rows = self.rows()
+        for row in rows:
+            if row["address"] == address and row["kind"] == kind:
+                return row
+        known = [row["address"] for row in rows if row["kind"] == kind]
+        near = nearest(address, known)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise NotRecorded(f"there are no {kind} of {address!r} in this watch.{hint}")
+
+    def series(self, address: str, statistic: str = "norm", kind: str = "values") -> dict[int, float]:
+        """One statistic at one address, by step, over the last steps."""
+        found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
+        return {step: number for step, number in found.items() if number is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        self._settle()
+        return self.live()
+
+    def live(self) -> dict[str, Any]:
+        """The same for another thread, of the steps that are published: it waits for nothing."""
+        return {
+            **about(self.model, self._options),
+            "steps": self.steps,
+            "rows": self._books.rows(),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
+            "nonfinite_steps": self.nonfinite_steps,
+        }
+
+    def serve(self, port: int = 0) -> str:
+        """Show this watch on a page that refreshes while training runs, on this machine alone; gives its address."""
+        from tenterhook.watch.serve import Server
+
+        if self._server is None:
+            self._server = Server(self, port)
+        return self._server.url
+
+    def __repr__(self) -> str:
+        return as_text(table(self)) if self.steps else super().__repr__()
+
+    def __rich__(self) -> Any:
+        return as_rich(table(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(table(self))
+
+
+def about(model: nn.Module, options: Options) -> dict[str, Any]:
+    """What a watch is of."""
+    return {"model": type(model).__name__, "every": options.every, "of": sorted(options.of)}

@@ -1,0 +1,371 @@
+"""The session behind ``th.watch``: when steps begin and end, and what happens then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tenterhook._tree import tensors
+from tenterhook.address import Point, Site
+from tenterhook.engine.action import Binding
+from tenterhook.engine.install import Lane, Tap
+from tenterhook.engine.session import Session
+from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
+from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
+from tenterhook.sites.facts import facts
+from tenterhook.sites.module import can_be_called
+from tenterhook.watch.blackbox import Ring
+from tenterhook.watch.books import Books
+from tenterhook.watch.findings import Findings
+from tenterhook.watch.locate import NonFiniteReport
+from tenterhook.watch.measuring import Measuring, Parcel
+from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
+from tenterhook.watch.parameters import Parameters
+from tenterhook.watch.results import Options, Results, about
+from tenterhook.watch.turns import Begins, Call, Return, park, unpark
+
+__all__ = ["Watch"]
+
+LOST = (
+    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
+    "code that this was to come. From the next watched step on they are copied as they pass."
+)
+
+MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
+
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Watch(Results, Session):
+    """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` give plain data."""
+
+    verb = "watch"
+
+    def __init__(
+        self, model: nn.Module, points: tuple[Point, ...], options: Options, optimizers: tuple[Optimizer, ...]
+    ) -> None:
+        self._options, self._optimizers = options, optimizers
+        self.steps = 0
+        """how many steps are over, watched or not"""
+        self.nonfinite: NonFiniteReport | None = None
+        """the first NaN or Inf"""
+        self.nonfinite_steps: list[int] = []
+        """all watched steps that held any"""
+        self._books = Books(options.pages)
+        self._findings = Findings(options.thresholds)
+        self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of)
+        self._parameters = Parameters(model, points, self._books, options)
+        self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
+        self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
+        self._hooks: list[Any] = []
+        self._slots: list[Slot] = []
+        self._shared: dict[int, Any] = {}
+        self._calls = 0
+        self._attached = True
+        self._queued = -1
+        self._slow_at: int | None = None
+        self._parked: list[tuple[Lane, Tap | None]] = []
+        self._server: Any = None
+        self._parcels: list[Parcel] = []
+        self._waiting: list[tuple[int, list[Parcel]]] = []
+        self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        self._late = self._device == "cuda" and options.on_nan != "raise"
+        bindings: list[Binding] = []
+        super().__init__(model, bindings, [])
+        careful = facts(model).in_place
+        for point in points:
+            if point.site is not Site.PARAMETER:
+                self._add(point, bindings, careful=careful)
+        self._findings.units.choose(self._slots, set())
+        # The model's call is told before anything else is told of it, its return after everything else.
+        root = Point(":return", Site.RETURN, model, "", None, None)
+        bindings.insert(0, Binding(root, Call(self)))
+        bindings.append(Binding(root, Return(self)))
+
+    def _add(self, point: Point, bindings: list[Binding], *, careful: bool) -> None:
+        slot = Slot(point, careful=careful)
+        self._slots.append(slot)
+        boundary = point.site is Site.RETURN and point.call is None
+        value = Value(slot, self._ledger, direct=boundary, entries=self._shared)
+        bindings.append(Binding(point, value))
+        if point.explicit:
+            self.required.append([bindings[-1]])
+        gradient: Any
+        if point.site is Site.RETURN:
+            gradient = Gradient(slot, self._ledger)
+        elif point.site is Site.VARIABLE:
+            gradient = CaughtGradient(slot, self._ledger, TotalGradient({}, 2**62))
+        else:
+            through = InputGradient({}, 2**62)
+            gradient = CaughtGradient(slot, self._ledger, through)
+            out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
+            bindings.append(Binding(out, InputGradientOut(through)))
+        bindings.append(Binding(point, gradient))
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    def on_start(self) -> None:
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_update()))
+        if self._options.steps == "optimizer":
+            self._hooks.append(self._optimizers[-1].register_step_post_hook(lambda *_: self.step()))
+        self._begin()
+
+    def on_close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def close(self) -> None:
+        """Take everything out, with the step that is under way; any number of times."""
+        if self._state == "open":
+            try:
+                self._end(partly=True)
+            finally:
+                self._ledger.on = False
+                try:
+                    super().close()
+                finally:
+                    self._finish()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None and self._depth == 1:
+            if self._ring is not None and not isinstance(error, NonFinite):
+                self._ring.say(f"{type(error).__name__}: {error}")
+            self._salvage()
+            try:
+                return super().__exit__(kind, error, trace)
+            finally:
+                self._finish()
+        return super().__exit__(kind, error, trace)
+
+    def _salvage(self) -> None:
+        """Keep what the step had brought by the time it failed."""
+        on_nan, self._raising = self._raising, False
+        try:
+            self._end(partly=True)
+        except Exception as error:  # noqa: BLE001 - the error that is under way is the one to be told
+            warnings.warn(f"the last step could not be measured: {error}", TenterhookWarning, stacklevel=3)
+        finally:
+            self._raising = on_nan
+            self._ledger.on = False
+
+    _raising = True
+
+    def _finish(self) -> None:
+        """The numbers stay; every tensor goes, and what would hold this watch in a circle."""
+        self._ledger.take(loose=False)
+        self._ledger.spill = _nothing
+        self._parked = []
+        self._books.freeze()
+        self._parameters.let_go()
+        self._findings.units.let_go()
+        for sink in self._options.sinks:
+            sink.close()
+        if self._ring is not None:
+            self.blackbox = self._ring.close()
+        if self._server is not None:
+            self._server.close()
+
+    blackbox: Path | None = None
+    """the flight recorder's file, where it was left"""
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A step is over."""
+        if not self.is_open:
+            raise self._not_open()
+        self._end()
+
+    def _not_open(self) -> SessionError:
+        return SessionError("this watch is not open, so that no step of it can end; use it inside its `with` block")
+
+    def on_call(self) -> None:
+        """The model is called."""
+        if self._options.steps == "call" and self._calls:
+            self._end()
+        self._calls += 1
+        if self._attached:
+            self._drain()
+            self._measuring.entered(self._device)
+
+    def on_return(self, value: Any) -> None:
+        """The model returns: its backward pass, if there is one, will begin here."""
+        if not self._attached or torch._C._current_graph_task_id() != -1:
+            return
+        if not torch.is_grad_enabled():
+            self._measure()
+            return
+        for _, tensor in tensors(value):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(Begins(self))
+
+    def backward_begins(self) -> None:
+        """A backward pass has come to what the model returned."""
+        task = torch._C._current_graph_task_id()
+        if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
+            self._queued = task
+            queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._measure()
+        if not self._optimizers and self._attached and self._ledger.on:
+            self._take(*self._parameters.measure_gradients())
+
+    def _before_update(self) -> None:
+        if self._attached and self._ledger.on:
+            self._measure()
+            self._take(*self._parameters.before())
+
+    def _begin(self) -> None:
+        """A watched step begins."""
+        self._books.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
+        if self._books.slow:
+            self._slow_at = self.steps
+        self._parameters.begin(at_once=not self._optimizers)
+
+    def _end(self, *, partly: bool = False) -> None:
+        begun = bool(self._calls) or not partly
+        if self._attached and begun:
+            self._measure()
+            self._take(*self._parameters.after())
+            self._hand_in()
+        self.steps += begun
+        self._calls = 0
+        if partly:
+            self._drain(wait=True)
+            return
+        due = self.steps % self._options.every == 0
+        if due:
+            self._resume()
+            self._begin()
+        else:
+            self._pause()
+
+    # -- what a step brought ------------------------------------------------------------------------------------------
+
+    def _spill(self) -> None:
+        self._take(self._measuring.measure(self.steps, loose=True))
+
+    def _measure(self) -> None:
+        self._shared.clear()
+        self._take(self._measuring.measure(self.steps, loose=False))
+
+    def _take(self, *parcels: Parcel | None) -> None:
+        """Open what was measured, or let it come: see :mod:`tenterhook.watch.measuring`."""
+        for parcel in parcels:
+            if parcel is None:
+                continue
+            if self._late:
+                parcel.send()
+                self._parcels.append(parcel)
+            else:
+                self._check(self._open(parcel), self.steps)
+
+    def _open(self, parcel: Parcel) -> NonFiniteReport | None:
+        self._ledger.on = False  # Finding where a NaN was born may call modules.
+        try:
+            return parcel.open(self._books)
+        finally:
+            self._ledger.on = self._attached
+
+    def _hand_in(self) -> None:
+        """The step is complete: publish it, at once or when its numbers have arrived."""
+        if not self._parcels and not self._waiting:
+            self._publish(self.steps)
+            return
+        self._waiting.append((self.steps, self._parcels))
+        self._parcels = []
+        self._drain(let_go=False)
+
+    def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
+        """Publish the steps whose numbers have arrived, and let go of the tensors of those whose have not."""
+        while self._waiting:
+            step, parcels = self._waiting[0]
+            if not wait and len(self._waiting) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
+                break
+            del self._waiting[0]
+            for parcel in parcels:
+                self._check(self._open(parcel), step)
+            self._publish(step)
+        if let_go:
+            for _, parcels in self._waiting:
+                for parcel in parcels:
+                    parcel.let_go()
+
+    def _check(self, found: NonFiniteReport | None, step: int) -> None:
+        if found is None:
+            return
+        found.step = step
+        if self.nonfinite_steps[-1:] != [step]:
+            self.nonfinite_steps.append(step)
+        if self.nonfinite is not None:
+            return
+        self.nonfinite = found
+        if self._ring is not None:
+            self._ring.say(str(found))
+        if self._options.on_nan == "raise" and self._raising:
+            error = NonFinite(str(found))
+            error.report = found
+            raise error
+        if self._options.on_nan != "record":
+            warnings.warn(str(found), TenterhookWarning, stacklevel=2)
+
+    def _publish(self, step: int) -> None:
+        page = self._books.close_step(step)
+        if page is None:
+            return
+        new = self._findings.judge(page, self._parameters.names, self._slots)
+        if self._ring is not None:
+            self._ring.write(page)
+            for finding in new:
+                self._ring.say(str(finding))
+        for sink in self._options.sinks:
+            sink.write(page, new, self._books)
+        self._heal()
+
+    def _heal(self) -> None:
+        """What was changed in place without a sign is copied from now on."""
+        lost = [slot for slot in self._slots if slot.lost and not slot.careful]
+        if lost:
+            for slot in lost:
+                slot.careful = True
+            count = sum(slot.lost for slot in lost)
+            warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
+
+    def _settle(self) -> None:
+        self._drain(wait=True)
+
+    # -- in the model, or not -----------------------------------------------------------------------------------------
+
+    def _others(self) -> Iterator[Lane]:
+        """The lanes that leave the model between watched steps; the model's own calls may have to be counted."""
+        stays = self.model if self._options.steps == "call" else None
+        return (lane for lane in self.lanes.values() if lane.module is not stays and can_be_called(lane.module))
+
+    def _pause(self) -> None:
+        if self._attached:
+            self._attached = self._ledger.on = False
+            self._parked = [park(lane) for lane in self._others()]
+            self._drain()
+
+    def _resume(self) -> None:
+        if not self._attached:
+            for lane, tap in self._parked:
+                unpark(lane, tap)
+            self._attached = self._ledger.on = True
+
+
+def _nothing() -> None:
+    """What a ledger does that is closed."""

@@ -1,0 +1,72 @@
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tenterhook as th
+
+
+def train(*sinks, steps=3, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with th.watch(model, optimizer=optimizer, sinks=sinks, on_nan="record", **options) as w:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(16, 4) if step != 2 else torch.full((16, 4), float("nan"))).square().mean().backward()
+            optimizer.step()
+    return w
+
+
+def test_each_step_is_a_line_of_json(tmp_path):
+    file = tmp_path / "deep" / "run.jsonl"
+    w = train(th.JsonLines(file), every=2, steps=5)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert set(lines[0]["rows"]) == {"values", "gradients", "parameters", "updates"}
+    assert lines[0]["rows"]["values"]["2"]["norm"] == w.pages[0].column("norm", "values")["2"]
+    assert lines[1]["rows"]["values"]["0"]["min"] == "nan"
+    assert lines[1]["rows"]["values"]["0"]["nan"] == 16 * 8
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    w = train(th.TensorBoard(tmp_path / "runs", histograms=1), steps=2, slow=1)
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    for page in w.pages:
+        for kind in ("values", "gradients", "parameters", "updates"):
+            for address, norm in page.column("norm", kind).items():
+                found = events.Scalars(f"{kind}/{address}/norm")
+                assert [event.step for event in found] == [0, 1]
+                assert found[page.step].value == pytest.approx(norm, rel=1e-5)
+    histogram = events.Histograms("values/2")[-1].histogram_value
+    row = w.row("2")
+    assert sum(histogram.bucket) == sum(row["histogram"]["counts"])
+    assert list(histogram.bucket_limit) == pytest.approx(row["histogram"]["edges"][1:])
+
+
+def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r'pip install "tenterhook\[tensorboard\]"'):
+        th.TensorBoard(tmp_path)
+
+
+def test_a_sink_of_ones_own_gets_each_step():
+    class Keeps:
+        def __init__(self):
+            self.steps, self.closed = [], False
+
+        def write(self, page, findings, books):
+            self.steps.append((page.step, page.column("count", "values")["0"]))
+
+        def close(self):
+            self.closed = True
+
+    sink = Keeps()
+    train(sink)
+    assert sink.steps == [(0, 128), (1, 128), (2, 128)]
+    assert sink.closed

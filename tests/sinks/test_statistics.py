@@ -1,0 +1,195 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenterhook.sinks.merging import combine, merge
+from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
+from tenterhook.sinks.statistics import COLUMNS, Snapshot, Workspace, measure, plain, spacing, whole
+
+
+def truth(tensor):
+    """The same by numpy, in double precision."""
+    x = tensor.detach().double().numpy().ravel()
+    fine = x[np.isfinite(x)]
+    norm = np.sqrt((fine**2).sum())
+    zeros, nan, inf = (fine == 0).sum(), np.isnan(x).sum(), np.isinf(x).sum()
+    return [x.size, fine.mean(), fine.std(), fine.min(), fine.max(), norm, zeros, nan, inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_every_statistic_is_that_of_all_elements(dtype):
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(3, 5) * 100 + 7,
+        torch.zeros(4),
+        torch.randn(2, 2, 2).relu(),
+        torch.ones(1),
+    ]
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    found = measure(tensors).host()
+    for row, tensor in zip(found, tensors, strict=True):
+        np.testing.assert_allclose(row, truth(tensor), rtol=1e-5, atol=1e-6)
+
+
+def test_the_spread_of_values_far_from_zero_does_not_drown():
+    tensor = 1000 + torch.linspace(-1e-2, 1e-2, 4096)
+    std = measure([tensor]).host()[0, COLUMNS.index("std")]
+    assert std == pytest.approx(float(tensor.double().std(correction=0)), rel=1e-2)
+
+
+def test_a_quick_measure_says_where_it_could_not_tell():
+    torch.manual_seed(0)
+    tensors = [torch.randn(4096) + 3, 1000 + torch.randn(4096) * 1e-2, torch.randn(100, 1000), torch.full((5,), 2.0)]
+    quick, exact = measure(tensors, 8192, quick=True), measure(tensors, 8192)
+    found, expected = quick.host(), exact.host()
+    assert list(quick.drowned) == [1, 3]
+    told = [0, 2]
+    np.testing.assert_allclose(found[told], expected[told], rtol=1e-3)
+
+
+def test_tensors_that_are_not_contiguous_are_measured_as_they_are():
+    base = torch.randn(8, 6, 4)
+    views = [base.transpose(0, 2), base[::2], base.permute(1, 2, 0)[..., 1:]]
+    for row, view in zip(measure(views, 50).host(), views, strict=True):
+        assert row[COLUMNS.index("norm")] == pytest.approx(float(view.norm()), rel=1e-5)
+
+
+def test_a_large_tensor_is_sampled_but_its_norm_and_its_faults_are_not():
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 1024) * 3 + 1
+    row = dict(zip(COLUMNS, measure([tensor], 8192).host()[0].tolist(), strict=True))
+    assert row["norm"] == pytest.approx(float(tensor.norm()), rel=1e-5)
+    assert row["count"] == tensor.numel()
+    assert row["mean"] == pytest.approx(1, abs=0.1)
+    assert row["std"] == pytest.approx(3, rel=0.05)
+    tensor[17, 311] = float("nan")
+    assert np.isnan(measure([tensor], 64).host()[0, COLUMNS.index("norm")])
+
+
+@pytest.mark.parametrize("shape", [(256, 1024), (32, 64, 32, 32), (8, 512, 768), (50257, 64), (3, 100003)])
+def test_a_sample_is_spread_evenly_over_every_dimension(shape):
+    for dim in range(len(shape)):
+        view = [1] * len(shape)
+        view[dim] = shape[dim]
+        place = torch.arange(float(shape[dim])).view(view).expand(shape).contiguous() / shape[dim]
+        row = dict(zip(COLUMNS, measure([place], 8192).host()[0].tolist(), strict=True))
+        assert row["mean"] == pytest.approx(0.5 - 0.5 / shape[dim], abs=0.08), dim
+        assert row["std"] == pytest.approx(float(place.std()), rel=0.12), dim
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 500), st.sampled_from([1, 16]))
+def test_a_sample_stays_inside_its_tensor_wherever_it_begins(shape, runs, run):
+    count = int(np.prod(shape))
+    if runs * run >= count:
+        return
+    step, room = spacing(tuple(shape), runs, run)
+    assert step >= 1
+    assert room >= 1
+    assert room - 1 + (runs - 1) * step + run <= count
+
+
+def test_what_is_not_finite_is_counted_and_the_rest_is_measured():
+    tensor = torch.tensor([1.0, float("nan"), -float("inf"), 3.0, float("inf"), 0.0])
+    np.testing.assert_allclose(whole(tensor), truth(tensor))
+    nothing = dict(zip(COLUMNS, whole(torch.full((3,), float("nan"))).tolist(), strict=True))
+    assert nothing["nan"] == 3
+    assert np.isnan(nothing["min"])
+    assert nothing["mean"] == 0
+
+
+def test_what_cannot_be_measured_is_said_so():
+    assert plain("text") is None
+    assert plain(torch.arange(3)) is None
+    assert plain(torch.empty(2, device="meta")) is None
+    assert plain(torch.ones(2, dtype=torch.complex64)).shape == (2, 2)
+    sparse = torch.eye(3).to_sparse()
+    assert plain(sparse).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_empty_tensor_has_a_row_of_nothing():
+    assert measure([torch.empty(0, 3), torch.ones(2)]).host()[0].tolist() == [0] * len(COLUMNS)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6), min_size=2, max_size=5))
+def test_parts_put_together_are_as_if_measured_at_once(parts):
+    tensors = [torch.tensor(part) for part in parts]
+    expected = truth(torch.cat(tensors))
+    table = measure(tensors).host()
+    _, at_once = combine(np.zeros(len(tensors), int), table)
+    step_by_step = np.zeros((1, len(COLUMNS)))
+    for row in table:
+        step_by_step = merge(step_by_step, row[None])
+    np.testing.assert_allclose(at_once[0], expected, rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(step_by_step[0], expected, rtol=1e-4, atol=2e-3)
+
+
+def test_rows_of_several_places_are_kept_apart():
+    tensors = [torch.tensor([1.0]), torch.tensor([5.0]), torch.tensor([3.0])]
+    places, found = combine(np.array([2, 0, 2]), measure(tensors).host())
+    assert places.tolist() == [0, 2]
+    assert found[:, COLUMNS.index("mean")].tolist() == [5.0, 2.0]
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_snapshot_tells_how_far_tensors_have_moved(limit):
+    torch.manual_seed(0)
+    tensors = [torch.randn(20, 30), torch.randn(7)]
+    before = [tensor.clone() for tensor in tensors]
+    snapshot = Snapshot(tensors, limit, Workspace())
+    for _ in range(2):
+        snapshot.take()
+        for tensor in tensors:
+            tensor.add_(torch.full_like(tensor, 0.5))
+        here, moved = snapshot.moved(None, [0, 1], [2, 3])
+        np.testing.assert_allclose(moved.host()[:, COLUMNS.index("mean")], 0.5, rtol=1e-4)
+        norms = moved.host()[:, COLUMNS.index("norm")]
+        np.testing.assert_allclose(norms, [0.5 * 600**0.5, 0.5 * 7**0.5], rtol=1e-4)
+    assert all((now - old).allclose(torch.ones(())) for now, old in zip(tensors, before, strict=True))
+    assert here.host()[1, COLUMNS.index("mean")] == pytest.approx(float(tensors[1].mean()), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- sketch
+
+
+def test_the_bins_hold_what_their_edges_say():
+    bounds = edges()
+    values = torch.tensor([-3.1, -1e-3, 0.0, 1e-20, 0.7, 1.0, 1.99, 500.0])
+    sketch = Sketch()
+    sketch.take(values.unsqueeze(0), [3], 0)
+    sketch.pour()
+    bins = sketch.host(4)
+    assert bins[:3].sum() == 0
+    assert bins[3].sum() == len(values)
+    expected = np.histogram(np.where(values.abs() < 2**-44, 0.0, values), bounds)[0]
+    np.testing.assert_array_equal(bins[3], expected)
+
+
+def test_a_quantile_is_off_by_a_sixteenth_at_most():
+    torch.manual_seed(0)
+    sketch, values = Sketch(), []
+    for step in range(80):
+        matrix = torch.randn(2, 32) * torch.tensor([[1.0], [1e-4]])
+        sketch.take(matrix, [0, 1], step)
+        sketch.pour()
+        values.append(matrix)
+    bins = sketch.host(2)
+    at = [0.01, 0.1, 0.25, 0.75, 0.9, 0.99]
+    for row in range(2):
+        exact = np.quantile(torch.cat(values, 1)[row], at, method="inverted_cdf")
+        np.testing.assert_allclose(quantiles(bins[row], at), exact, rtol=1 / 16 + 1e-6)
+
+
+def test_a_histogram_counts_every_sample_by_octaves():
+    sketch = Sketch()
+    sketch.take(torch.tensor([[1.0, 1.5, 2.5, -4.0]]), [0], 0)
+    sketch.pour()
+    bounds, counts = histogram(sketch.host(1)[0])
+    assert sum(counts) == 4
+    assert len(bounds) == len(counts) + 1
+    assert counts[-1] == 1
+    assert bounds[-2:] == [2.0, 4.0]
+    assert histogram(sketch.host(2)[1]) == ([], [])
