@@ -16,17 +16,18 @@ ROOMS = [
     {"sites"},
     {"engine"},
     {"record", "edit", "replay", "sinks"},
-    {"report", "recipes"},
+    {"report", "recipes", "harvest"},
     {"integrations", "cli"},
 ]
 # What stands beside the line: the room after which it comes.
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError SessionError Stopped
-    Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add
-    at audit clamp edit hooks load mean noise points project record scale set zero
+    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError GradientError HarvestError HookError
+    ModelChanged NeverReached NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook Selection SelectorError
+    SessionError Stopped StoreError Tape TapeError TapeFileError TenterhookError TenterhookWarning UnsupportedModel
+    ValueChanged __version__ add at audit clamp edit harvest hooks load mean noise open points project record scale
+    set zero
 """
 
 

@@ -26,8 +26,10 @@ from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
     ClosedSession,
+    DifferentHarvest,
     EditError,
     GradientError,
+    HarvestError,
     HookError,
     ModelChanged,
     NeverReached,
@@ -39,6 +41,7 @@ from tenterhook.errors import (
     SelectorError,
     SessionError,
     Stopped,
+    StoreError,
     TapeError,
     TapeFileError,
     TenterhookError,
@@ -46,6 +49,7 @@ from tenterhook.errors import (
     UnsupportedModel,
     ValueChanged,
 )
+from tenterhook.harvest.verb import harvest, open
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
@@ -55,8 +59,10 @@ __all__ = [
     "AmbiguousCall",
     "Audit",
     "ClosedSession",
+    "DifferentHarvest",
     "EditError",
     "GradientError",
+    "HarvestError",
     "HookError",
     "ModelChanged",
     "NeverReached",
@@ -70,6 +76,7 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "Stopped",
+    "StoreError",
     "Tape",
     "TapeError",
     "TapeFileError",
@@ -83,10 +90,12 @@ __all__ = [
     "audit",
     "clamp",
     "edit",
+    "harvest",
     "hooks",
     "load",
     "mean",
     "noise",
+    "open",
     "points",
     "project",
     "record",

@@ -19,6 +19,9 @@ The tree::
     │   ├── NoBackward                    backward() has not run
     │   └── NoGradient                    backward() ran, and no gradient flowed there
     ├── EditError (ValueError)            an edit that does not fit the value at its point
+    ├── HarvestError (RuntimeError)       a harvest that cannot begin, or cannot go on
+    │   └── DifferentHarvest              a store that was begun with another model, other data or other options
+    ├── StoreError (OSError)              a directory that is no store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
     └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
@@ -36,8 +39,10 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "ClosedSession",
+    "DifferentHarvest",
     "EditError",
     "GradientError",
+    "HarvestError",
     "HookError",
     "ModelChanged",
     "NeverReached",
@@ -49,6 +54,7 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "Stopped",
+    "StoreError",
     "TapeError",
     "TapeFileError",
     "TenterhookError",
@@ -124,6 +130,18 @@ class NoGradient(GradientError):
 
 class EditError(TenterhookError, ValueError):
     """An edit that does not fit the value at its point."""
+
+
+class HarvestError(TenterhookError, RuntimeError):
+    """A harvest that cannot begin, or cannot go on; what was committed stays."""
+
+
+class DifferentHarvest(HarvestError):
+    """A store that was begun with another model, other data or other options than this call has."""
+
+
+class StoreError(TenterhookError, OSError):
+    """A directory that is no store of harvested rows, or a damaged one."""
 
 
 class HookError(TenterhookError, TypeError):
