@@ -121,7 +121,7 @@ class _Indices(Sampler[list[int]]):
 
 
 class Stream:
-    """Any iterable, read from its beginning. A generator can be read once; its first batch is kept for a second look."""
+    """Any iterable, read from its beginning. A generator can be read once; its first batch is kept."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
