@@ -95,9 +95,9 @@ class Directory:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """Every file below a folder, but for those that are being written."""
+        """Every file below a folder, but for those that are being written, and the lock."""
         found = [file for file in (self.root / folder).rglob("*") if file.is_file()]
-        return sorted(str(file.relative_to(self.root)) for file in found if not file.name.startswith(TEMPORARY))
+        return sorted(str(file.relative_to(self.root)) for file in found if not file.name.startswith("."))
 
     def write(self, name: str, data: bytes) -> None:
         self.publish({name: self._written(name, data)})
