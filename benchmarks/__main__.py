@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.report import publish
 
-SUITES = ("foundation", "gradients", "inside")
+SUITES = ("foundation", "gradients", "inside", "harvest")
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
 

@@ -58,7 +58,7 @@ def settle(place: Place, job: Job, source: Source, asked: dict[str, Any]) -> Pla
         first = next(iter(source.read(0, 1)), None)
         if first is None:
             raise HarvestError("there are no batches: the data is empty")
-        manifest = _manifest(job, source, job.run(first, 0), described)
+        manifest = _manifest(job, source, job.try_first(first), described)
         place.create(MANIFEST, pack(manifest))
     manifest = read_manifest(place)
     _compare(place, manifest, described)

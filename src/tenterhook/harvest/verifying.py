@@ -54,7 +54,8 @@ class Report:
         footer = [f"{len(self.stray)} files of shards that are not committed"] if self.stray else []
         if self.dropped:
             footer.append(f"dropped {len(self.dropped)} shards; the same harvest makes them again")
-        return Table(title, (Shown("shard", right=True), Shown("file"), Shown("what")), rows, tuple(footer))
+        columns = (Shown("shard", right=True), Shown("file"), Shown("what")) if rows else ()
+        return Table(title, columns, rows, tuple(footer))
 
     def __repr__(self) -> str:
         return as_text(self.table())

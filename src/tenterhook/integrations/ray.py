@@ -83,7 +83,7 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         todo = sorted(set(range(plan.shards or 0)) - set(found))
         meter, counted = Meter(len(todo) * plan.per_shard), {"made": 0, "peak": 0}
         with shown(meter, progress=options.progress):
-            for done in _results(ray, job, batches, options, plan, here.found or (), todo):
+            for done in _results(ray, job, batches, options, plan, here, todo):
                 meter.batches += done["batches"]
                 meter.rows, meter.nbytes = meter.rows + done["rows"], meter.nbytes + done["nbytes"]
                 counted["made"] += done["made"]
@@ -120,7 +120,7 @@ def _ray(address: str | None) -> Iterator[Any]:
 
 
 def _results(
-    ray: Any, job: Any, batches: Any, options: Options, plan: Plan, found: tuple[str, ...], todo: list[int]
+    ray: Any, job: Any, batches: Any, options: Options, plan: Plan, here: Job, todo: list[int]
 ) -> Iterator[dict[str, int]]:
     if not todo:
         return
@@ -130,16 +130,10 @@ def _results(
     ids = ray.data.from_items(todo, override_num_blocks=-(-len(todo) // size))
     made = ids.map_batches(
         _Maker,
-        fn_constructor_args=(job, batches, options, plan, found),
+        fn_constructor_args=(job, batches, options, plan, here.found or ()),
         batch_size=size,
         compute=ray.data.ActorPoolStrategy(size=min(workers, len(todo))),
-        num_gpus=1 if _on_gpu(job) else None,
+        num_gpus=1 if here.device.type == "cuda" else None,
     )
     for row in made.iter_rows():
         yield {name: int(value) for name, value in row.items()}
-
-
-def _on_gpu(job: Any) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and bool(job().device.type == "cuda")
