@@ -1,4 +1,4 @@
-"""The example, killed half-way and started again: a transformer trained on text, rows, a probe, an autoencoder, a plot."""
+"""The example, killed half-way and started again: a trained transformer, rows, a probe, an autoencoder, a plot."""
 
 import io
 import os

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from tenterhook.sinks.shards_file import as_bytes
 
 __all__ = ["Batch", "Job", "weights_of"]
 
+HASHING = 4  # threads
 Key = tuple[str, Literal["value", "grad", "row"]]
 Loss = Callable[[Any, Any], Tensor]
 Call = Callable[[nn.Module, Any], Any]
@@ -166,18 +168,25 @@ def _check_aligned(rows: dict[Key, Tensor]) -> None:
 
 
 def weights_of(model: nn.Module) -> str:
-    """A digest of all parameters and buffers that a state dict has, with their names."""
-    state = xxhash.xxh3_128()
-    spread = False
-    for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor):
-            continue
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        spread = spread or local is not tensor
-        state.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        if local.device.type != "meta":  # An offloaded weight is elsewhere; its name and shape must do.
-            state.update(as_bytes(local.detach().cpu().contiguous()))
-    return _of_all_processes(state.hexdigest()) if spread else state.hexdigest()
+    """A digest of all parameters and buffers that a state dict has, with their names.
+
+    It is made anew each time: what changes a weight through ``.data`` leaves no trace by which it could be noticed.
+    """
+    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    with ThreadPoolExecutor(HASHING) as pool:
+        parts = list(pool.map(_digest_of, weights.values()))
+    lines = [f"{name} {part}\n" for name, part in zip(weights, parts, strict=True)]
+    whole = xxhash.xxh3_128("".join(lines).encode()).hexdigest()
+    spread = any(hasattr(tensor, "to_local") for tensor in weights.values())
+    return _of_all_processes(whole) if spread else whole
+
+
+def _digest_of(tensor: Tensor) -> str:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    kind = f"{tensor.dtype} {list(tensor.shape)}"
+    if local.device.type == "meta":  # An offloaded weight is elsewhere; its name and shape must do.
+        return kind
+    return f"{kind} {xxhash.xxh3_128(as_bytes(local.detach().cpu().contiguous())).hexdigest()}"
 
 
 def _of_all_processes(digest: str) -> str:
