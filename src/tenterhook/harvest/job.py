@@ -182,7 +182,7 @@ def weights_of(model: nn.Module) -> str:
 
 
 def _digest_of(tensor: Tensor) -> str:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind = f"{tensor.dtype} {list(tensor.shape)}"
     if local.device.type == "meta":  # An offloaded weight is elsewhere; its name and shape must do.
         return kind
@@ -190,9 +190,9 @@ def _digest_of(tensor: Tensor) -> str:
 
 
 def _of_all_processes(digest: str) -> str:
-    """One digest of a model that is spread over processes, the same in each."""
+    """One digest of a model that is spread over processes, the same in each, and for any number of copies of it."""
     from torch import distributed
 
     parts: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(parts, digest)
-    return xxhash.xxh3_128("".join(parts).encode()).hexdigest()
+    return xxhash.xxh3_128("".join(sorted(set(parts))).encode()).hexdigest()
