@@ -5,6 +5,7 @@ Each figure stands beside a reference of the same run. The disk is that of the t
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from benchmarks import harvest_workers
-from benchmarks.harness import Goal, Row, Workload, always, measure
+from benchmarks.harness import Goal, Opener, Row, Trial, Workload, always, measure
 from benchmarks.models import gpt2
 from tenterhook.sinks.shards import Column
 from tenterhook.sinks.shards_place import Directory
@@ -27,7 +29,7 @@ from tenterhook.sinks.shards_write import Writer
 
 SLOWER = 1 / 0.9
 ROUNDS = 12
-PIECES, PIECE = 32, 8 << 20
+PIECES, PIECE = 64, 8 << 20  # the size of a shard by default
 READ_ROWS, WIDTH, BATCH = 200_000, 768, 4096
 READ_GOAL = 350_000
 GROWN = 48
@@ -54,16 +56,28 @@ def writing(root: Path) -> Workload:
     return Workload(
         f"write {PIECES * PIECE >> 20} MiB",
         {
-            "plain write + fsync": always(lambda: _plain(root / "plain", pieces)),
-            "tenterhook: write + checksum + commit": always(lambda: _shard(root / "shard", pieces, column)),
+            "plain write + fsync": _fresh(root, lambda path: _plain(path, pieces)),
+            "tenterhook: write + checksum + commit": _fresh(root, lambda path: _shard(path, pieces, column)),
         },
         goals={"tenterhook: write + checksum + commit": Goal("ratio", at_most=SLOWER)},
         calls=1,
     )
 
 
+def _fresh(root: Path, write: Callable[[Path], None]) -> Opener:
+    """A way that writes to another path each time, and removes them all outside of the time."""
+
+    @contextmanager
+    def opened() -> Iterator[Trial]:
+        folder = Path(tempfile.mkdtemp(dir=root))
+        numbers = itertools.count()
+        yield Trial(lambda: write(folder / str(next(numbers))))
+        shutil.rmtree(folder)
+
+    return opened
+
+
 def _plain(path: Path, pieces: list[Tensor]) -> None:
-    path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     for piece in pieces:
         os.write(descriptor, piece.numpy())
@@ -72,7 +86,6 @@ def _plain(path: Path, pieces: list[Tensor]) -> None:
 
 
 def _shard(path: Path, pieces: list[Tensor], column: Column) -> None:
-    shutil.rmtree(path, ignore_errors=True)
     writer = Writer(Directory(path), 64 << 20)
     for piece in pieces:
         writer.put(0, column, piece)

@@ -14,7 +14,7 @@ from torch import Tensor
 import tenterhook as th
 from benchmarks.models import gpt2
 
-SAMPLES, TOKENS, BATCH = 3200, 32, 8
+SAMPLES, TOKENS, BATCH, PER_SHARD = 6400, 32, 8, 20
 POINT = "transformer.h.6"
 
 
@@ -28,16 +28,16 @@ def one(folder: Path, engine: str) -> None:
     """The harvest."""
     torch.set_num_threads(1)
     th.harvest(
-        gpt2, data(), POINT, to=folder, rows="token", shard_rows=10 * BATCH * TOKENS,
+        gpt2, data(), POINT, to=folder, rows="token", shard_rows=PER_SHARD * BATCH * TOKENS,
         engine=engine, workers=2, progress=False,
     )  # fmt: skip
 
 
 def steady(folder: Path) -> float:
-    """Rows per second between the commit by which both workers run and the last commit."""
+    """Rows per second in the middle: after both workers run, and before one of them has nothing left."""
     when = sorted(file.stat().st_mtime_ns for file in (folder / "commits").iterdir())
-    first = len(when) // 4
-    return (len(when) - 1 - first) * 10 * BATCH * TOKENS / ((when[-1] - when[first]) / 1e9)
+    first, last = len(when) // 4, len(when) * 3 // 4
+    return (last - first) * PER_SHARD * BATCH * TOKENS / ((when[last] - when[first]) / 1e9)
 
 
 def torchrun(folder: Path) -> float:

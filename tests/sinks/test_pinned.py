@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenterhook.sinks.pinned import Budget, HostStage, PinnedStage, _Ring
@@ -15,6 +15,7 @@ from tenterhook.sinks.pinned import Budget, HostStage, PinnedStage, _Ring
 LIMIT = 1000
 
 
+@example([1, 1, 1, 247, 250, 250, 250, 1], 0)  # A part that ends where the ring does.
 @given(st.lists(st.integers(1, LIMIT // 4), max_size=200), st.integers())
 def test_parts_of_the_ring_never_overlap_and_lie_inside(sizes, seed):
     """Parts are given back whenever there is no room for the next, and at random."""

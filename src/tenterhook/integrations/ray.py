@@ -32,7 +32,7 @@ KNOWN = (
     'engine="ray" hands out shards by number, so the batches must be known beforehand: give a list, a tensor, a data '
     "set or a DataLoader in its own order, or a function that makes one."
 )
-TASKS = 8
+TASKS = 4
 """Tasks for each worker, about: within one, the writing of a shard overlaps with the making of the next."""
 
 

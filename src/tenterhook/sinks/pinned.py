@@ -140,9 +140,10 @@ class _Ring:
 
     def take(self, nbytes: int) -> int:
         """Wait for so many bytes in one piece, and give where they begin."""
-        skipped = self._budget.limit - self._next if self._next + nbytes > self._budget.limit else 0
+        wraps = self._next + nbytes > self._budget.limit
+        skipped = self._budget.limit - self._next if wraps else 0
         self._budget.take(nbytes + skipped)
-        offset = 0 if skipped else self._next
+        offset = 0 if wraps else self._next
         self._next = offset + nbytes
         self._held.append((offset, nbytes + skipped))
         return offset

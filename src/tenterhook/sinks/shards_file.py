@@ -31,12 +31,13 @@ from torch import Tensor
 from tenterhook._version import __version__
 from tenterhook.errors import HarvestError
 
-__all__ = ["BLOCK", "DTYPES", "Rows", "RowsFile", "as_bytes", "checksum_of", "head_of"]
+__all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "as_bytes", "checksum_of", "head_of"]
 
 BLOCK = 16 << 20
 """Bytes that have one checksum together: what has to be read in order to trust a single row."""
 
 PAGE = 4096  # Rows begin on a page of the file, so that they can be mapped and are written without a partial page.
+LARGE = 1 << 20  # Bytes whose checksum is worth another thread.
 FLUSH = 64 << 20  # Bytes after which the disk is set to work, while more rows come.
 MOST_ROWS = 10**15  # Room is left for a number this long.
 
@@ -103,11 +104,24 @@ class Rows:
         return -(-len(self.header(MOST_ROWS)) // PAGE) * PAGE
 
 
+class Helpers:
+    """Threads that a writer's files share: one computes checksums while bytes are written, one waits for the disk."""
+
+    def __init__(self) -> None:
+        self.hasher = ThreadPoolExecutor(1, "tenterhook-hash")
+        self.flusher = ThreadPoolExecutor(1, "tenterhook-flush")
+
+    def close(self) -> None:
+        """End them."""
+        self.hasher.shutdown()
+        self.flusher.shutdown()
+
+
 class RowsFile:
     """A file that grows by rows, under a name that is not yet its own; whoever opened it puts it in its place."""
 
-    def __init__(self, path: Path, rows: Rows, flusher: ThreadPoolExecutor | None = None) -> None:
-        self.path, self.rows, self._flusher = path, rows, flusher
+    def __init__(self, path: Path, rows: Rows, helpers: Helpers | None = None) -> None:
+        self.path, self.rows, self._helpers = path, rows, helpers
         self._room = rows.room()
         self._blocks: list[str] = []
         self._hash, self._filled = xxhash.xxh3_64(), 0
@@ -118,13 +132,18 @@ class RowsFile:
 
     def write(self, data: memoryview) -> None:
         """Append whole rows, given as their bytes."""
-        self._add(data)
+        helpers = self._helpers
+        adding = helpers.hasher.submit(self._add, data) if helpers is not None and len(data) >= LARGE else None
         left = data
         while left:
             left = left[os.write(self._descriptor, left) :]
+        if adding is None:
+            self._add(data)
+        else:
+            adding.result()
         self._size += len(data)
-        if self._flusher is not None and self._size - self._flushed >= FLUSH:
-            self._flush(self._flusher)
+        if helpers is not None and self._size - self._flushed >= FLUSH:
+            self._flush(helpers.flusher)
 
     def _flush(self, flusher: ThreadPoolExecutor) -> None:
         """Set the disk to work on what there is, unless it is at work already; at the end all of it must be there."""

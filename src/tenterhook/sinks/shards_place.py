@@ -67,6 +67,7 @@ class Directory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._known: set[Path] = set()
 
     def __str__(self) -> str:
         return str(self.root)
@@ -136,7 +137,9 @@ class Directory:
             folders.add((self.root / name).parent)
         for folder in folders:
             _sync(folder)
-            _sync(folder.parent)
+            if folder not in self._known:  # It may be new, and is then known to the disk by what is above it.
+                _sync(folder.parent)
+                self._known.add(folder)
 
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from tenterhook.errors import StoreError, TenterhookError
 from tenterhook.sinks.pinned import Budget, HostStage, Piece, PinnedStage, stage_for
 from tenterhook.sinks.shards import Column, commit_name, file_name, pack
-from tenterhook.sinks.shards_file import RowsFile
+from tenterhook.sinks.shards_file import Helpers, RowsFile
 from tenterhook.sinks.shards_place import Place
 
 __all__ = ["Writer"]
@@ -45,7 +44,7 @@ class Writer:
         self._files: dict[tuple[int, Column], RowsFile] = {}
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._flusher = ThreadPoolExecutor(1, "tenterhook-flush")
+        self._helpers = Helpers()
         self._thread = threading.Thread(target=self._run, name="tenterhook-write", daemon=True)
         self._thread.start()
 
@@ -73,7 +72,7 @@ class Writer:
         """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
         self._todo.put(None)
         self._thread.join()
-        self._flusher.shutdown()
+        self._helpers.close()
         self._discard()
         if not quiet:
             self._raise()
@@ -119,7 +118,7 @@ class Writer:
         file = self._files.get((shard, column))
         if file is None:
             path = self.place.spool(file_name(shard, column))
-            file = self._files[shard, column] = RowsFile(path, column.rows, self._flusher)
+            file = self._files[shard, column] = RowsFile(path, column.rows, self._helpers)
         return file
 
     def _commit(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
