@@ -67,9 +67,17 @@ def test_several_points_and_globs_stand_beside_each_other(tmp_path):
     assert torch.equal(row["2:in"], row["1"])
 
 
+@pytest.fixture
+def plain_bf16():
+    """On some CPUs the bf16 of oneDNN dies."""
+    torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.usefixtures("plain_bf16")
 def test_any_reader_of_safetensors_reads_a_shard(tmp_path):
     model = net().bfloat16()
-    torch.backends.mkldnn.set_flags(False)
     th.harvest(model, x.bfloat16(), "1", to=tmp_path, batch_size=50)
     loaded = load_file(tmp_path / "shards/00000000/1.safetensors")["1"]
     assert loaded.dtype == torch.bfloat16
@@ -293,6 +301,27 @@ def test_safetensors_and_parquet_and_text(tmp_path):
         th.harvest(model, tmp_path / "c.txt", "transformer.h.0", to=tmp_path / "d")
     with pytest.raises(th.HarvestError, match="no file"):
         th.harvest(model, "nowhere.npy", "transformer.h.0", to=tmp_path / "d")
+
+
+def test_a_data_set_of_columns_is_padded_and_masked(tmp_path):
+    """As datasets.Dataset is: slices are dicts of lists, and a fingerprint tells it from others."""
+
+    class Columns:
+        column_names = ("input_ids", "text")
+        _fingerprint = "abc"
+        rows = ([5, 6, 7], [8], [9, 10], [11])
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, part):
+            return {"input_ids": list(self.rows[part]), "text": ["…"] * len(self.rows[part])}
+
+    th.harvest(gpt2(1), Columns(), "transformer.h.0", to=tmp_path, rows="token", batch_size=2)
+    store = th.open(tmp_path)
+    assert store["token"][:].tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert store["position"][:].tolist() == [0, 1, 2, 0, 0, 1, 0]
+    assert store.manifest["harvest"]["data"]["fingerprint"] == "abc, 4 by 2"
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def check_what_is_committed(folder):
 
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, whole):
     folder = tmp_path / "acts"
-    kills, during = kill_at_random_points(folder, random.Random(0), 5)
-    assert kills >= 3
+    kills, during = kill_at_random_points(folder, random.Random(0), 4)
+    assert kills >= 2
     assert during >= 1  # A file was being written.
     killed.run(folder)
     assert files(folder) == files(whole)

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tenterhook.errors import HarvestError
@@ -40,6 +41,8 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
+            self.to = Path(self.to).absolute()  # A worker may stand elsewhere.
         if self.engine not in ENGINES:
             raise ValueError(f"engine= is one of {', '.join(ENGINES)}; got {self.engine!r}")
         if self.memory < LEAST:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenterhook.errors import HarvestError
@@ -73,6 +75,8 @@ class _Maker:
 def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
     """Settle the plan here, and have the missing shards made by workers."""
     place = place_of(options.to)
+    if isinstance(batches, str | os.PathLike):
+        batches = Path(batches).absolute()  # A worker stands elsewhere.
     with _ray(options.address) as ray, place.alone():
         place.sweep()
         here, source = job(), options.source(batches)

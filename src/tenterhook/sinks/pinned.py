@@ -76,7 +76,7 @@ class HostStage:
 
     def stage(self, tensor: Tensor) -> Iterator[Piece]:
         """The bytes of a tensor, in their order."""
-        tensor = tensor.contiguous()
+        tensor = tensor.cpu().contiguous()  # Nothing happens here to what is on the CPU and in one piece.
         nbytes = tensor.nbytes
         self.budget.take(nbytes)
         version = None if tensor.is_inference() else tensor._version

@@ -155,9 +155,12 @@ class Directory:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the directory for one harvest at a time. A process that dies lets go of it."""
-        import fcntl
-
         self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ImportError:  # There is none on Windows.
+            yield
+            return
         descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
