@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,14 @@ class Plan:
         return next(column for column in self.columns if (column.key, column.kind) == key)
 
 
-def settle(place: Place, job: Job, source: Source, asked: dict[str, Any]) -> Plan:
-    """The plan of the store: as it was written there, or a new one. Of many processes, one writes it; all compare."""
+def settle(place: Place, job: Job, source: Source, asked: dict[str, Any], agree: Callable[[bool], bool] = bool) -> Plan:
+    """The plan of the store: as it was written there, or a new one. Of many processes, one writes it; all compare.
+
+    Processes that have to run the model together ``agree`` on whether there is one already, or some would wait for
+    others that do not run it.
+    """
     described = {**job.described(), "data": {"batches": source.length, "fingerprint": source.fingerprint()}, **asked}
-    if place.size(MANIFEST) is None:
+    if agree(place.size(MANIFEST) is None):
         _check_empty(place)
         first = next(iter(source.read(0, 1)), None)
         if first is None:
@@ -78,7 +83,7 @@ def _check_empty(place: Place) -> None:
     foreign = [
         file.name for file in place.root.iterdir() if file.name != ".lock" and not file.name.startswith(".tenter")
     ]
-    if foreign:
+    if foreign and place.size(MANIFEST) is None:  # Another process may have begun it meanwhile.
         shown = ", ".join(sorted(foreign)[:3])
         raise StoreError(f"{place} holds other things ({shown}) and no {MANIFEST}; choose an empty or a new directory.")
 

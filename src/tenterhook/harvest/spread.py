@@ -77,6 +77,21 @@ def _known(source: Source) -> Source:
     return source
 
 
+def _settled(job: Job, source: Source, place: Place, options: Options) -> Plan:
+    """The plan, settled by all processes together; each then runs every batch of its own, the first one too."""
+    plan = settle(place, job, source, options.asked, _as_the_first_sees_it)
+    job.tried("")
+    return plan
+
+
+def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # a plain question
+    from torch import distributed
+
+    seen = [new]
+    distributed.broadcast_object_list(seen, src=0)
+    return seen[0]
+
+
 def _agreed(place: Place, plan: Plan, group: Any = None) -> list[int]:
     """The shards that are missing, as the first process of a group sees it."""
     from torch import distributed
@@ -94,7 +109,7 @@ def _tensor_parallel(job: Job, source: Source, place: Place, options: Options, r
         raise UnsupportedModel(MIXED)
     group, size = mesh.get_group(), mesh.size()
     mine, meshes = rank[0] // size, rank[1] // size
-    plan = settle(place, job, _known(source), options.asked)
+    plan = _settled(job, _known(source), place, options)
     todo = [shard for shard in _agreed(place, plan, group) if shard % meshes == mine]
     if mesh.get_local_rank() == 0:
         place.sweep(todo)
@@ -104,7 +119,7 @@ def _tensor_parallel(job: Job, source: Source, place: Place, options: Options, r
 
 def _in_step(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
     """Rounds of one shard for each process; who has none in the last round runs another's, for nothing."""
-    plan = settle(place, job, source, options.asked)
+    plan = _settled(job, source, place, options)
     todo, (number, world) = _agreed(place, plan), rank
     rounds = [todo[start : start + world] for start in range(0, len(todo), world)]
     mine = [(each[number], True) if number < len(each) else (each[0], False) for each in rounds]
