@@ -56,7 +56,7 @@ types: $(READY) ## check the types, strictly
 test: lint types ## lint, types, tests, and the examples in README, docs and docstrings
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-slow: $(READY) ## the tests that take long
+test-slow: $(READY) .venv-s3/.ready ## the tests that take long
 	@$(PYTEST) -m "slow or zoo or soak or references" $(PYTEST_ARGS)
 
 bench: $(READY) ## measure, and write docs/benchmarks.md
@@ -82,5 +82,11 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 	@$(subst $(BIN),.venv-zoo/bin,$(PIP_INSTALL)) --no-deps timm torchvision peft accelerate
 	@touch $@
 
+# A server that speaks S3, for the tests of object stores; apart, because what it depends on slows other imports down.
+.venv-s3/.ready: constraints.txt
+	@$(PYTHON) -m venv .venv-s3
+	@$(subst $(BIN),.venv-s3/bin,$(PIP_INSTALL)) 'moto[server]'
+	@touch $@
+
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers .venv-zoo .venv-s3 build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

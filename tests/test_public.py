@@ -16,18 +16,19 @@ ROOMS = [
     {"sites"},
     {"engine"},
     {"record", "edit", "replay", "sinks", "watch"},
-    {"report", "recipes"},
+    {"report", "recipes", "harvest"},
     {"integrations", "cli", "__main__"},
 ]
 # What stands beside the line: the room after which it comes.
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError JsonLines ModelChanged
-    NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook ReplayError Selection
-    SelectorError SessionError Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard
-    TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add at audit blackbox clamp edit grid
-    hooks load mean noise points project recipes record replay run_from scale set sweep watch zero
+    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError GradientError HarvestError HookError
+    JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook
+    ReplayError Selection SelectorError SessionError Stopped StoreError Sweep SweepError SweepInterrupted Tape
+    TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__
+    add at audit blackbox clamp edit grid harvest hooks load mean noise open points project recipes record replay
+    run_from scale set sweep watch zero
 """
 
 

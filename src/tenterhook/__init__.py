@@ -26,8 +26,10 @@ from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
     ClosedSession,
+    DifferentHarvest,
     EditError,
     GradientError,
+    HarvestError,
     HookError,
     ModelChanged,
     NeverReached,
@@ -41,6 +43,7 @@ from tenterhook.errors import (
     SelectorError,
     SessionError,
     Stopped,
+    StoreError,
     SweepError,
     SweepInterrupted,
     TapeError,
@@ -50,6 +53,7 @@ from tenterhook.errors import (
     UnsupportedModel,
     ValueChanged,
 )
+from tenterhook.harvest.verb import harvest, open
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
@@ -67,8 +71,10 @@ __all__ = [
     "AmbiguousCall",
     "Audit",
     "ClosedSession",
+    "DifferentHarvest",
     "EditError",
     "GradientError",
+    "HarvestError",
     "HookError",
     "JsonLines",
     "ModelChanged",
@@ -85,6 +91,7 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "Stopped",
+    "StoreError",
     "Sweep",
     "SweepError",
     "SweepInterrupted",
@@ -104,10 +111,12 @@ __all__ = [
     "clamp",
     "edit",
     "grid",
+    "harvest",
     "hooks",
     "load",
     "mean",
     "noise",
+    "open",
     "points",
     "project",
     "recipes",

@@ -22,6 +22,9 @@ The tree::
     ├── EditError (ValueError)            an edit that does not fit the value at its point
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot be run as it was asked for
+    ├── HarvestError (RuntimeError)       a harvest that cannot begin, or cannot go on
+    │   └── DifferentHarvest              a store that was begun with another model, other data or other options
+    ├── StoreError (OSError)              a directory that is no store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
     └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
@@ -42,8 +45,10 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "ClosedSession",
+    "DifferentHarvest",
     "EditError",
     "GradientError",
+    "HarvestError",
     "HookError",
     "ModelChanged",
     "NeverReached",
@@ -57,6 +62,7 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "Stopped",
+    "StoreError",
     "SweepError",
     "SweepInterrupted",
     "TapeError",
@@ -148,6 +154,18 @@ class ReplayError(TenterhookError, RuntimeError):
 
 class SweepError(ReplayError):
     """A sweep that cannot be run as it was asked for."""
+
+
+class HarvestError(TenterhookError, RuntimeError):
+    """A harvest that cannot begin, or cannot go on; what was committed stays."""
+
+
+class DifferentHarvest(HarvestError):
+    """A store that was begun with another model, other data or other options than this call has."""
+
+
+class StoreError(TenterhookError, OSError):
+    """A directory that is no store of harvested rows, or a damaged one."""
 
 
 class HookError(TenterhookError, TypeError):

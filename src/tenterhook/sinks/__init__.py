@@ -1,1 +1,1 @@
-"""Where what passes goes: running statistics, lines of JSON, TensorBoard."""
+"""Where what passes goes: shards on disk, running statistics, lines of text, TensorBoard."""

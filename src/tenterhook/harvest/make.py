@@ -1,0 +1,143 @@
+"""Making shards. ``make_shard`` is the one function that makes one; everything else decides who makes which."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tenterhook.errors import HarvestError
+from tenterhook.harvest.job import Batch, Job
+from tenterhook.harvest.meter import Meter
+from tenterhook.harvest.plan import Plan, check_digest, check_end
+from tenterhook.harvest.source import Digest, Source, size_of
+from tenterhook.sinks.shards import committed, read_commit
+from tenterhook.sinks.shards_place import Place
+from tenterhook.sinks.shards_write import Writer
+
+__all__ = ["Part", "make_shard", "parts"]
+
+CHANGED = (
+    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column has "
+    'one shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
+)
+
+Part = tuple[int, Iterator[Any], int]
+"""A shard, its batches, and the number of its first sample."""
+
+
+def make_shard(job: Job, plan: Plan, part: Part, writer: Writer, meter: Meter) -> int:
+    """Run the model over the batches of one shard, hand the rows to the writer, and ask it to commit them.
+
+    The rows depend on the job and the batches alone, the names of files on the plan: whoever makes a shard, and however
+    often, makes the same bytes. Gives the number of batches.
+    """
+    shard, batches, first = part
+    start = plan.range_of(shard)[0]
+    seen, sample, rows, count = Digest(), first, 0, 0
+    for batch in batches:
+        seen.add(batch)
+        made = (job.tried(seen.first) if sample == 0 else None) or job.run(batch, sample)
+        _check_rows(plan, made, start + count)
+        for key, tensor in made.rows.items():
+            writer.put(shard, plan.column(key), tensor)
+        sample, rows, count = sample + made.samples, rows + made.count, count + 1
+        meter.passed(made)
+    if count:
+        facts = {
+            "batches": [start, start + count],
+            "samples": [first, sample],
+            "rows": rows,
+            "data": {"first": seen.first, "all": seen.text()},
+        }
+        writer.end(shard, plan.columns, facts)
+    return count
+
+
+def _check_rows(plan: Plan, made: Batch, batch: int) -> None:
+    for column in plan.columns:
+        tensor = made.rows.get((column.key, column.kind))
+        if tensor is None:
+            raise HarvestError(f"batch {batch} has no {column.key!r}, which the first batch had")
+        if tuple(tensor.shape[1:]) != column.shape or tensor.dtype != column.rows.dtype:
+            then, now = f"{column.rows.dtype} {list(column.shape)}", f"{tensor.dtype} {list(tensor.shape[1:])}"
+            raise HarvestError(CHANGED.format(address=column.key, batch=batch, then=then, now=now))
+
+
+# -- which shards -----------------------------------------------------------------------------------------------------
+
+
+def parts(place: Place, plan: Plan, source: Source, mine: Callable[[int], bool]) -> Iterator[Part]:
+    """The shards that are missing and mine, each with its batches, which must be read before the next."""
+    there = set(committed(place))
+    if plan.shards is not None and source.samples_before(source.length or 0) is not None:
+        wanted = [shard for shard in range(plan.shards) if shard not in there and mine(shard)]
+        yield from _anywhere(plan, source, wanted)
+    else:
+        yield from _in_passing(place, plan, source, lambda shard: mine(shard) and shard not in there, there)
+
+
+def _anywhere(plan: Plan, source: Source, wanted: list[int]) -> Iterator[Part]:
+    """Shards of a source that is read anywhere. Neighbours are read in one go, which keeps a loader's workers."""
+    for _, run in itertools.groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]):
+        shards = [shard for _, shard in run]
+        batches = source.read(plan.range_of(shards[0])[0], plan.range_of(shards[-1])[1])
+        for shard in shards:
+            start, stop = plan.range_of(shard)
+            yield shard, _exactly(batches, start, stop), source.samples_before(start) or 0
+
+
+def _exactly(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
+    count = start
+    for batch in itertools.islice(batches, stop - start):
+        count += 1
+        yield batch
+    if count < stop:
+        raise HarvestError(f"the data ended after {count} batches, and its length promised more. Has it shrunk?")
+
+
+def _in_passing(
+    place: Place, plan: Plan, source: Source, wanted: Callable[[int], bool], there: set[int]
+) -> Iterator[Part]:
+    """Shards of a stream. What is committed already is passed over, and compared with what it was made of."""
+    stream = _Counted(source.read(0, None))
+    for shard in itertools.count():
+        batches = itertools.islice(stream, plan.per_shard)
+        first_batch, first_sample = stream.batches, stream.samples
+        if wanted(shard):
+            ahead = next(batches, None)
+            if ahead is None:
+                break
+            yield shard, itertools.chain([ahead], batches), first_sample
+        else:
+            _pass_over(place, shard, batches, known=shard in there)
+        if stream.batches - first_batch < plan.per_shard:
+            break
+    if plan.batches is not None and stream.batches != plan.batches:
+        text = f"the data ended after {stream.batches} batches, and its length promised {plan.batches}."
+        raise HarvestError(f"{text} Has it shrunk?")
+    check_end(place, stream.batches)
+
+
+def _pass_over(place: Place, shard: int, batches: Iterable[Any], *, known: bool) -> None:
+    seen = Digest()
+    for batch in batches:
+        if known:
+            seen.add(batch)
+    if known:
+        check_digest(place, shard, read_commit(place, shard)["data"]["all"], seen.text() if seen.first else None)
+
+
+class _Counted:
+    """An iterator that knows how many batches and samples it has given."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self.batches, self.samples = batches, 0, 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.batches, self.samples = self.batches + 1, self.samples + size_of(batch)
+        return batch

@@ -1,0 +1,134 @@
+"""Who makes which shard: this process, the processes of torchrun, or Ray."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenterhook.errors import HarvestError
+from tenterhook.harvest.job import Job
+from tenterhook.harvest.make import make_shard, parts
+from tenterhook.harvest.meter import Harvest, Meter, shown
+from tenterhook.harvest.plan import Plan, settle
+from tenterhook.harvest.source import Source, source_of
+from tenterhook.sinks.shards import committed
+from tenterhook.sinks.shards_place import Place, place_of
+from tenterhook.sinks.shards_write import Writer
+
+__all__ = ["Options", "ranks", "run"]
+
+ENGINES = ("auto", "local", "ranks", "ray")
+LEAST = 1 << 16
+# Runners of other libraries, by name: this room does not know them.
+ELSEWHERE = {"ray": "tenterhook.integrations.ray"}
+
+
+@dataclass
+class Options:
+    """Where, and by whom."""
+
+    to: Any
+    asked: dict[str, Any]
+    cutting: dict[str, Any]
+    memory: int
+    engine: str
+    workers: int | None = None
+    address: str | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
+            self.to = Path(self.to).absolute()  # A worker may stand elsewhere.
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine= is one of {', '.join(ENGINES)}; got {self.engine!r}")
+        if self.memory < LEAST:
+            raise ValueError(f"memory= is a number of bytes, {LEAST} at least; got {self.memory}")
+        if self.asked["shard_rows"] is not None and self.asked["shard_bytes"] is not None:
+            raise ValueError("give shard_rows= or shard_bytes=, not both")
+
+    def source(self, batches: Any) -> Source:
+        """The data, cut into batches."""
+        return source_of(
+            batches() if callable(batches) and not hasattr(batches, "__iter__") else batches, **self.cutting
+        )
+
+
+def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
+    """Choose the runner."""
+    engine = options.engine
+    if engine == "auto":
+        engine = "ranks" if ranks(slurm=False)[1] > 1 else "local"
+    if engine in ELSEWHERE:
+        runner: Harvest = importlib.import_module(ELSEWHERE[engine]).run(job, batches, options)
+        return runner
+    if engine == "ranks":
+        from tenterhook.harvest.spread import run_on_ranks
+
+        return run_on_ranks(job(), options.source(batches), options, ranks(slurm=True))
+    place = place_of(options.to)
+    with place.alone():
+        place.sweep()
+        made, source = job(), options.source(batches)
+        plan = settle(place, made, source, options.asked)
+        return run_here(made, plan, source, place, options, lambda _: True)
+
+
+def ranks(*, slurm: bool) -> tuple[int, int]:
+    """The number of this process and of all, as torch.distributed, torchrun or srun say."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    names = [("RANK", "WORLD_SIZE"), *([("SLURM_PROCID", "SLURM_NTASKS")] if slurm else [])]
+    for rank, world in names:
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    if slurm:
+        raise HarvestError('engine="ranks" is for processes that torchrun or srun started, and there is no RANK here')
+    return 0, 1
+
+
+def run_here(
+    job: Job, plan: Plan, source: Source, place: Place, options: Options, mine: Callable[[int], bool]
+) -> Harvest:
+    """Make the missing shards that are mine, one after the other, in this process."""
+    found = len(committed(place))
+    meter = Meter(_left(place, plan, mine))
+    meter.writer = writer = Writer(place, options.memory)
+    finished = False
+    try:
+        with shown(meter, progress=options.progress):
+            for part in parts(place, plan, source, mine):
+                make_shard(job, plan, part, writer, meter)
+        finished = True
+    finally:
+        writer.close(quiet=not finished)
+    return result(place, meter, writer, found, options)
+
+
+def _left(place: Place, plan: Plan, mine: Callable[[int], bool]) -> int | None:
+    """The batches that are still to be run."""
+    if plan.shards is None:
+        return None
+    there = set(committed(place))
+    ranges = [plan.range_of(shard) for shard in range(plan.shards) if mine(shard) and shard not in there]
+    return sum(stop - start for start, stop in ranges)
+
+
+def result(place: Place, meter: Meter, writer: Writer, found: int, options: Options) -> Harvest:
+    """What it came to."""
+    return Harvest(
+        place=place,
+        rows=meter.rows,
+        nbytes=meter.nbytes,
+        made=writer.committed,
+        found=found,
+        seconds=meter.seconds,
+        limit=meter.limit,
+        peak=writer.budget.peak,
+        memory=options.memory,
+    )

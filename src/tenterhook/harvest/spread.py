@@ -1,0 +1,164 @@
+"""Harvesting with the processes of torchrun or srun. Each makes its share of the shards; none has to wait for another.
+
+Shard ``k`` is made by process ``k % world``. That is so however often processes are started again, so that nobody has
+to be asked. Only where the model itself is spread over the processes must they run it together:
+
+- tensor parallel: all processes of the mesh run the same batches, and its first one writes;
+- FSDP2: each process has its own batches, and all run the model equally often, some of them for nothing at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from tenterhook.errors import HarvestError, UnsupportedModel
+from tenterhook.harvest.job import Job
+from tenterhook.harvest.make import make_shard
+from tenterhook.harvest.meter import Harvest, Meter, shown
+from tenterhook.harvest.plan import Plan, settle
+from tenterhook.harvest.runners import Options, result, run_here
+from tenterhook.harvest.source import Source
+from tenterhook.sinks.shards import committed
+from tenterhook.sinks.shards_place import Place, place_of
+from tenterhook.sinks.shards_write import Writer
+
+__all__ = ["run_on_ranks"]
+
+TOGETHER = (
+    "this model is spread over processes, which have to run it together, and so the batches must be known beforehand: "
+    "give a list, a tensor, a data set or a DataLoader in its own order."
+)
+MIXED = "a model that is spread by FSDP2 and by a tensor-parallel plan at once cannot be harvested; use one of them."
+
+
+def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, int]) -> Harvest:
+    """Make this process' share."""
+    place = place_of(options.to)
+    number, world = rank
+    is_fsdp = _is_fsdp(job.model)
+    if job.gather and not is_fsdp:
+        return _tensor_parallel(job, source, place, options, rank)
+    if is_fsdp:
+        job.gather = False  # What passes is plain; only parameters are spread.
+        if _dimensions(job.model) > 1:
+            raise UnsupportedModel(MIXED)
+        return _in_step(job, _known(source), place, options, rank)
+    plan = settle(place, job, source, options.asked)
+    mine = range(number, plan.shards, world) if plan.shards is not None else _Every(number, world)
+    place.sweep(mine)
+    return run_here(job, plan, source, place, options, lambda shard: shard % world == number)
+
+
+class _Every:
+    """All numbers that leave one rest."""
+
+    def __init__(self, rest: int, by: int) -> None:
+        self._rest, self._by = rest, by
+
+    def __contains__(self, shard: object) -> bool:
+        return isinstance(shard, int) and shard >= 0 and shard % self._by == self._rest
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+
+
+def _dimensions(model: nn.Module) -> int:
+    meshes = [each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")]
+    return max((int(mesh.ndim) for mesh in meshes), default=1)
+
+
+def _known(source: Source) -> Source:
+    if source.length is None or source.samples_before(source.length) is None:
+        raise HarvestError(TOGETHER)
+    return source
+
+
+def _settled(job: Job, source: Source, place: Place, options: Options) -> Plan:
+    """The plan, settled by all processes together; each then runs every batch of its own, the first one too."""
+    plan = settle(place, job, source, options.asked, _as_the_first_sees_it)
+    job.tried("")
+    return plan
+
+
+def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # a plain question
+    from torch import distributed
+
+    seen = [new]
+    distributed.broadcast_object_list(seen, src=0)
+    return seen[0]
+
+
+def _agreed(place: Place, plan: Plan, group: Any = None) -> list[int]:
+    """The shards that are missing, as the first process of a group sees it."""
+    from torch import distributed
+
+    missing = [sorted(set(range(plan.shards or 0)) - set(committed(place)))]
+    source = distributed.get_global_rank(group, 0) if group is not None else 0
+    distributed.broadcast_object_list(missing, src=source, group=group)
+    return missing[0]
+
+
+def _tensor_parallel(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
+    """Every process of the mesh runs every batch, because the model is one; the mesh' first process writes."""
+    mesh = next(each.device_mesh for each in job.model.parameters() if hasattr(each, "device_mesh"))
+    if mesh.ndim > 1:
+        raise UnsupportedModel(MIXED)
+    group, size = mesh.get_group(), mesh.size()
+    mine, meshes = rank[0] // size, rank[1] // size
+    plan = _settled(job, _known(source), place, options)
+    todo = [shard for shard in _agreed(place, plan, group) if shard % meshes == mine]
+    if mesh.get_local_rank() == 0:
+        place.sweep(todo)
+        return _run_list(job, plan, source, place, options, [(shard, True) for shard in todo])
+    return _run_list(job, plan, source, place, options, [(shard, False) for shard in todo])
+
+
+def _in_step(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
+    """Rounds of one shard for each process; who has none in the last round runs another's, for nothing."""
+    plan = _settled(job, source, place, options)
+    todo, (number, world) = _agreed(place, plan), rank
+    rounds = [todo[start : start + world] for start in range(0, len(todo), world)]
+    mine = [(each[number], True) if number < len(each) else (each[0], False) for each in rounds]
+    place.sweep([shard for shard, keep in mine if keep])
+    longest = [max(_length(plan, shard) for shard in each) for each in rounds]
+    return _run_list(job, plan, source, place, options, mine, longest)
+
+
+def _length(plan: Plan, shard: int) -> int:
+    start, stop = plan.range_of(shard)
+    return stop - start
+
+
+def _run_list(
+    job: Job,
+    plan: Plan,
+    source: Source,
+    place: Place,
+    options: Options,
+    shards: list[tuple[int, bool]],
+    longest: list[int] | None = None,
+) -> Harvest:
+    """Run these shards and keep those that are marked; run the model at least so many times for each."""
+    meter = Meter(len(shards) * plan.per_shard)
+    meter.writer = writer = Writer(place, options.memory)
+    found, finished = len(committed(place)), False
+    try:
+        with shown(meter, progress=options.progress):
+            for (shard, keep), least in zip(shards, longest or itertools.repeat(0), strict=False):
+                start, stop = plan.range_of(shard)
+                first = source.samples_before(start) or 0
+                if keep:
+                    make_shard(job, plan, (shard, source.read(start, stop), first), writer, meter)
+                else:
+                    for batch in source.read(start, stop):
+                        job.run(batch, first)
+                for batch in source.read(start, start + least - (stop - start)):
+                    job.run(batch, first)  # The others have longer shards, and cannot run the model alone.
+        finished = True
+    finally:
+        writer.close(quiet=not finished)
+    return result(place, meter, writer, found, options)

@@ -1,0 +1,1 @@
+"""Other libraries, each loaded only when it is used."""

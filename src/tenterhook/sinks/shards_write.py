@@ -1,0 +1,159 @@
+"""The writer: a thread that takes rows from the model's thread, writes them, and commits shards."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.errors import StoreError, TenterhookError
+from tenterhook.sinks.pinned import Budget, HostStage, Piece, PinnedStage, stage_for
+from tenterhook.sinks.shards import Column, commit_name, file_name, pack
+from tenterhook.sinks.shards_file import Helpers, RowsFile
+from tenterhook.sinks.shards_place import Place
+
+__all__ = ["Writer"]
+
+FULL = (
+    "shard {shard} could not be written to {place}: {error}\nThe {count} shards that were committed are whole. Make "
+    "room, or give a larger place, and call the same again: it goes on from there."
+)
+
+
+class Writer:
+    """Writes shards behind the back of whoever runs the model. Shards are committed in the order of their ``end``.
+
+    ``put`` waits when more than ``memory`` bytes are on their way; it never drops anything. What goes wrong in the
+    thread is raised by the next call.
+    """
+
+    def __init__(self, place: Place, memory: int, on_commit: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.place, self.budget = place, Budget(memory)
+        self.seconds = {"copy": 0.0, "disk": 0.0}
+        self.committed = 0
+        self._on_commit = on_commit
+        self._stages: dict[torch.device, HostStage | PinnedStage] = {}
+        self._host = HostStage(self.budget)
+        self._files: dict[tuple[int, Column], RowsFile] = {}
+        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._helpers = Helpers()
+        self._thread = threading.Thread(target=self._run, name="tenterhook-write", daemon=True)
+        self._thread.start()
+
+    # -- from the model's thread --------------------------------------------------------------------------------------
+
+    def put(self, shard: int, column: Column, rows: Tensor) -> None:
+        """Append rows to a shard."""
+        for piece in self._stage(rows.device).stage(rows):
+            self._raise()
+            self._todo.put((shard, column, piece))
+
+    def end(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
+        """The shard has all its rows: commit it."""
+        self._raise()
+        self._todo.put((shard, columns, facts))
+
+    def drain(self) -> None:
+        """Wait until all that was put is written and committed."""
+        done = threading.Event()
+        self._todo.put(done)
+        done.wait()
+        self._raise()
+
+    def close(self, *, quiet: bool = False) -> None:
+        """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
+        self._todo.put(None)
+        self._thread.join()
+        self._helpers.close()
+        self._discard()
+        if not quiet:
+            self._raise()
+
+    def _stage(self, device: torch.device) -> HostStage | PinnedStage:
+        if device.type == "cpu":
+            return self._host
+        if device not in self._stages:
+            self._stages[device] = stage_for(device, self.budget)
+        return self._stages[device]
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            shard, what, more = item
+            try:
+                if isinstance(more, Piece):
+                    self._write(shard, what, more)
+                elif self._error is None:
+                    self._commit(shard, what, more)
+            except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+                self._fail(shard, error)
+
+    def _write(self, shard: int, column: Column, piece: Piece) -> None:
+        try:
+            if self._error is None:
+                self.seconds["copy"] += piece.ready()
+                began = time.perf_counter()
+                self._file(shard, column).write(piece.data)
+                self.seconds["disk"] += time.perf_counter() - began
+        finally:
+            piece.release()
+
+    def _file(self, shard: int, column: Column) -> RowsFile:
+        file = self._files.get((shard, column))
+        if file is None:
+            path = self.place.spool(file_name(shard, column))
+            file = self._files[shard, column] = RowsFile(path, column.rows, self._helpers)
+        return file
+
+    def _commit(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
+        """Finish the files, put them in their places, and only then say so."""
+        began = time.perf_counter()
+        spooled: dict[str, Path] = {}
+        files: dict[str, Any] = {}
+        for column in columns:
+            file = self._file(shard, column)
+            name = file_name(shard, column)
+            files[name] = file.finish()
+            spooled[name] = file.path
+        self.place.publish(spooled)
+        commit = {"shard": shard, **facts, "files": files}
+        self.place.write(commit_name(shard), pack(commit))
+        for column in columns:
+            del self._files[shard, column]
+        self.committed += 1
+        self.seconds["disk"] += time.perf_counter() - began
+        if self._on_commit is not None:
+            self._on_commit(commit)
+
+    def _fail(self, shard: int, error: BaseException) -> None:
+        if self._error is None:
+            if isinstance(error, OSError) and not isinstance(error, TenterhookError):
+                text = FULL.format(shard=shard, place=self.place, error=error, count=self.committed)
+                made = StoreError(text)
+                made.__cause__ = error
+                error = made
+            self._error = error
+        self.budget.close()  # The model's thread may be waiting for room that nobody will make.
+
+    def _discard(self) -> None:
+        for file in self._files.values():
+            file.close()
+            with contextlib.suppress(OSError):
+                file.path.unlink(missing_ok=True)
+        self._files.clear()

@@ -1,0 +1,81 @@
+"""The ring and the budget, without a GPU: what is copied to where, and who waits."""
+
+import random
+import threading
+import time
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tenterhook.sinks.pinned import Budget, HostStage, PinnedStage, _Ring
+
+LIMIT = 1000
+
+
+@example([1, 1, 1, 247, 250, 250, 250, 1], 0)  # A part that ends where the ring does.
+@given(st.lists(st.integers(1, LIMIT // 4), max_size=200), st.integers())
+def test_parts_of_the_ring_never_overlap_and_lie_inside(sizes, seed):
+    """Parts are given back whenever there is no room for the next, and at random."""
+    budget = Budget(LIMIT)
+    ring, held, draw = _Ring(budget), deque(), random.Random(seed)
+    for size in sizes:
+        # What taking this part can cost at most, with what is skipped at the end of the ring.
+        while held and (draw.random() < 0.3 or budget.used + size + LIMIT // 4 > LIMIT):
+            ring.give(held.popleft()[0])
+        offset = ring.take(size)
+        assert offset >= 0
+        assert offset + size <= LIMIT
+        assert all(offset + size <= other or other + length <= offset for other, length in held)
+        held.append((offset, size))
+    while held:
+        ring.give(held.popleft()[0])
+    assert budget.used == 0
+
+
+def test_who_finds_no_room_waits_and_nothing_is_dropped():
+    budget, done = Budget(100), []
+    budget.take(80)
+
+    def second():
+        budget.take(50)
+        done.append(1)
+
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    time.sleep(0.05)
+    assert not done
+    budget.give(80)
+    waiting.join(5)
+    assert done
+    assert budget.peak == 80
+    assert budget.waited >= 0.04
+
+
+def test_one_part_may_pass_however_large():
+    budget = Budget(100)
+    budget.take(1000)
+    assert budget.peak == 1000
+
+
+def test_from_the_cpu_nothing_is_copied():
+    tensor = torch.randn(5, 3)
+    (piece,) = HostStage(Budget(1000)).stage(tensor)
+    tensor_bytes = tensor.numpy().view("uint8").reshape(-1)
+    assert piece.data.obj.ctypes.data == tensor.data_ptr()
+    assert bytes(piece.data) == tensor_bytes.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_from_a_gpu_bytes_arrive_in_order_through_a_ring_that_is_smaller_than_they_are():
+    tensor = torch.randint(0, 255, (1 << 22,), dtype=torch.uint8, device="cuda")
+    stage, out = PinnedStage(Budget(1 << 20), tensor.device), []
+    for piece in stage.stage(tensor):
+        piece.ready()
+        out.append(bytes(piece.data))
+        piece.release()
+    assert len(out) == 16
+    assert b"".join(out) == tensor.cpu().numpy().tobytes()
