@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.address.match import Site
+from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
@@ -48,8 +49,8 @@ class Lane:
 
     __slots__ = (
         "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "inner",
-        "looks_in", "looks_out", "module", "next_call", "over", "owner", "path", "session", "strangers", "swaps", "tap",
-        "whole",
+        "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session", "strangers", "swaps",
+        "tap", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -73,6 +74,7 @@ class Lane:
         self.borrowed = 0
         self.over = False
         self.direct: Any = None
+        self.part: Any = None  # What is traced of it, where torch.compile is used.
 
     def add(self, binding: Binding) -> None:
         """Take a binding in, by its site."""
@@ -172,6 +174,8 @@ class Tap:
     def refresh(self) -> None:
         """Put in the forward that the present lanes need."""
         function: Any = self._direct() or general(self)
+        if compiled.is_used():
+            function = compiled.dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:

@@ -1,0 +1,184 @@
+"""From a session's lanes to what is traced: steps in the order in which they act, with everything decided beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tenterhook.compiled.inside import body_of
+from tenterhook.compiled.opaque import Called
+from tenterhook.compiled.trace import State, TracedContext, recorded, refused, traced
+from tenterhook.engine.action import Context
+from tenterhook.sites.parameter import Swap
+
+if TYPE_CHECKING:
+    from tenterhook.compiled.reel import Reel
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.install import Lane, Tap
+
+__all__ = ["Part", "Step", "Untraceable", "traced_forward"]
+
+LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
+UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
+FUSED = "tenterhook: a fused layer is kept from bypassing its children"
+FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
+GATHERED = "tenterhook: gather=True puts values together over processes"
+
+
+class Untraceable(Exception):  # noqa: N818
+    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
+
+
+class Step:
+    """One action at one point, as it is traced."""
+
+    __slots__ = (
+        "address", "call", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
+        "opaque", "part", "stops", "token",
+    )  # fmt: skip
+
+    def __init__(self, binding: Binding, lane: Lane, state: State) -> None:
+        point, action = binding.point, binding.action
+        kind = getattr(action, "compiled", None)
+        if kind is None:
+            raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
+        self.address, self.call, self.observes = str(point), point.call, action.observes
+        self.gradient = kind in ("gradient", "gradient edit")
+        self.stops = bool(getattr(action, "stops", False))
+        self.opaque = self.check = self.copies = False
+        self.dtype = self.function = self.context = self.part = self.token = self.called = None
+        if kind == "value":
+            self._look(action)
+        elif not self.observes:
+            self._change(action, TracedContext(point.address, point.module, state))
+            if self.opaque:
+                self._call_back(action, Context(point.address, 0, point.module, lane.session))
+
+    def _look(self, action: Any) -> None:
+        policy = action.policy
+        if policy.gather:
+            raise Untraceable(GATHERED)
+        self.copies, self.dtype = policy.copy != "never", policy.dtype
+
+    def _change(self, action: Any, context: TracedContext) -> None:
+        change = action.change
+        self.context, self.check, self.opaque = context, action.check, change.opaque
+        self.function = change.call if change.takes_context else _of_value(change.call)
+        part = change.part
+        self.part = part if part is None or isinstance(part, tuple) else (part,)
+
+    def _call_back(self, action: Any, context: Context) -> None:
+        if self.gradient:
+            raise Untraceable(UNTRACED.format(kind="an opaque edit of a gradient", address=self.address))
+        self.called = Called(self.function, action.change.name, context)
+        self.token = self.called.token
+
+
+def _of_value(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def function(value: Any, _context: Any) -> Any:
+        return call(value)
+
+    return function
+
+
+class Exchanged:
+    """A parameter's edit, as it is traced: one for all the modules around which it is made."""
+
+    __slots__ = ("binding", "depth", "found", "places", "step")
+
+    def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
+        if swap.flat:
+            raise Untraceable(FLAT)
+        self.places, self.binding = swap.places, binding
+        self.step = Step(binding, lane, State())
+        self.depth = 0
+        self.found: Any = None
+
+
+class Bound:
+    """The bindings behind the steps of a part, in the same order."""
+
+    __slots__ = ("edits_in", "edits_out", "inner", "looks_in", "looks_out", "swapped")
+
+    def __init__(self, lane: Lane) -> None:
+        self.edits_in = tuple([binding for _, binding in lane.edits_in])
+        self.looks_in = tuple([binding for _, binding in lane.looks_in])
+        self.edits_out = tuple([binding for binding in lane.edits_out if _acts(binding)])
+        self.looks_out = tuple([binding for binding in lane.looks_out if _acts(binding)])
+        self.inner = lane.inner
+        self.swapped: tuple[Binding, ...] = ()
+
+
+class Part:
+    """What one session does at one module. The tracer reads all but ``lane``, ``bound`` and ``running``."""
+
+    __slots__ = (
+        "bound", "counts", "edits_in", "edits_out", "inner", "lane", "looks_in", "looks_out", "reel", "running", "state",
+        "swaps",
+    )  # fmt: skip
+
+    def __init__(self, lane: Lane, reel: Reel) -> None:
+        self.reel, self.lane, self.bound = reel, lane, Bound(lane)
+        self.running: list[int] = []
+        self.state = state = State()
+        self.edits_in = tuple([(place, Step(binding, lane, state)) for place, binding in lane.edits_in])
+        self.looks_in = tuple([(place, Step(binding, lane, state)) for place, binding in lane.looks_in])
+        self.edits_out = tuple([Step(binding, lane, state) for binding in self.bound.edits_out])
+        self.looks_out = tuple([Step(binding, lane, state) for binding in self.bound.looks_out])
+        # An execution inside a forward is counted for itself, and not by the calls of the module.
+        self.inner = tuple([Step(binding, lane, State()) for binding in lane.inner])
+        self.swaps = tuple([_exchanged(swap, lane, reel) for swap in lane.swaps])
+        self.bound.swapped = tuple([swap.binding for swap in self.swaps])
+        edits = [*self.bound.edits_in, *self.bound.edits_out]
+        self.counts = any(binding.point.call is not None or _asks(binding.action) for binding in edits)
+        if any(step.call is not None and not step.observes for step in self.inner):
+            raise Untraceable(UNTRACED.format(kind="an edit of one execution", address=lane.path))
+
+    @property
+    def only_output(self) -> Step | None:
+        """The one step, where all that is asked for is the output."""
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or len(self.looks_out) != 1:
+            return None
+        step = self.looks_out[0]
+        return None if step.gradient or step.stops else step
+
+
+def _acts(binding: Binding) -> bool:
+    """Whether there is anything to trace: the second half of some actions only tidies up after the first."""
+    return getattr(binding.action, "compiled", None) != "nothing"
+
+
+def _asks(action: Any) -> bool:
+    """Whether an edit may ask which call it is: a function that takes the context, and no ready edit does."""
+    change = getattr(action, "change", None)
+    return change is not None and change.takes_context and not change.ready
+
+
+def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:
+    if not isinstance(swap, Swap) or swap.binding is None:
+        raise Untraceable(FUSED)
+    known = reel.swaps.get(id(swap))
+    if known is None:
+        known = reel.swaps[id(swap)] = Exchanged(swap, swap.binding, lane)
+    return known  # type: ignore[no-any-return]
+
+
+def traced_forward(tap: Tap) -> Callable[..., Any]:
+    """What Dynamo shall see in place of a tap's forward."""
+    try:
+        parts = tuple([_part(lane) for lane in tap.lanes])
+        body = body_of(tap, parts)
+    except Untraceable as error:
+        return refused(str(error), tap.original)
+    step = parts[0].only_output if len(parts) == 1 else None
+    if step is not None:
+        return recorded(tap.module, tap.original, parts[0], step)
+    return traced(tap.module, body, parts)
+
+
+def _part(lane: Lane) -> Part:
+    if lane.part is None:
+        if lane.session.reel is None:
+            raise Untraceable(LATER)
+        lane.part = Part(lane, lane.session.reel)
+    return lane.part

@@ -1,0 +1,358 @@
+"""What Dynamo traces at a touched module, in place of the engine's dispatch.
+
+A forward of the engine's carries the function made here under the name by which Dynamo asks for something else to
+inline; where nobody compiles, nothing is the slower for it. What stands here is traced: plain loops over tuples that
+unroll, no state but the reel, and nothing read that a guard would then hold to one session. So a second session with
+the same plan finds the code of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tenterhook.compiled.gradient import Catch, ChangeGradient
+from tenterhook.compiled.opaque import opaque
+from tenterhook.errors import EditError, Stopped
+from tenterhook.sites.module import MISSING
+
+if TYPE_CHECKING:
+    from tenterhook.compiled.plan import Part, Step
+
+__all__ = ["TracedContext", "at_place", "refused", "traced"]
+
+global_forward_hooks = torch_module._global_forward_hooks
+
+FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
+WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
+KIND = "tenterhook: an edit changed the kind of a value"
+TAPE = "a compiled edit cannot read ctx.tape, which is filled when the graph has run; pass opaque=True, or use a value"
+
+
+class TracedContext:
+    """The context of an edit that is traced: it has no tape, because nothing has passed when a graph is made."""
+
+    __slots__ = ("_state", "address", "module")
+
+    def __init__(self, address: str, module: nn.Module, state: State) -> None:
+        self.address, self.module, self._state = address, module, state
+
+    @property
+    def call(self) -> int:
+        """Which call this is. A graph that asks is made for one number, then once more for all of them."""
+        return self._state.calls - FIRST
+
+    @property
+    def tape(self) -> Any:
+        raise EditError(TAPE)
+
+
+# Dynamo makes graphs of their own for the numbers 0 and 1.
+FIRST = 2
+
+
+class State:
+    """How often a module was called, where an edit has to know that."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = FIRST - 1
+
+
+def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break(msg=reason)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def recorded(module: nn.Module, original: Callable[..., Any], part: Part, look: Step) -> Callable[..., Any]:
+    """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
+    reel = part.reel
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:  # Versions of Dynamo differ in whether they bind what they inline.
+            args = args[1:]
+        if module._forward_hooks or global_forward_hooks:
+            torch._dynamo.graph_break(msg=FOREIGN)
+        value = original(*args, **kwargs)
+        reel.chain = ((reel.chain, part, "in", ((), ())), part, "out", ((), (own(value, look),)))
+        reel.bell = None
+        return value
+
+    return forward
+
+
+def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...]) -> Callable[..., Any]:
+    """A forward that does what the parts say: one for each session that has something here."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        if module._forward_hooks or global_forward_hooks:
+            torch._dynamo.graph_break(msg=FOREIGN)
+        for part in parts:
+            for index, swap in enumerate(part.swaps):
+                enter_swap(part, index, swap)
+        args, kwargs = income(parts, args, kwargs)
+        value = outcome(parts, body(*args, **kwargs))
+        for part in parts:
+            for swap in part.swaps:
+                leave_swap(swap)
+        return value
+
+    return forward
+
+
+def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
+    """The arguments after the edits; then what observes sees them."""
+    done = []
+    for part in parts:
+        if part.counts:
+            part.state.calls += 1
+        flags = []
+        for place, step in part.edits_in:
+            value = place.get(args, kwargs)
+            if value is MISSING:
+                flags.append(False)
+                continue
+            new, applied = changed(step, value)
+            if step.gradient and applied:
+                new = ChangeGradient.apply(value, step) if isinstance(value, Tensor) else each_gradient(value, step)
+            if new is not value:
+                args, kwargs = place.put(args, kwargs, new)
+            flags.append(applied)
+        done.append(tuple(flags))
+    for part, flags in zip(parts, done, strict=True):
+        seen = []
+        for place, look in part.looks_in:
+            value = place.get(args, kwargs)
+            if value is MISSING:
+                seen.append(MISSING)
+            elif look.gradient:
+                new, mark = caught(part, value)
+                args, kwargs = place.put(args, kwargs, new)
+                seen.append(mark)
+            else:
+                seen.append(own(value, look))
+        emit(part, "in", (flags, tuple(seen)))
+        for _, look in part.looks_in:
+            stop_after(part, look)
+    return args, kwargs
+
+
+def outcome(parts: tuple[Part, ...], value: Any) -> Any:
+    """What flows on after the edits; then what observes sees it.
+
+    Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. On the
+    way forward that is the other way round.
+    """
+    pending: list[Any] = []
+    done = []
+    for part in parts:
+        flags = []
+        for step in part.edits_out:
+            if not step.gradient:
+                value = with_gradients(pending, value)
+                pending = []
+            new, applied = changed(step, value)
+            if step.gradient and applied:
+                pending.append(step)
+            else:
+                value = new
+            flags.append(applied)
+        done.append(tuple(flags))
+    for part, flags in zip(parts, done, strict=True):
+        seen = []
+        for look in part.looks_out:
+            if look.gradient:
+                value, mark = caught(part, value)
+                seen.append(mark)
+            else:
+                seen.append(own(value, look))
+        emit(part, "out", (flags, tuple(seen)))
+    for part in parts:
+        for look in part.looks_out:
+            stop_after(part, look)
+    return with_gradients(pending, value)
+
+
+def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
+    """A place inside a forward."""
+    if not step.observes:
+        new, applied = changed(step, value)
+        if step.gradient and applied:
+            new = with_gradients([step], value)
+        emit(part, "at", (index, applied))
+        return new
+    if step.gradient:
+        value, mark = caught(part, value)
+        emit(part, "at", (index, mark))
+    else:
+        emit(part, "at", (index, own(value, step)))
+    stop_after(part, step)
+    return value
+
+
+def emit(part: Part, phase: str, values: Any) -> None:
+    reel = part.reel
+    reel.chain = (reel.chain, part, phase, values)
+    reel.bell = None
+
+
+def stop_after(part: Part, look: Step) -> None:
+    if not look.stops:
+        return
+    reel = part.reel
+    left = tuple([address for address in reel.left if address != look.address])
+    reel.left = left
+    if not left:
+        raise Stopped
+
+
+def own(value: Any, look: Step) -> Any:
+    """A value as an output of its own: what the graph does to it later, in place, does not reach it.
+
+    Compilers take the copy out again where nothing follows that needs it.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if look.dtype is not None and value.is_floating_point():
+            value = value.to(look.dtype)
+        return value.clone() if look.copies else value
+    if type(value) is tuple:
+        return tuple([own(part, look) for part in value])
+    if type(value) is list:
+        return [own(part, look) for part in value]
+    if type(value) is dict:
+        return {key: own(part, look) for key, part in value.items()}
+    return value
+
+
+def changed(step: Step, value: Any) -> tuple[Any, bool]:
+    """What an edit makes of a value, and whether it is made at this call; for a gradient, whether there is one."""
+    if step.call is not None and step.context.call != step.call:
+        return value, False
+    if step.gradient:
+        return value, torch.is_grad_enabled() and any_gradient(value)
+    new = opaque(step, value) if step.opaque else step.function(value, step.context)
+    if new is None:
+        return value, True
+    if step.check and new is not value:
+        check(value, new)
+    return new, True
+
+
+def check(old: Any, new: Any) -> None:
+    """Leave the graph where an edit does not fit: the engine then says so in full."""
+    if isinstance(old, Tensor):
+        if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+            torch._dynamo.graph_break(msg=KIND)
+    elif type(old) is not type(new):
+        torch._dynamo.graph_break(msg=KIND)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def any_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if type(value) is tuple or type(value) is list:
+        return any([any_gradient(part) for part in value])  # noqa: C419  A generator would not be unrolled.
+    if type(value) is dict:
+        return any([any_gradient(part) for part in value.values()])  # noqa: C419
+    return False
+
+
+def with_gradients(steps: list[Any], value: Any) -> Any:
+    for step in reversed(steps):
+        value = each_gradient(value, step)
+    return value
+
+
+def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = ()) -> Any:
+    if isinstance(value, Tensor):
+        meant = step.part is None or step.part == path
+        return ChangeGradient.apply(value, step) if meant and value.requires_grad else value
+    if type(value) is tuple:
+        return tuple([each_gradient(part, step, (*path, i)) for i, part in enumerate(value)])
+    if type(value) is list:
+        return [each_gradient(part, step, (*path, i)) for i, part in enumerate(value)]
+    if type(value) is dict:
+        return {key: each_gradient(part, step, (*path, key)) for key, part in value.items()}
+    return value
+
+
+def caught(part: Part, value: Any) -> tuple[Any, Any]:
+    """A value whose gradient will be caught; and its shape, the numbers of its gradients, and why there is none."""
+    reel = part.reel
+    numbers: list[Any] = []
+    if torch.is_grad_enabled():
+        value = each_caught(reel, value, (), numbers)
+        why = "" if numbers else "no need"
+    else:
+        why = "no_grad"
+    return value, (shape_of(value), tuple(numbers), why)
+
+
+def each_caught(reel: Any, value: Any, path: tuple[Any, ...], numbers: list[Any]) -> Any:
+    if isinstance(value, Tensor):
+        if not value.requires_grad:
+            return value
+        number = reel.count
+        reel.count = number + 1
+        numbers.append((path, number))
+        return Catch.apply(value, reel.token, number)
+    if type(value) is tuple:
+        return tuple([each_caught(reel, part, (*path, i), numbers) for i, part in enumerate(value)])
+    if type(value) is list:
+        return [each_caught(reel, part, (*path, i), numbers) for i, part in enumerate(value)]
+    if type(value) is dict:
+        return {key: each_caught(reel, part, (*path, key), numbers) for key, part in value.items()}
+    if value is not None and not isinstance(value, int | float | str):
+        torch._dynamo.graph_break(msg=WALK)
+    return value
+
+
+def shape_of(value: Any) -> Any:
+    """The structure with None for each tensor."""
+    if type(value) is tuple:
+        return tuple([shape_of(part) for part in value])
+    if type(value) is list:
+        return [shape_of(part) for part in value]
+    if type(value) is dict:
+        return {key: shape_of(part) for key, part in value.items()}
+    return None if isinstance(value, Tensor) else value
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def enter_swap(part: Part, index: int, swap: Any) -> None:
+    """Put another tensor in a parameter's place, unless an outer call has."""
+    if swap.depth == 0:
+        table, key = swap.places[0]
+        found = table[key]
+        made, _ = changed(swap.step, found)
+        for table, key in swap.places:
+            table[key] = made
+        swap.found = found
+        emit(part, "swap", index)
+    swap.depth += 1
+
+
+def leave_swap(swap: Any) -> None:
+    swap.depth -= 1
+    if swap.depth == 0:
+        for table, key in swap.places:
+            table[key] = swap.found
+        swap.found = None
