@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from compiled_toys import WAYS, X, close, function, inner, itself, net, outer
+from compiled_toys import WAYS, X, child, close, function, inner, itself, net, outer
 
 import tenterhook as th
+from tenterhook.compiled.report import Compiled
 from tenterhook.testing import untouched
+
+# Dynamo's own, as it looks at tensors with a history and at functions of autograd.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +24,7 @@ def opened(request):
     return request.param
 
 
-def made(way, opened="after it", backend="aot_eager", **options):
+def made(way, opened="after it", backend="eager", **options):
     call, target, at = way(net(), backend=backend, fullgraph=True, **options)
     if opened == "after it":
         call(X)
@@ -31,7 +35,7 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-POINTS = ["b0", "b1.act", "b0.attend", "b1:in", "b1.attend:scale", "b0:y", "b1.attend:softmax()", "head"]
+POINTS = ["b0", "b1.act", "b0.attend", "b1:in", "b1.attend:scale", "b0:y", "b1.attend:mix():softmax()", "head"]
 POINTS += ["b0.attend:mix():scores"]
 
 
@@ -44,8 +48,9 @@ def test_every_kind_of_point_is_recorded_in_one_full_graph(way, opened):
     session = th.record(target, *[at + point for point in POINTS])
     with session as tape:
         call(X)
-    assert session.compiled.graphs == session.compiled.calls or way.__name__ == "child"
-    assert session.compiled.breaks == session.compiled.recompilations == 0
+    # A child is called twice, the second time with a tensor that requires a gradient: PyTorch makes two graphs of it.
+    assert session.compiled == Compiled(calls=1, graphs=1) or way is child
+    assert session.compiled.breaks == 0
     for name in wanted:
         torch.testing.assert_close(tape[at + name], wanted[name])
         assert type(tape[at + name]) is type(wanted[name])
@@ -61,7 +66,7 @@ def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
             call(X)
     assert len(tape.calls(f"{at}b0.a")) == 4
     once = graphs() - begun
-    assert once == 1
+    assert once == (2 if way is child else 1)
     call(X)
     assert graphs() - begun == once
 
@@ -74,7 +79,7 @@ def test_many_plans_do_not_use_up_what_dynamo_allows(way):
         with th.record(target, f"{at}b0.a"), th.edit(target, {f"{at}b1.act": _scaled(number)}):
             call(X)
     call(X)
-    assert graphs() - begun <= 20
+    assert graphs() - begun == 10
     with th.record(target, f"{at}b1.a") as tape:
         call(X)
     assert close(tape[f"{at}b1.a"], _plain("b1.a"))
@@ -110,7 +115,7 @@ EDITS = {
     "function": {"b1": lambda v: v * 2 + 1},
     "structure": {"b1.attend": th.scale(3.0, part=0)},
     "argument": {"b1:in": th.clamp(-0.1, 0.1), "b0.attend:scale": lambda s: s * 2},
-    "variable": {"b0:y": lambda y: y.abs(), "b1.attend:softmax()": torch.ones_like},
+    "variable": {"b0:y": lambda y: y.abs(), "b1.attend:mix():softmax()": torch.ones_like},
     "below": {"b0.attend:mix():scores": lambda s: s * 0},
     "index": {"b1": th.set(5.0, at=th.at[:, -1])},
     "parameter": {"head.bias": th.zero(), "b0.a.weight": lambda w: w * 2},
@@ -162,15 +167,16 @@ def test_one_call_of_several_is_recorded_and_edited():
     assert all(map(close, found, expected))
 
 
-def test_an_edit_that_asks_which_call_it_is_compiles_no_more_than_twice():
+def test_an_edit_that_asks_which_call_it_is_compiles_once():
     call, target, at = made(outer)
     begun = graphs()
     with th.edit(target, {f"{at}b1": lambda v, ctx: v + ctx.call}):
         found = [call(X) for _ in range(5)]
     plain = net()
+    assert not close(found[0], found[1])
     with th.edit(plain, {"b1": lambda v, ctx: v + ctx.call}):
         assert all(close(each, plain(X)) for each in found)
-    assert graphs() - begun <= 2
+    assert graphs() - begun == 1
 
 
 def test_what_was_recorded_stays_what_it_was():
@@ -264,8 +270,8 @@ def test_an_opaque_edit_is_called_from_the_graph(way, capsys):
     call, target, at = made(way)
 
     def shout(value):
-        print("loud", float(value.sum()))
-        return value * 2 if float(value.sum()) < 1e9 else None
+        print("loud", float(value.detach().sum()))
+        return value * 2 if float(value.detach().sum()) < 1e9 else None
 
     session = th.edit(target, {f"{at}b1": shout}, opaque=True)
     with session:

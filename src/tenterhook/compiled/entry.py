@@ -23,6 +23,7 @@ from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_lis
 from torch._dynamo.exc import Unsupported
 
 from tenterhook.address.walk import find
+from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import EditError, Stopped
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ UNTRACED = (
     "alone, or let it run outside: th.edit(..., opaque=True)."
 )
 STOPPED = "tenterhook stopped"
+OWN_FILES.add(__file__)
 
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
 _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
@@ -54,7 +56,7 @@ def entries(session: Session) -> dict[nn.Module, str]:
         module = find(model, path)
         if isinstance(module, OptimizedModule):
             found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
-        elif module is not None and (_is_compiled(module) or (not path and _stops(session))):
+        elif module is not None and (_is_compiled(module) or (not path and (_was_compiled(module) or _stops(session)))):
             found.setdefault(module, path)
     return found
 
@@ -64,12 +66,15 @@ def _stops(session: Session) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    if module.__dict__.get("_compiled_call_impl") is not None:
-        return True
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _was_compiled(module: nn.Module) -> bool:
+    """Whether compiled code has begun at a module of this class, by ``torch.compile(module)`` for one."""
     if "forward" in module.__dict__:
         return False
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    return code is not None and not module.__module__.startswith("torch.nn.") and bool(_debug_get_cache_entry_list(code))
+    return code is not None and bool(_debug_get_cache_entry_list(code))
 
 
 def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:

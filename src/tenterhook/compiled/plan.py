@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tenterhook.compiled.inside import body_of
 from tenterhook.compiled.opaque import Called
-from tenterhook.compiled.trace import State, TracedContext, recorded, refused, traced
+from tenterhook.compiled.trace import TracedContext, recorded, refused, traced
 from tenterhook.engine.action import Context
 from tenterhook.sites.parameter import Swap
 
@@ -33,16 +33,16 @@ class Step:
     """One action at one point, as it is traced."""
 
     __slots__ = (
-        "address", "call", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
         "opaque", "part", "stops", "token",
     )  # fmt: skip
 
-    def __init__(self, binding: Binding, lane: Lane, state: State) -> None:
+    def __init__(self, binding: Binding, lane: Lane) -> None:
         point, action = binding.point, binding.action
         kind = getattr(action, "compiled", None)
         if kind is None:
             raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
-        self.address, self.call, self.observes = str(point), point.call, action.observes
+        self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.stops = bool(getattr(action, "stops", False))
         self.opaque = self.check = self.copies = False
@@ -50,9 +50,9 @@ class Step:
         if kind == "value":
             self._look(action)
         elif not self.observes:
-            self._change(action, TracedContext(point.address, point.module, state))
-            if self.opaque:
-                self._call_back(action, Context(point.address, 0, point.module, lane.session))
+            self._change(action, TracedContext(point.address, point.module))
+            if self.opaque or point.call is not None:
+                self._call_back(action, point.call, Context(point.address, 0, point.module, lane.session))
 
     def _look(self, action: Any) -> None:
         policy = action.policy
@@ -62,15 +62,16 @@ class Step:
 
     def _change(self, action: Any, context: TracedContext) -> None:
         change = action.change
-        self.context, self.check, self.opaque = context, action.check, change.opaque
+        self.context, self.check = context, action.check
+        # Who asks which call it is, or for the tape, can only be told when the graph runs.
+        self.opaque = change.opaque or (change.takes_context and not change.ready)
         self.function = change.call if change.takes_context else _of_value(change.call)
         part = change.part
         self.part = part if part is None or isinstance(part, tuple) else (part,)
 
-    def _call_back(self, action: Any, context: Context) -> None:
-        if self.gradient:
-            raise Untraceable(UNTRACED.format(kind="an opaque edit of a gradient", address=self.address))
-        self.called = Called(self.function, action.change.name, context)
+    def _call_back(self, action: Any, call: int | None, context: Context) -> None:
+        self.opaque = True
+        self.called = Called(self.function, action.change.name, call, context)
         self.token = self.called.token
 
 
@@ -84,14 +85,14 @@ def _of_value(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 class Exchanged:
     """A parameter's edit, as it is traced: one for all the modules around which it is made."""
 
-    __slots__ = ("binding", "depth", "found", "places", "step")
+    __slots__ = ("binding", "found", "places", "step", "swap")
 
     def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
         if swap.flat:
             raise Untraceable(FLAT)
-        self.places, self.binding = swap.places, binding
-        self.step = Step(binding, lane, State())
-        self.depth = 0
+        # It is made once, be it by the engine around the graph or in it: they count their calls together.
+        self.swap, self.places, self.binding = swap, swap.places, binding
+        self.step = Step(binding, lane)
         self.found: Any = None
 
 
@@ -113,26 +114,19 @@ class Part:
     """What one session does at one module. The tracer reads all but ``lane``, ``bound`` and ``running``."""
 
     __slots__ = (
-        "bound", "counts", "edits_in", "edits_out", "inner", "lane", "looks_in", "looks_out", "reel", "running", "state",
-        "swaps",
+        "bound", "edits_in", "edits_out", "inner", "lane", "looks_in", "looks_out", "reel", "running", "swaps",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, reel: Reel) -> None:
         self.reel, self.lane, self.bound = reel, lane, Bound(lane)
         self.running: list[int] = []
-        self.state = state = State()
-        self.edits_in = tuple([(place, Step(binding, lane, state)) for place, binding in lane.edits_in])
-        self.looks_in = tuple([(place, Step(binding, lane, state)) for place, binding in lane.looks_in])
-        self.edits_out = tuple([Step(binding, lane, state) for binding in self.bound.edits_out])
-        self.looks_out = tuple([Step(binding, lane, state) for binding in self.bound.looks_out])
-        # An execution inside a forward is counted for itself, and not by the calls of the module.
-        self.inner = tuple([Step(binding, lane, State()) for binding in lane.inner])
+        self.edits_in = tuple([(place, Step(binding, lane)) for place, binding in lane.edits_in])
+        self.looks_in = tuple([(place, Step(binding, lane)) for place, binding in lane.looks_in])
+        self.edits_out = tuple([Step(binding, lane) for binding in self.bound.edits_out])
+        self.looks_out = tuple([Step(binding, lane) for binding in self.bound.looks_out])
+        self.inner = tuple([Step(binding, lane) for binding in lane.inner])
         self.swaps = tuple([_exchanged(swap, lane, reel) for swap in lane.swaps])
         self.bound.swapped = tuple([swap.binding for swap in self.swaps])
-        edits = [*self.bound.edits_in, *self.bound.edits_out]
-        self.counts = any(binding.point.call is not None or _asks(binding.action) for binding in edits)
-        if any(step.call is not None and not step.observes for step in self.inner):
-            raise Untraceable(UNTRACED.format(kind="an edit of one execution", address=lane.path))
 
     @property
     def only_output(self) -> Step | None:
@@ -146,12 +140,6 @@ class Part:
 def _acts(binding: Binding) -> bool:
     """Whether there is anything to trace: the second half of some actions only tidies up after the first."""
     return getattr(binding.action, "compiled", None) != "nothing"
-
-
-def _asks(action: Any) -> bool:
-    """Whether an edit may ask which call it is: a function that takes the context, and no ready edit does."""
-    change = getattr(action, "change", None)
-    return change is not None and change.takes_context and not change.ready
 
 
 def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:

@@ -59,8 +59,8 @@ class Reel:
     """
 
     __slots__ = (
-        "__weakref__", "bell", "calls", "chain", "count", "error", "left", "recompiled", "seen", "session", "since",
-        "strangers", "swaps", "token",
+        "__weakref__", "bell", "calls", "chain", "count", "error", "left", "recompiled", "seen", "session",
+        "since", "strangers", "swaps", "token",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:

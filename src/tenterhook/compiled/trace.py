@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from tenterhook.compiled.gradient import Catch, ChangeGradient
 from tenterhook.compiled.opaque import opaque
-from tenterhook.errors import EditError, Stopped
+from tenterhook.errors import Stopped
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
@@ -30,38 +30,15 @@ global_forward_hooks = torch_module._global_forward_hooks
 FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
 KIND = "tenterhook: an edit changed the kind of a value"
-TAPE = "a compiled edit cannot read ctx.tape, which is filled when the graph has run; pass opaque=True, or use a value"
 
 
 class TracedContext:
-    """The context of an edit that is traced: it has no tape, because nothing has passed when a graph is made."""
+    """The context of a ready edit that is traced. What asks for more is called from the graph instead."""
 
-    __slots__ = ("_state", "address", "module")
+    __slots__ = ("address", "module")
 
-    def __init__(self, address: str, module: nn.Module, state: State) -> None:
-        self.address, self.module, self._state = address, module, state
-
-    @property
-    def call(self) -> int:
-        """Which call this is. A graph that asks is made for one number, then once more for all of them."""
-        return self._state.calls - FIRST
-
-    @property
-    def tape(self) -> Any:
-        raise EditError(TAPE)
-
-
-# Dynamo makes graphs of their own for the numbers 0 and 1.
-FIRST = 2
-
-
-class State:
-    """How often a module was called, where an edit has to know that."""
-
-    __slots__ = ("calls",)
-
-    def __init__(self) -> None:
-        self.calls = FIRST - 1
+    def __init__(self, address: str, module: nn.Module) -> None:
+        self.address, self.module = address, module
 
 
 def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,8 +93,6 @@ def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
     """The arguments after the edits; then what observes sees them."""
     done = []
     for part in parts:
-        if part.counts:
-            part.state.calls += 1
         flags = []
         for place, step in part.edits_in:
             value = place.get(args, kwargs)
@@ -126,8 +101,8 @@ def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
                 continue
             new, applied = changed(step, value)
             if step.gradient and applied:
-                new = ChangeGradient.apply(value, step) if isinstance(value, Tensor) else each_gradient(value, step)
-            if new is not value:
+                new = each_gradient(value, step)
+            if applied:
                 args, kwargs = place.put(args, kwargs, new)
             flags.append(applied)
         done.append(tuple(flags))
@@ -238,15 +213,13 @@ def own(value: Any, look: Step) -> Any:
 
 
 def changed(step: Step, value: Any) -> tuple[Any, bool]:
-    """What an edit makes of a value, and whether it is made at this call; for a gradient, whether there is one."""
-    if step.call is not None and step.context.call != step.call:
-        return value, False
+    """What an edit makes of a value, and whether it was made: that of a gradient, whether there is one."""
     if step.gradient:
         return value, torch.is_grad_enabled() and any_gradient(value)
     new = opaque(step, value) if step.opaque else step.function(value, step.context)
     if new is None:
         return value, True
-    if step.check and new is not value:
+    if step.check:
         check(value, new)
     return new, True
 
@@ -339,7 +312,7 @@ def shape_of(value: Any) -> Any:
 
 def enter_swap(part: Part, index: int, swap: Any) -> None:
     """Put another tensor in a parameter's place, unless an outer call has."""
-    if swap.depth == 0:
+    if swap.swap.depth == 0:
         table, key = swap.places[0]
         found = table[key]
         made, _ = changed(swap.step, found)
@@ -347,12 +320,12 @@ def enter_swap(part: Part, index: int, swap: Any) -> None:
             table[key] = made
         swap.found = found
         emit(part, "swap", index)
-    swap.depth += 1
+    swap.swap.depth += 1
 
 
 def leave_swap(swap: Any) -> None:
-    swap.depth -= 1
-    if swap.depth == 0:
+    swap.swap.depth -= 1
+    if swap.swap.depth == 0:
         for table, key in swap.places:
             table[key] = swap.found
         swap.found = None

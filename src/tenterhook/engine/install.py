@@ -320,7 +320,7 @@ _CALLS.update(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c
 
 def _caller(frame: FrameType | None) -> nn.Module | None:
     """The module that PyTorch is calling, seen from the frames of its forward."""
-    for _ in range(3):  # Our own forward and dispatch, at most, then PyTorch's frame.
+    for _ in range(4):  # Our own forward, that of a compiled entry, and dispatch, at most, then PyTorch's frame.
         if frame is not None and frame.f_code in _CALLS:
             return frame.f_locals["self"]  # type: ignore[no-any-return]
         frame = frame.f_back if frame is not None else None

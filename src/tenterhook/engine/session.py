@@ -152,7 +152,7 @@ class Session:
         for length in range(above, len(steps) + 1):
             path = ".".join(steps[:length])
             module = find(self.model, path)
-            if module is not None:
+            if module is not None and "_orig_mod" not in module._modules:  # torch.compile's own module only hands on.
                 lane = self._lane(module, path)
                 lane.swaps += (swap,)
                 lane.again = True

@@ -77,7 +77,7 @@ class Swap:
     Swaps of several sessions may stack on one tensor: each replaces what it finds and puts that back.
     """
 
-    __slots__ = ("_depth", "_found", "_made", "_make", "binding", "flat", "places")
+    __slots__ = ("_found", "_made", "_make", "binding", "depth", "flat", "places")
 
     changes: ClassVar[bool] = True
 
@@ -88,16 +88,16 @@ class Swap:
         self._make = make
         self._found: Tensor | None = None
         self._made: Tensor | None = None
-        self._depth = 0
+        self.depth = 0
         self.binding: Any = None  # Whose edit it makes, for the tracer.
 
     @property
     def active(self) -> bool:
-        return self._depth > 0
+        return self.depth > 0
 
     def enter(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
         """Compute the tensor anew and put it in place, unless an outer call has done so."""
-        if self._depth == 0:
+        if self.depth == 0:
             container, key = self.places[0]
             # Made anew for each call, so that every backward pass finds a graph of its own from it to the parameter.
             found = container[key]
@@ -106,7 +106,7 @@ class Swap:
             for flat in self.flat:
                 flat.exchange(found, made)
             self._found, self._made = found, made
-        self._depth += 1
+        self.depth += 1
 
     def make_apart(self, found: Tensor) -> Tensor:
         """The tensor without its graph, and computed behind the back of whoever packs what autograd saves."""
@@ -119,8 +119,8 @@ class Swap:
 
     def leave(self) -> None:
         """Put back what was found, as the outermost call ends."""
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self._exchange(self._made, self._found)
             for flat in self.flat:
                 flat.put_back()
