@@ -54,12 +54,12 @@ class Bell:
 class Reel:
     """What one session's traced code writes to.
 
-    ``chain`` is a chain of ``(before, part, phase, values)``, empty between calls; ``left`` the points that a stop
-    still waits for; ``token`` and ``count`` name the gradients that a graph will bring.
+    ``chain`` is a chain of ``(before, part, phase, values, count)``, empty between calls, where ``count`` is that of the
+    gradients to come; ``token`` names this run for them. ``left`` has the points that a stop still waits for.
     """
 
     __slots__ = (
-        "__weakref__", "bell", "calls", "chain", "count", "error", "left", "recompiled", "seen", "session",
+        "__weakref__", "bell", "calls", "chain", "error", "left", "recompiled", "seen", "session",
         "since", "strangers", "swaps", "token",
     )  # fmt: skip
 
@@ -67,7 +67,6 @@ class Reel:
         self.session: Session | None = session
         self.chain: Any = ()
         self.left: tuple[str, ...] = ()
-        self.count = 0
         self.token = new_token()
         self.error: Exception | None = None
         self.calls = self.recompiled = self.strangers = 0
@@ -92,13 +91,14 @@ class Reel:
             self.seen = made
             self.recompiled += self.calls > 1
         items: list[Any] = []
+        brought = chain[4]
         while chain:
-            chain, part, phase, values = chain
+            chain, part, phase, values, _ = chain
             items.append((part, phase, values))
         items.reverse()
         token = int(self.token)
-        if self.count:
-            self.count, self.token = 0, new_token()
+        if brought:
+            self.token = new_token()
         if get_ident() != items[0][0].lane.owner:
             self.strangers += 1
             return
@@ -198,7 +198,11 @@ def _exchanged(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
     _mark((part.bound.swapped[values],), (True,))
 
 
-_PHASES = {"in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
+def _nothing(part: Part, values: Any, token: int) -> None:
+    """Gradients were counted."""
+
+
+_PHASES = {"gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
 
 
 def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:

@@ -61,7 +61,9 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: Part, look: 
         if module._forward_hooks or global_forward_hooks:
             torch._dynamo.graph_break(msg=FOREIGN)
         value = original(*args, **kwargs)
-        reel.chain = ((reel.chain, part, "in", ((), ())), part, "out", ((), (own(value, look),)))
+        chain = reel.chain
+        count = counted(chain)
+        reel.chain = ((chain, part, "in", ((), ()), count), part, "out", ((), (own(value, look),)), count)
         reel.bell = None
         return value
 
@@ -90,8 +92,8 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
 
 
 def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
-    """The arguments after the edits; then what observes sees them."""
-    done = []
+    """The arguments after the edits; then what observes sees them. Of gradients, as in ``outcome``."""
+    done, pending = [], []
     for part in parts:
         flags = []
         for place, step in part.edits_in:
@@ -99,10 +101,13 @@ def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
             if value is MISSING:
                 flags.append(False)
                 continue
-            new, applied = changed(step, value)
+            if not step.gradient:
+                args, kwargs = through(pending, args, kwargs)
+                pending = []
+            new, applied = changed(step, place.get(args, kwargs))
             if step.gradient and applied:
-                new = each_gradient(value, step)
-            if applied:
+                pending.append((place, step))
+            else:
                 args, kwargs = place.put(args, kwargs, new)
             flags.append(applied)
         done.append(tuple(flags))
@@ -121,6 +126,13 @@ def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
         emit(part, "in", (flags, tuple(seen)))
         for _, look in part.looks_in:
             stop_after(part, look)
+    return through(pending, args, kwargs)
+
+
+def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
+    """The arguments, those with edits of their gradients handed on through them."""
+    for place, step in reversed(pending):
+        args, kwargs = place.put(args, kwargs, each_gradient(place.get(args, kwargs), step))
     return args, kwargs
 
 
@@ -177,10 +189,16 @@ def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
     return value
 
 
-def emit(part: Part, phase: str, values: Any) -> None:
+def emit(part: Part, phase: str, values: Any, more: int = 0) -> None:
+    """Put something on the reel. Assignments are made in the order of the first ones, so the bell rings last."""
     reel = part.reel
-    reel.chain = (reel.chain, part, phase, values)
+    reel.chain = (reel.chain, part, phase, values, counted(reel.chain) + more)
     reel.bell = None
+
+
+def counted(chain: Any) -> int:
+    """How many gradients the graph will bring, so far."""
+    return chain[4] if chain else 0
 
 
 def stop_after(part: Part, look: Step) -> None:
@@ -270,27 +288,27 @@ def caught(part: Part, value: Any) -> tuple[Any, Any]:
     reel = part.reel
     numbers: list[Any] = []
     if torch.is_grad_enabled():
-        value = each_caught(reel, value, (), numbers)
+        value = each_caught(reel.token, counted(reel.chain), value, (), numbers)
+        emit(part, "gradients", (), len(numbers))
         why = "" if numbers else "no need"
     else:
         why = "no_grad"
     return value, (shape_of(value), tuple(numbers), why)
 
 
-def each_caught(reel: Any, value: Any, path: tuple[Any, ...], numbers: list[Any]) -> Any:
+def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], numbers: list[Any]) -> Any:
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value
-        number = reel.count
-        reel.count = number + 1
+        number = first + len(numbers)
         numbers.append((path, number))
-        return Catch.apply(value, reel.token, number)
+        return Catch.apply(value, token, number)
     if type(value) is tuple:
-        return tuple([each_caught(reel, part, (*path, i), numbers) for i, part in enumerate(value)])
+        return tuple([each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)])
     if type(value) is list:
-        return [each_caught(reel, part, (*path, i), numbers) for i, part in enumerate(value)]
+        return [each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)]
     if type(value) is dict:
-        return {key: each_caught(reel, part, (*path, key), numbers) for key, part in value.items()}
+        return {key: each_caught(token, first, part, (*path, key), numbers) for key, part in value.items()}
     if value is not None and not isinstance(value, int | float | str):
         torch._dynamo.graph_break(msg=WALK)
     return value

@@ -144,7 +144,8 @@ class _Gradient:
         call = context.call
         if call <= self._latest - self.keep:
             return
-        cell = self.entries[call] = Cell(shape, why)
+        cell = self.entries[call] = Cell(shape, "")
+        cell.why = why
         cell.spent = True  # There is no edge by which to find it; a whole backward pass does.
         cell.numbered = {number: path for path, number in numbers}
         for number in cell.numbered:
