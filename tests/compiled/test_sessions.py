@@ -79,7 +79,7 @@ def test_many_plans_do_not_use_up_what_dynamo_allows(way):
         with th.record(target, f"{at}b0.a"), th.edit(target, {f"{at}b1.act": _scaled(number)}):
             call(X)
     call(X)
-    assert graphs() - begun == 10
+    assert graphs() - begun == 20
     with th.record(target, f"{at}b1.a") as tape:
         call(X)
     assert close(tape[f"{at}b1.a"], _plain("b1.a"))
