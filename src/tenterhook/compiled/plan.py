@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tenterhook.compiled.inside import body_of
 from tenterhook.compiled.opaque import Called
-from tenterhook.compiled.trace import TracedContext, recorded, refused, traced
+from tenterhook.compiled.trace import TracedContext, passed, recorded, refused, traced
 from tenterhook.engine.action import Context
+from tenterhook.engine.dispatch import global_forward_hooks
 from tenterhook.sites.parameter import Swap
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Step", "Untraceable", "traced_forward"]
 
+FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
@@ -34,7 +36,7 @@ class Step:
 
     __slots__ = (
         "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
-        "opaque", "part", "stops", "token",
+        "opaque", "part", "plain", "stops", "token",
     )  # fmt: skip
 
     def __init__(self, binding: Binding, lane: Lane) -> None:
@@ -45,7 +47,7 @@ class Step:
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.stops = bool(getattr(action, "stops", False))
-        self.opaque = self.check = self.copies = False
+        self.opaque = self.check = self.copies = self.plain = False
         self.dtype = self.function = self.context = self.part = self.token = self.called = None
         if kind == "value":
             self._look(action)
@@ -59,6 +61,7 @@ class Step:
         if policy.gather:
             raise Untraceable(GATHERED)
         self.copies, self.dtype = policy.copy != "never", policy.dtype
+        self.plain = self.copies and self.dtype is None
 
     def _change(self, action: Any, context: TracedContext) -> None:
         change = action.change
@@ -129,12 +132,18 @@ class Part:
         self.bound.swapped = tuple([swap.binding for swap in self.swaps])
 
     @property
-    def only_output(self) -> Step | None:
-        """The one step, where all that is asked for is the output."""
+    def empty(self) -> bool:
+        """Whether nothing is asked for."""
+        edits = self.edits_in or self.edits_out or self.swaps
+        return not (edits or self.looks_in or self.inner or self.looks_out)
+
+    @property
+    def only_output(self) -> bool:
+        """Whether all that is asked for is the output, of every call and as it is."""
         if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or len(self.looks_out) != 1:
-            return None
+            return False
         step = self.looks_out[0]
-        return None if step.gradient or step.stops else step
+        return step.plain and not step.gradient and not step.stops and self.bound.looks_out[0].point.call is None
 
 
 def _acts(binding: Binding) -> bool:
@@ -154,13 +163,16 @@ def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:
 def traced_forward(tap: Tap) -> Callable[..., Any]:
     """What Dynamo shall see in place of a tap's forward."""
     try:
-        parts = tuple([_part(lane) for lane in tap.lanes])
+        parts = tuple([part for part in map(_part, tap.lanes) if not part.empty])
         body = body_of(tap, parts)
     except Untraceable as error:
         return refused(str(error), tap.original)
-    step = parts[0].only_output if len(parts) == 1 else None
-    if step is not None:
-        return recorded(tap.module, tap.original, parts[0], step)
+    if not parts:
+        return passed(tap.module, tap.original)
+    if tap.module._forward_hooks or global_forward_hooks:
+        return refused(FOREIGN, tap.original)
+    if len(parts) == 1 and parts[0].only_output:
+        return recorded(tap.module, tap.original, parts[0])
     return traced(tap.module, body, parts)
 
 

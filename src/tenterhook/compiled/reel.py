@@ -165,6 +165,12 @@ def _hand_over(items: list[Any], token: int) -> None:
         _PHASES[phase](part, values, token)
 
 
+def _kept(part: Part, value: Any, token: int) -> None:  # noqa: ARG001
+    """The output of a call, and nothing else was asked for."""
+    lane = part.lane
+    part.bound.looks_out[0].action.taken_at(lane.next_call(), value)  # type: ignore[attr-defined]
+
+
 def _entered(part: Part, values: Any, token: int) -> None:
     lane = part.lane
     call = lane.next_call()
@@ -202,7 +208,7 @@ def _nothing(part: Part, values: Any, token: int) -> None:
     """Gradients were counted."""
 
 
-_PHASES = {"gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
+_PHASES = {"one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
 
 
 def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:

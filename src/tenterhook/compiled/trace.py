@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tenterhook.compiled.gradient import Catch, ChangeGradient
 from tenterhook.compiled.opaque import opaque
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedContext", "at_place", "refused", "traced"]
 
-global_forward_hooks = torch_module._global_forward_hooks
-
-FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
 KIND = "tenterhook: an edit changed the kind of a value"
 
@@ -51,19 +47,27 @@ def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def recorded(module: nn.Module, original: Callable[..., Any], part: Part, look: Step) -> Callable[..., Any]:
-    """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
-    reel = part.reel
+def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that does nothing: of a module at which compiled code begins, and nothing else is asked."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:  # Versions of Dynamo differ in whether they bind what they inline.
             args = args[1:]
-        if module._forward_hooks or global_forward_hooks:
-            torch._dynamo.graph_break(msg=FOREIGN)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Callable[..., Any]:
+    """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
+    reel = part.reel
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
         value = original(*args, **kwargs)
         chain = reel.chain
-        count = counted(chain)
-        reel.chain = ((chain, part, "in", ((), ()), count), part, "out", ((), (own(value, look),)), count)
+        reel.chain = (chain, part, "one", own_copy(value), counted(chain))
         reel.bell = None
         return value
 
@@ -76,8 +80,6 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
-        if module._forward_hooks or global_forward_hooks:
-            torch._dynamo.graph_break(msg=FOREIGN)
         for part in parts:
             for index, swap in enumerate(part.swaps):
                 enter_swap(part, index, swap)
@@ -216,6 +218,8 @@ def own(value: Any, look: Step) -> Any:
 
     Compilers take the copy out again where nothing follows that needs it.
     """
+    if look.plain:
+        return own_copy(value)
     if isinstance(value, Tensor):
         value = value.detach()
         if look.dtype is not None and value.is_floating_point():
@@ -227,6 +231,19 @@ def own(value: Any, look: Step) -> Any:
         return [own(part, look) for part in value]
     if type(value) is dict:
         return {key: own(part, look) for key, part in value.items()}
+    return value
+
+
+def own_copy(value: Any) -> Any:
+    """The same, where nothing particular was asked for."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is tuple:
+        return tuple([own_copy(part) for part in value])
+    if type(value) is list:
+        return [own_copy(part) for part in value]
+    if type(value) is dict:
+        return {key: own_copy(part) for key, part in value.items()}
     return value
 
 
