@@ -61,7 +61,7 @@ Way = Callable[[], Any]
 
 
 def turns(ways: dict[str, tuple[Way, Callable[[], None]]]) -> dict[str, float]:
-    """Milliseconds for each way: it is opened, run once, timed over some calls and closed; then the next has its turn."""
+    """Milliseconds for each way: it is opened, run once, timed over some calls and closed; then comes the next."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):
         for name, (opened, step) in ways.items():
@@ -217,7 +217,7 @@ def rows() -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
     ratio = found["times"]["compiled, steered"] / found["times"]["compiled"]
     yield "the same, a vector added at one block", "≤ 1.02 of compiled", 1.02, ratio, found
     del model
-    torch._dynamo.reset()
+    torch.compiler.reset()
     found = training(gpt2(), GPT2_BLOCKS, tokens(8, 512))
     ratio = found["times"]["compiled step, gradients"] / found["times"]["compiled step"]
     yield "a training step of GPT-2, batch 8, 512 tokens, gradients of 12 blocks", "≤ 1.10", 1.10, ratio, found

@@ -14,7 +14,7 @@ ROOMS = [
     {"errors", "_tree", "_draw", "_version"},
     {"address"},
     {"sites"},
-    {"engine"},
+    {"engine", "compiled"},
     {"record", "edit", "replay", "sinks"},
     {"report", "recipes"},
     {"integrations", "cli"},

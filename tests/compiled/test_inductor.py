@@ -83,7 +83,10 @@ def test_a_language_model_is_recorded_in_one_graph(make, dynamic):
 def test_a_language_model_is_trained_with_its_gradients_recorded():
     plain, model = gpt2(), gpt2()
     call = torch.compile(model, fullgraph=True)
-    with th.record(model, "transformer.h.*", grad=True) as tape, th.record(plain, "transformer.h.*", grad=True) as wanted:
+    with (
+        th.record(model, "transformer.h.*", grad=True) as tape,
+        th.record(plain, "transformer.h.*", grad=True) as wanted,
+    ):
         call(input_ids=IDS).logits.pow(2).sum().backward()
         plain(input_ids=IDS).logits.pow(2).sum().backward()
     for name in wanted.grad:

@@ -140,7 +140,7 @@ def test_edits_take_effect_in_one_full_graph(way, edit, opened):
 
 
 def test_edits_and_recordings_nest():
-    call, target, at = made(inner)
+    call, target, _ = made(inner)
     plain = net()
 
     def run(model, call):
@@ -256,7 +256,7 @@ def test_an_edit_that_cannot_be_traced_is_named():
     call, target, at = made(outer)
 
     def shout(value):
-        print("loud")
+        print("loud")  # noqa: T201
         return value * 2
 
     with pytest.raises(th.EditError, match=r"(?s)shout at '_orig_mod.b1'.*opaque=True"):
@@ -270,7 +270,7 @@ def test_an_opaque_edit_is_called_from_the_graph(way, capsys):
     call, target, at = made(way)
 
     def shout(value):
-        print("loud", float(value.detach().sum()))
+        print("loud", float(value.detach().sum()))  # noqa: T201
         return value * 2 if float(value.detach().sum()) < 1e9 else None
 
     session = th.edit(target, {f"{at}b1": shout}, opaque=True)

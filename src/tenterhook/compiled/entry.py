@@ -2,8 +2,8 @@
 
 Dynamo keeps what it has compiled with the code of a function, eight versions of it at most. So where a session is open,
 an entry runs a copy of a small function, one copy for each plan: the versions of one plan do not count against those
-of another, and when the session is over the model's own code is there as it was. In that function a stop is caught, which
-makes the graph end there.
+of another, and when the session is over the model's own code is there as it was. In that function a stop is caught,
+which makes the graph end there.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
     return forward
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
     return eager(module, *args, **kwargs)

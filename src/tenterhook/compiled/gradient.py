@@ -2,8 +2,8 @@
 
 A value whose gradient is wanted passes through a function that is the identity forward. Backward, an edit is traced
 like any other function. What is recorded goes through an operation that keeps a copy: it stands in the way of the
-gradient, so that no compiler can leave it out, and hands on a copy, because what an operation returns may not be what it
-was given. So recording a gradient costs two copies of it, and nothing else.
+gradient, so that no compiler can leave it out, and hands on a copy, because what an operation returns may not be what
+it was given. So recording a gradient costs two copies of it, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _caught(gradient: Tensor, token: Tensor, number: int) -> Tensor:
     return gradient.clone()
 
 
-@torch.library.register_fake("tenterhook::caught", lib=library)
+@torch.library.register_fake("tenterhook::caught", lib=library)  # type: ignore[untyped-decorator]
 def _caught_shape(gradient: Tensor, token: Tensor, number: int) -> Tensor:  # noqa: ARG001
     return torch.empty_like(gradient)
 
@@ -47,7 +47,7 @@ class Catch(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         """Keep the gradient, and hand it on."""
         return torch.ops.tenterhook.caught(gradient, ctx.token, ctx.number), None, None
 
@@ -62,7 +62,7 @@ class ChangeGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         """Hand on what the edit makes of the gradient."""
         step = ctx.step
         if step.opaque:

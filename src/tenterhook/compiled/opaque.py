@@ -64,7 +64,7 @@ def opaque(step: Step, value: Any) -> Any:
     """Traced: the value after an opaque edit."""
     if not isinstance(value, Tensor):
         torch._dynamo.graph_break(msg=STRUCTURE)
-    return Opaque.apply(value, step.token)
+    return Opaque.apply(value, step.token)  # type: ignore[no-untyped-call]
 
 
 class Opaque(torch.autograd.Function):
@@ -77,7 +77,7 @@ class Opaque(torch.autograd.Function):
         return torch.ops.tenterhook.opaque(value, token)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         """Call it again for its gradient."""
         value, token = ctx.saved_tensors
         return torch.ops.tenterhook.opaque_backward(gradient, value, token), None
@@ -99,16 +99,16 @@ def _opaque_backward(gradient: Tensor, value: Tensor, token: Tensor) -> Tensor:
         new = called(given, again=True)
     if not new.requires_grad:
         return torch.zeros_like(value)
-    found = torch.autograd.grad(new, given, gradient, allow_unused=True)[0]
+    found: Tensor | None = torch.autograd.grad(new, given, gradient, allow_unused=True)[0]
     return torch.zeros_like(value) if found is None else found.clone()
 
 
-@torch.library.register_fake("tenterhook::opaque", lib=library)
+@torch.library.register_fake("tenterhook::opaque", lib=library)  # type: ignore[untyped-decorator]
 def _opaque_shape(value: Tensor, token: Tensor) -> Tensor:  # noqa: ARG001
     return torch.empty_like(value)
 
 
-@torch.library.register_fake("tenterhook::opaque_backward", lib=library)
+@torch.library.register_fake("tenterhook::opaque_backward", lib=library)  # type: ignore[untyped-decorator]
 def _opaque_backward_shape(gradient: Tensor, value: Tensor, token: Tensor) -> Tensor:  # noqa: ARG001
     return torch.empty_like(value)
 

@@ -1,4 +1,4 @@
-"""From a session's lanes to what is traced: steps in the order in which they act, with everything decided beforehand."""
+"""From a session's lanes to what is traced: steps in the order in which they act, all decided beforehand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which kee
 GATHERED = "tenterhook: gather=True puts values together over processes"
 
 
-class Untraceable(Exception):  # noqa: N818
+class Untraceable(Exception):
     """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
 
 
@@ -48,7 +48,8 @@ class Step:
         self.gradient = kind in ("gradient", "gradient edit")
         self.stops = bool(getattr(action, "stops", False))
         self.opaque = self.check = self.copies = self.plain = False
-        self.dtype = self.function = self.context = self.part = self.token = self.called = None
+        self.dtype = self.context = self.part = self.token = self.called = None  # type: Any
+        self.function: Any = None
         if kind == "value":
             self._look(action)
         elif not self.observes:
@@ -157,7 +158,7 @@ def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:
     known = reel.swaps.get(id(swap))
     if known is None:
         known = reel.swaps[id(swap)] = Exchanged(swap, swap.binding, lane)
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def traced_forward(tap: Tap) -> Callable[..., Any]:
@@ -176,7 +177,7 @@ def traced_forward(tap: Tap) -> Callable[..., Any]:
     return traced(tap.module, body, parts)
 
 
-def _part(lane: Lane) -> Part:
+def _part(lane: Lane) -> Any:
     if lane.part is None:
         if lane.session.reel is None:
             raise Untraceable(LATER)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Bell", "Reel"]
 
 _tokens = itertools.count(1)
+_NO_TOKEN = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 class Bell:
@@ -54,8 +55,8 @@ class Bell:
 class Reel:
     """What one session's traced code writes to.
 
-    ``chain`` is a chain of ``(before, part, phase, values, count)``, empty between calls, where ``count`` is that of the
-    gradients to come; ``token`` names this run for them. ``left`` has the points that a stop still waits for.
+    ``chain`` is a chain of ``(before, part, phase, values, count)``, empty between calls; ``count`` is that of the
+    gradients to come, and ``token`` names this run for them. ``left`` has the points that a stop still waits for.
     """
 
     __slots__ = (
@@ -113,10 +114,10 @@ class Reel:
         """Nothing is written to it any more, and it keeps nothing."""
         self.session = None
         self.swaps.clear()
-        self.chain, self.bell, self.left = (), None, ()
+        self.chain, self.bell, self.left, self.token = (), None, (), _NO_TOKEN
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _rung(reel: Reel) -> None:
     # An exception cannot leave from here: the session raises it.
     try:
@@ -135,7 +136,7 @@ def new_token() -> Tensor:
 
 
 def _owned(items: list[Any]) -> list[Any]:
-    """The items, with copies of the tensors that stand in the buffers of CUDA graphs: the next replay rewrites those."""
+    """The items, with copies of what stands in the buffers of CUDA graphs: the next replay rewrites those."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return items
@@ -147,7 +148,8 @@ def _owned(items: list[Any]) -> list[Any]:
         torch._foreach_copy_(copies, list(found.values()))
     owned = dict(zip(found, copies, strict=True))
     return [
-        (part, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values)) for part, phase, values in items
+        (part, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values))
+        for part, phase, values in items
     ]
 
 

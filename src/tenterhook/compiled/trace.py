@@ -95,40 +95,44 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
 
 def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
     """The arguments after the edits; then what observes sees them. Of gradients, as in ``outcome``."""
-    done, pending = [], []
+    pending: list[Any] = []
+    done: list[Any] = []
     for part in parts:
         flags = []
         for place, step in part.edits_in:
-            value = place.get(args, kwargs)
-            if value is MISSING:
-                flags.append(False)
-                continue
             if not step.gradient:
                 args, kwargs = through(pending, args, kwargs)
                 pending = []
-            new, applied = changed(step, place.get(args, kwargs))
+            value = place.get(args, kwargs)
+            new, applied = (MISSING, False) if value is MISSING else changed(step, value)
             if step.gradient and applied:
                 pending.append((place, step))
-            else:
+            elif applied:
                 args, kwargs = place.put(args, kwargs, new)
             flags.append(applied)
         done.append(tuple(flags))
-    for part, flags in zip(parts, done, strict=True):
-        seen = []
-        for place, look in part.looks_in:
-            value = place.get(args, kwargs)
-            if value is MISSING:
-                seen.append(MISSING)
-            elif look.gradient:
-                new, mark = caught(part, value)
-                args, kwargs = place.put(args, kwargs, new)
-                seen.append(mark)
-            else:
-                seen.append(own(value, look))
-        emit(part, "in", (flags, tuple(seen)))
-        for _, look in part.looks_in:
-            stop_after(part, look)
+    for part, flagged in zip(parts, done, strict=True):
+        args, kwargs = look_in(part, flagged, args, kwargs)
     return through(pending, args, kwargs)
+
+
+def look_in(part: Part, flags: Any, args: Any, kwargs: Any) -> Any:
+    """What observes sees the arguments; one whose gradient is caught is handed on."""
+    seen: list[Any] = []
+    for place, look in part.looks_in:
+        value = place.get(args, kwargs)
+        if value is MISSING:
+            seen.append(MISSING)
+        elif look.gradient:
+            new, mark = caught(part, value)
+            args, kwargs = place.put(args, kwargs, new)
+            seen.append(mark)
+        else:
+            seen.append(own(value, look))
+    emit(part, "in", (flags, tuple(seen)))
+    for _, look in part.looks_in:
+        stop_after(part, look)
+    return args, kwargs
 
 
 def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
@@ -145,7 +149,7 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
     way forward that is the other way round.
     """
     pending: list[Any] = []
-    done = []
+    done: list[Any] = []
     for part in parts:
         flags = []
         for step in part.edits_out:
@@ -159,7 +163,7 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
                 value = new
             flags.append(applied)
         done.append(tuple(flags))
-    for part, flags in zip(parts, done, strict=True):
+    for part, flagged in zip(parts, done, strict=True):
         seen = []
         for look in part.looks_out:
             if look.gradient:
@@ -167,7 +171,7 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
                 seen.append(mark)
             else:
                 seen.append(own(value, look))
-        emit(part, "out", (flags, tuple(seen)))
+        emit(part, "out", (flagged, tuple(seen)))
     for part in parts:
         for look in part.looks_out:
             stop_after(part, look)
@@ -290,7 +294,9 @@ def with_gradients(steps: list[Any], value: Any) -> Any:
 def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, Tensor):
         meant = step.part is None or step.part == path
-        return ChangeGradient.apply(value, step) if meant and value.requires_grad else value
+        if not meant or not value.requires_grad:
+            return value
+        return ChangeGradient.apply(value, step)  # type: ignore[no-untyped-call]
     if type(value) is tuple:
         return tuple([each_gradient(part, step, (*path, i)) for i, part in enumerate(value)])
     if type(value) is list:
@@ -319,7 +325,7 @@ def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], nu
             return value
         number = first + len(numbers)
         numbers.append((path, number))
-        return Catch.apply(value, token, number)
+        return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
     if type(value) is tuple:
         return tuple([each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)])
     if type(value) is list:

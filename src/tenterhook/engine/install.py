@@ -49,8 +49,8 @@ class Lane:
 
     __slots__ = (
         "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "inner",
-        "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session", "strangers", "swaps",
-        "tap", "whole",
+        "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session", "strangers",
+        "swaps", "tap", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -119,7 +119,7 @@ class Lane:
         """Do nothing any more, not even in a call that is still running."""
         self.calls = self.next_call()
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
-        self.inner = ()
+        self.inner, self.part = (), None
         if self.direct is not None:
             entries, watch = _places(self.direct.__code__)
             self.direct.__closure__[entries].cell_contents = {}
