@@ -122,7 +122,7 @@ def test_an_error_while_values_are_taken_is_raised_by_the_session():
 
 
 def test_nothing_that_was_recorded_outlives_the_tape():
-    call, target, at = outer(net(), backend="eager")
+    call, target, at = outer(net(), backend="aot_eager")
     call(X)
 
     def run():

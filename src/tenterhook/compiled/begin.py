@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "dressed", "end", "is_used", "waiting"]
+__all__ = ["begin", "dressed", "end", "is_used", "told", "waiting"]
+
+_used = False
 
 
 def is_used() -> bool:
-    """Whether torch.compile may be used in this process: whoever does has loaded Dynamo. Loading it takes seconds."""
-    return "torch._dynamo" in sys.modules
+    """Whether torch.compile was ever called in this process; where it was not, a session pays nothing for this room."""
+    global _used  # noqa: PLW0603
+    if not _used:
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # Other libraries load it and use none of it.
+        _used = dynamo is not None and bool(dynamo.cached_backends)
+    return _used
 
 
 def begin(session: Session) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
+import torch.compiler
 from torch import Tensor, nn
 
 from tenterhook.compiled.gradient import Catch, ChangeGradient
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedContext", "at_place", "refused", "traced"]
 
+EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
 WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
 KIND = "tenterhook: an edit changed the kind of a value"
 
@@ -65,6 +67,8 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Cal
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
+        if torch.compiler.is_exporting():
+            torch._dynamo.graph_break(msg=EXPORTED)
         value = original(*args, **kwargs)
         chain = reel.chain
         reel.chain = (chain, part, "one", own_copy(value), counted(chain))
@@ -80,6 +84,8 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
+        if torch.compiler.is_exporting():
+            torch._dynamo.graph_break(msg=EXPORTED)
         for part in parts:
             for index, swap in enumerate(part.swaps):
                 enter_swap(part, index, swap)
