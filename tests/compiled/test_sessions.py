@@ -71,15 +71,14 @@ def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     assert graphs() - begun == once
 
 
-@pytest.mark.parametrize("way", [outer, itself])
-def test_many_plans_do_not_use_up_what_dynamo_allows(way):
-    call, target, at = made(way, backend="eager")
+def test_many_plans_do_not_use_up_what_dynamo_allows():
+    call, target, at = made(itself)
     begun = graphs()
-    for number in range(20):
+    for number in range(12):
         with th.record(target, f"{at}b0.a"), th.edit(target, {f"{at}b1.act": _scaled(number)}):
             call(X)
     call(X)
-    assert graphs() - begun == 20
+    assert graphs() - begun == 12
     with th.record(target, f"{at}b1.a") as tape:
         call(X)
     assert close(tape[f"{at}b1.a"], _plain("b1.a"))
@@ -125,9 +124,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("way", [outer, itself, function])
-def test_edits_take_effect_in_one_full_graph(way, edit, opened):
-    call, target, at = made(way, opened)
+@pytest.mark.parametrize("way", [outer, function])
+def test_edits_take_effect_in_one_full_graph(way, edit):
+    call, target, at = made(way)
     plain, edits = net(), EDITS[edit]
     with th.edit(plain, edits):
         wanted = plain(X)
@@ -222,27 +221,26 @@ def test_dtype_is_converted_in_the_graph():
     assert tape[f"{at}b1"].dtype is torch.float64
 
 
-def test_shapes_may_vary(opened):
-    call, target, at = made(outer, opened, dynamic=True)
-    plain, begun = net(), graphs()
+def test_shapes_may_vary():
+    call, target, at = made(outer, dynamic=True)
+    begun = graphs()
     with th.record(target, f"{at}b0.a", f"{at}b1:y") as tape:
         for length in (5, 7, 11):
             call(torch.randn(length, 3))
     assert [len(value) for value in tape.calls(f"{at}b1:y")] == [5, 7, 11]
     assert graphs() - begun == 1
-    assert plain is not None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_session_leaves_the_model_as_it_was(way, opened):
-    call, target, at = made(way, opened)
+@pytest.mark.parametrize("way", [outer, itself, function])
+def test_a_session_leaves_the_model_as_it_was(way):
+    call, target, at = made(way)
     with untouched(target), th.record(target, f"{at}b0.a", f"{at}b1:y"), th.edit(target, {f"{at}b1": th.zero()}):
         call(X)
 
 
 @pytest.mark.parametrize("way", WAYS[:-1])
-def test_a_stop_makes_the_graph_end_there(way, opened):
-    call, target, at = made(way, opened)
+def test_a_stop_makes_the_graph_end_there(way):
+    call, target, at = made(way)
     ran = []
     with th.record(target, f"{at}b0.a#0", f"{at}b0:y#0", stop=True) as tape:
         call(X)
