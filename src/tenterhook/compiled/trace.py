@@ -67,7 +67,7 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Cal
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
-        if torch.compiler.is_exporting():
+        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
             torch._dynamo.graph_break(msg=EXPORTED)
         value = original(*args, **kwargs)
         chain = reel.chain
@@ -84,7 +84,7 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
-        if torch.compiler.is_exporting():
+        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
             torch._dynamo.graph_break(msg=EXPORTED)
         for part in parts:
             for index, swap in enumerate(part.swaps):
