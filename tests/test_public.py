@@ -14,7 +14,7 @@ ROOMS = [
     {"errors", "_tree", "_draw", "_look", "_version"},
     {"address"},
     {"sites"},
-    {"engine"},
+    {"engine", "compiled"},
     {"record", "edit", "replay", "sinks", "watch"},
     {"report", "recipes", "harvest"},
     {"integrations", "cli", "__main__"},

@@ -24,25 +24,26 @@ VALUE_AND_CONTEXT = 2
 class Change:
     """A function of value and context; ``part`` restricts it to one tensor of a structure, where that was asked for."""
 
-    __slots__ = ("_call", "_takes_context", "part")
+    __slots__ = ("call", "opaque", "part", "takes_context")
 
     def __init__(self, call: Callable[..., Any], *, takes_context: bool, part: Any = None) -> None:
-        self._call, self._takes_context, self.part = call, takes_context, part
+        self.call, self.takes_context, self.part = call, takes_context, part
+        self.opaque = isinstance(call, Edit) and call.opaque  # Whether torch.compile is to call it, not to trace it.
 
     @property
     def name(self) -> str:
         """What it is called in an error."""
-        call = self._call
+        call = self.call
         return repr(call) if isinstance(call, Edit) else getattr(call, "__qualname__", type(call).__name__)
 
     @property
-    def given(self) -> Callable[..., Any]:
-        """What the user gave: a ready edit, or a function."""
-        return self._call
+    def ready(self) -> bool:
+        """Whether it is a ready edit."""
+        return isinstance(self.call, Edit)
 
     def __call__(self, value: Any, context: Context) -> Any:
         try:
-            new = self._call(value, context) if self._takes_context else self._call(value)
+            new = self.call(value, context) if self.takes_context else self.call(value)
         except Exception as error:
             error.add_note(f"in the edit {self.name} at {context.address!r}, call #{context.call}")
             raise
@@ -50,8 +51,10 @@ class Change:
 
     def of_one_tensor(self) -> Change:
         """The same change for whoever finds the part himself: gradients come tensor by tensor."""
-        call = replace(self._call, part=None) if isinstance(self._call, Edit) else self._call
-        return Change(call, takes_context=self._takes_context, part=self.part)
+        call = replace(self.call, part=None) if isinstance(self.call, Edit) else self.call
+        one = Change(call, takes_context=self.takes_context, part=self.part)
+        one.opaque = self.opaque
+        return one
 
 
 def as_change(given: Any) -> Change:

@@ -81,6 +81,7 @@ class _Base:
 
     observes = False
     again = True
+    compiled = "gradient edit"
 
     def __init__(self, change: Change, *, check: bool) -> None:
         self.why = NOTHING_FLOWED
@@ -89,6 +90,20 @@ class _Base:
     @property
     def reached(self) -> bool:
         return self._apply.reached
+
+    @property
+    def change(self) -> Change:
+        """The change, of one tensor."""
+        return self._apply.change
+
+    @property
+    def check(self) -> bool:
+        """Whether the kind must stay."""
+        return self._apply.check
+
+    def mark(self) -> None:
+        """A compiled graph was made with it, and a backward pass through that graph makes it."""
+        self._apply.reached = True
 
     def _wanted(self, value: Any) -> list[tuple[Path, Tensor]]:
         """The tensors whose gradient is meant; where there is none, note why."""
@@ -197,6 +212,7 @@ class _WriteBack:
 
     observes = False
     again = True
+    compiled = "nothing"
 
     def __init__(self, edit: InputGradientEdit) -> None:
         self._edit = edit

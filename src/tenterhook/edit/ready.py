@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ at = At()
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
     """The base of the ready edits: finds the tensor, cuts out the part, puts the new part back."""
+
+    opaque: ClassVar[bool] = False
 
     at: Any = None
     part: Any = None
@@ -175,6 +177,8 @@ class Noise(Edit):
 
     The noise depends on ``seed`` and the call only, so that a recomputation of the same call sees the same noise.
     """
+
+    opaque: ClassVar[bool] = True  # A compiled graph cannot make a generator.
 
     std: float = 1.0
     seed: int = 0

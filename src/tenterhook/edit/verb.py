@@ -28,6 +28,7 @@ def edit(
     grad: Changes | None = None,
     accumulated: Changes | None = None,
     check: bool = True,
+    opaque: bool = False,
 ) -> Editing:
     """Change what passes at points while the session is open.
 
@@ -47,10 +48,12 @@ def edit(
             parameters before they are accumulated.
         accumulated: parameter to change, for its ``.grad`` right after a gradient was accumulated into it.
         check: whether shape, dtype and device must stay what they were.
+        opaque: on a compiled model, call the changes from the graph instead of compiling them into it: for those that
+            print, use numpy or decide by values. Each has to return a tensor of the same kind.
     """
     if not changes and not grad and not accumulated:
         raise EditError("nothing to edit: give a dict of changes, for example th.edit(model, {'h.3': th.zero()})")
-    session = Editing(model)
+    session = Editing(model, opaque=opaque)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
     for selector, change in _items(grad, "grad"):
@@ -67,8 +70,9 @@ class Editing(Session):
 
     verb = "edit"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, opaque: bool = False) -> None:
         super().__init__(model, [], [])
+        self._opaque = opaque
         self._handles: list[Any] = []
 
     def add(
@@ -76,6 +80,8 @@ class Editing(Session):
     ) -> None:
         """Bind a change at every point of a selector: those named themselves must all be reached, of others one."""
         changes = [as_change(one) for one in (given if isinstance(given, Sequence) else [given])]
+        for change in changes:
+            change.opaque = change.opaque or self._opaque
         found: list[Binding] = []
         for point in resolve(self.model, [selector]):
             if point.call is not None and point.call < 0:
@@ -105,17 +111,22 @@ class ValueEdit:
 
     observes = False
     again = True
+    compiled = "edit"
 
     def __init__(self, change: Change, *, check: bool) -> None:
-        self._change, self._check = change, check
+        self.change, self.check = change, check
         self.reached = False
 
     def __call__(self, value: Any, context: Context) -> Any:
-        new = self._change(value, context)
-        if self._check and new is not value:
-            check_same_kind(value, new, context, self._change.name)
+        new = self.change(value, context)
+        if self.check and new is not value:
+            check_same_kind(value, new, context, self.change.name)
         self.reached = True
         return new
+
+    def mark(self) -> None:
+        """It was made in a compiled graph."""
+        self.reached = True
 
 
 def _items(changes: Changes | None, name: str) -> Any:

@@ -39,6 +39,11 @@ class Action(Protocol):
     alias with a history of its own. Otherwise its return value takes the value's place. ``again``: it must be applied
     anew when activation checkpointing recomputes the call. ``reached``: some call has passed it.
 
+    An action that can be part of a compiled graph says so by ``compiled``: "value", "gradient", "edit",
+    "gradient edit", or "nothing" where there is nothing to trace. What observes is told by ``taken`` when the graph has
+    run, with what was kept and the number of that run; what edits has a ``change`` and ``check``, and ``mark`` tells it
+    that it acted.
+
     An action at a module's output may also have a method ``enter``, which is told of each call as it begins: its index,
     the sequence number of autograd's next operation, and the arguments.
     """

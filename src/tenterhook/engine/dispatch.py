@@ -259,12 +259,12 @@ def stop_if_done(visits: list[Visit]) -> None:
 # its beginning takes a shorter way, and then runs none that come later.
 TORCH_CALL: set[CodeType] = {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}
 SLOW_FORWARD: CodeType = nn.Module._slow_forward.__code__
+OWN_FILES = {__file__}  # The files of our own that stand between that frame and this one.
 
 
 def torch_frame(frame: FrameType | None, module: nn.Module) -> FrameType | None:
     """The frame that runs the module's forward hooks after this; None for a direct call, ``module.forward(...)``."""
-    here = __file__
-    while frame is not None and (frame.f_code.co_filename == here or frame.f_code is SLOW_FORWARD):
+    while frame is not None and (frame.f_code.co_filename in OWN_FILES or frame.f_code is SLOW_FORWARD):
         frame = frame.f_back
     if frame is None or frame.f_code not in TORCH_CALL or frame.f_locals["self"] is not module:
         return None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.address.match import Site
+from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
@@ -48,8 +49,8 @@ class Lane:
 
     __slots__ = (
         "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
-        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "path", "session", "strangers",
-        "swaps", "tap", "whole",
+        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session",
+        "strangers", "swaps", "tap", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -74,6 +75,7 @@ class Lane:
         self.borrowed = 0
         self.over = False
         self.direct: Any = None
+        self.part: Any = None  # What is traced of it, where torch.compile is used.
 
     def add(self, binding: Binding) -> None:
         """Take a binding in, by its site."""
@@ -118,7 +120,7 @@ class Lane:
         """Do nothing any more, not even in a call that is still running."""
         self.calls = self.next_call()
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
-        self.inner, self.guard = (), None
+        self.inner, self.guard, self.part = (), None, None
         if self.direct is not None:
             entries, watch = _places(self.direct.__code__)
             self.direct.__closure__[entries].cell_contents = {}
@@ -173,6 +175,8 @@ class Tap:
     def refresh(self) -> None:
         """Put in the forward that the present lanes need."""
         function: Any = self._direct() or general(self)
+        if compiled.is_used():
+            function = compiled.dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
@@ -317,7 +321,7 @@ _CALLS.update(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c
 
 def _caller(frame: FrameType | None) -> nn.Module | None:
     """The module that PyTorch is calling, seen from the frames of its forward."""
-    for _ in range(3):  # Our own forward and dispatch, at most, then PyTorch's frame.
+    for _ in range(4):  # Our own forward, that of a compiled entry, and dispatch, at most, then PyTorch's frame.
         if frame is not None and frame.f_code in _CALLS:
             return frame.f_locals["self"]  # type: ignore[no-any-return]
         frame = frame.f_back if frame is not None else None

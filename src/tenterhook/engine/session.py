@@ -11,6 +11,8 @@ from torch import nn
 
 from tenterhook.address.match import Site
 from tenterhook.address.walk import find, module_ids
+from tenterhook.compiled import begin as compiled
+from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.reasons import never_reached
@@ -77,6 +79,10 @@ class Session:
         self._state = "new"
         self._depth = 0
         self._shape: dict[int, None] | None = None
+        self.reel: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
+        self.entries: dict[nn.Module, str] = {}
+        self.plan_key: tuple[Any, ...] = ()
+        self._told = Compiled()
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -86,6 +92,8 @@ class Session:
             raise self._not_new()
         try:
             self._plan()
+            if compiled.is_used():
+                compiled.begin(self)
             for lane in self.lanes.values():
                 if can_be_called(lane.module):
                     attach(lane)
@@ -142,13 +150,14 @@ class Session:
             return
         context = Context(point.address, 0, point.module, self)
         swap = Swap(self.model, point.tensor, lambda tensor: action(tensor, context))
+        swap.binding = binding
         steps = point.path.split(".") if point.path else []
         # FSDP2 puts a parameter together for the calls of its owner, and above that it is not what will be used.
         above = len(steps) if is_spread(point.tensor) else 0
         for length in range(above, len(steps) + 1):
             path = ".".join(steps[:length])
             module = find(self.model, path)
-            if module is not None:
+            if module is not None and "_orig_mod" not in module._modules:  # torch.compile's own module only hands on.
                 lane = self._lane(module, path)
                 lane.swaps += (swap,)
                 lane.again = True
@@ -188,7 +197,7 @@ class Session:
 
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
-        self.lanes, self.bindings, self.required = {}, [], []
+        self.lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
 
     def _undo(self) -> list[str]:
         """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
@@ -202,6 +211,7 @@ class Session:
                     replaced.append(lane.path or ":return")
         finally:
             self.on_close()
+        self._told = compiled.end(self)
         self._state = "closed"
         return replaced
 
@@ -214,6 +224,8 @@ class Session:
             warnings.warn(REPLACED.format(path=path), TenterhookWarning, stacklevel=4)
 
     def _say_what_was_missed(self) -> None:
+        if self.reel is not None and self.reel.error is not None:
+            raise self.reel.error
         if self._shape is not None and self._shape != module_ids(self.model):
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
@@ -252,6 +264,11 @@ class Session:
     def is_open(self) -> bool:
         """Whether the session acts now."""
         return self._state == "open"
+
+    @property
+    def compiled(self) -> Compiled:
+        """What torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
+        return compiled.told(self) if self.is_open else self._told
 
     def nearest_tape(self) -> Any:
         """The tape of the innermost open session of this thread on the same model that records."""

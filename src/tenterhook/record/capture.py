@@ -79,6 +79,12 @@ class Policy:
             return Kept(map_tensors(self._keep_one, value, opaque=Opaque.of), watched)
         return Kept(map_tensors(lambda tensor: self._refer(tensor, watched), value, opaque=Opaque.of), watched)
 
+    def keep_own(self, value: Any) -> Entry:
+        """Keep a structure whose tensors nobody else has: what a compiled graph gave out for the tape alone."""
+        if isinstance(value, Tensor) and self.device is None and not value.is_inference():
+            return value, value._version
+        return Kept(map_tensors(lambda tensor: tensor.detach().to(self.device), value, opaque=Opaque.of), [])
+
     @staticmethod
     def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
         tensor = settled(tensor)
@@ -110,6 +116,7 @@ class Recorder:
 
     observes = True
     again = False
+    compiled = "value"
 
     def __init__(self, policy: Policy, keep: int = sys.maxsize) -> None:
         self.entries: dict[int, Entry] = {}
@@ -124,8 +131,23 @@ class Recorder:
         return self.passed or (self.direct and (bool(self.entries) or bool(self.track and self.track.cleared)))
 
     def __call__(self, value: Any, context: Context) -> None:
+        self.store(self.policy.keep(value), context)
+
+    def taken(self, value: Any, context: Context, _token: int) -> None:
+        """A compiled graph has run, and this is what passed in it."""
+        self.store(self.policy.keep_own(value), context)
+
+    def taken_at(self, call: int, value: Any) -> None:
+        """The same, in short."""
         self.passed = True
-        self.entries[context.call] = self.policy.keep(value)
+        self.entries[call] = self.policy.keep_own(value)
+        if call >= self.keep:
+            self.entries.pop(call - self.keep, None)
+
+    def store(self, entry: Entry, context: Context) -> None:
+        """Put what was kept on the tape."""
+        self.passed = True
+        self.entries[context.call] = entry
         if context.call >= self.keep:
             self.entries.pop(context.call - self.keep, None)
 

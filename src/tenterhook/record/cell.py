@@ -45,6 +45,7 @@ class Cell:
     kept: tuple[Tensor, int] | None = None  # A view's memory, and its version as it was recorded.
     places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
     silent = graphs = spent = False
+    numbered: dict[int, Path]  # Of the gradients that a compiled graph brings; see tenterhook.compiled.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         # Each gradient with the version that it had, which tells whether it was changed since.

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from tenterhook._tree import Path, replace_at, tensors
+from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.record.cell import (
@@ -111,6 +112,7 @@ class _Gradient:
 
     observes = True
     again = True
+    compiled: str | None = "gradient"
     anywhere = False  # Whether gradients count that do not come through the module.
 
     def __init__(self, entries: dict[int, Any], keep: int) -> None:
@@ -135,6 +137,22 @@ class _Gradient:
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
         return None if cell.why else cell
+
+    def taken(self, mark: Any, context: Context, token: int) -> None:
+        """A compiled graph has run: its backward will bring the gradients, by their numbers."""
+        shape, numbers, why = mark
+        call = context.call
+        if call <= self._latest - self.keep:
+            return
+        cell = self.entries[call] = Cell(shape, "")
+        cell.why = why
+        cell.spent = True  # There is no edge by which to find it; a whole backward pass does.
+        cell.numbered = {number: path for path, number in numbers}
+        for number in cell.numbered:
+            expect(token, number, cell)
+        self._latest = max(self._latest, call)
+        if call >= self.keep:
+            self.entries.pop(call - self.keep, None)
 
 
 class OutputGradient(_Gradient):
@@ -269,6 +287,7 @@ class InputGradientOut:
 
     observes = True
     again = True
+    compiled = "nothing"
 
     def __init__(self, way_in: InputGradient) -> None:
         self._in = way_in

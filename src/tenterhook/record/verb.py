@@ -13,10 +13,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.suggest import listed
+from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, TenterhookWarning
-from tenterhook.record.capture import Copy, Policy, Recorder
+from tenterhook.record.capture import Copy, Entry, Policy, Recorder
 from tenterhook.record.cell import Cell, watch_parameter
 from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
@@ -135,7 +136,10 @@ class Recording(Session):
         if point.site is Site.RETURN:
             return [Binding(point, OutputGradient(entries, self._keep))]
         if point.site is Site.VARIABLE or self._grad == "total":
-            return [Binding(point, TotalGradient(entries, self._keep))]
+            total = TotalGradient(entries, self._keep)
+            if point.site is not Site.VARIABLE:
+                total.compiled = None  # Uses of an argument outside of the module are not in sight of the tracer.
+            return [Binding(point, total)]
         through = InputGradient(entries, self._keep)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
@@ -165,6 +169,7 @@ class Recording(Session):
             )
         for point, recorder, grads in self._parameters:
             self._watch_parameter(point, recorder, grads)
+        compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
 
@@ -214,13 +219,15 @@ class Recording(Session):
 class _Stopping(Recorder):
     """A recorder whose session stops when all of them have been passed."""
 
+    stops = True
+
     def __init__(self, policy: Policy, keep: int, session: Recording, point: Point) -> None:
         super().__init__(policy, keep)
         self.direct = False  # Dispatch would not tell the session.
         self._session, self._point = session, point
 
-    def __call__(self, value: Any, context: Context) -> None:
-        super().__call__(value, context)
+    def store(self, entry: Entry, context: Context) -> None:
+        super().store(entry, context)
         self._session.reached(self._point)
 
 

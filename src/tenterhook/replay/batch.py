@@ -58,7 +58,7 @@ class Slices:
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
-        edits = [changes[0].given for changes in self._changes if len(changes) == 1]
+        edits = [changes[0].call for changes in self._changes if len(changes) == 1]
         if len(edits) < len(pieces) or not all(isinstance(edit, Set) and _is_set_in_place(edit) for edit in edits):
             return False
         cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class Slices:
 
 def _put(change: Change, piece: Tensor, context: Context) -> None:
     """Apply a change to some examples where they are."""
-    edit = change.given
+    edit = change.call
     if isinstance(edit, Edit) and edit.part is None and edit.at is not None:
         cut = edit._cut(piece, context)
         if isinstance(edit, Zero):

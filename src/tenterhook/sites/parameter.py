@@ -77,35 +77,36 @@ class Swap:
     Swaps of several sessions may stack on one tensor: each replaces what it finds and puts that back.
     """
 
-    __slots__ = ("_depth", "_flat", "_found", "_made", "_make", "_places")
+    __slots__ = ("_found", "_made", "_make", "binding", "depth", "flat", "places")
 
     changes: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
-        self._places = list(holders(model, tensor))
+        self.places = list(holders(model, tensor))
         layers = (module for module in model.modules() if isinstance(module, nn.RNNBase))
-        self._flat = [Flat(layer) for layer in layers if any(held is tensor for held in layer._flat_weights)]
+        self.flat = [Flat(layer) for layer in layers if any(held is tensor for held in layer._flat_weights)]
         self._make = make
         self._found: Tensor | None = None
         self._made: Tensor | None = None
-        self._depth = 0
+        self.depth = 0
+        self.binding: Any = None  # Whose edit it makes, for the tracer.
 
     @property
     def active(self) -> bool:
-        return self._depth > 0
+        return self.depth > 0
 
     def enter(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
         """Compute the tensor anew and put it in place, unless an outer call has done so."""
-        if self._depth == 0:
-            container, key = self._places[0]
+        if self.depth == 0:
+            container, key = self.places[0]
             # Made anew for each call, so that every backward pass finds a graph of its own from it to the parameter.
             found = container[key]
             made = (make or self._make)(found)
             self._exchange(found, made)
-            for flat in self._flat:
+            for flat in self.flat:
                 flat.exchange(found, made)
             self._found, self._made = found, made
-        self._depth += 1
+        self.depth += 1
 
     def make_apart(self, found: Tensor) -> Tensor:
         """The tensor without its graph, and computed behind the back of whoever packs what autograd saves."""
@@ -118,15 +119,15 @@ class Swap:
 
     def leave(self) -> None:
         """Put back what was found, as the outermost call ends."""
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self._exchange(self._made, self._found)
-            for flat in self._flat:
+            for flat in self.flat:
                 flat.put_back()
             self._found = self._made = None
 
     def _exchange(self, old: Tensor | None, new: Tensor | None) -> None:
-        for container, key in self._places:
+        for container, key in self.places:
             if container[key] is old:
                 container[key] = new
 

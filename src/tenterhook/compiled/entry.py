@@ -1,0 +1,171 @@
+"""Where compiled code begins: the module that ``torch.compile`` was given, or the one whose ``compile()`` was called.
+
+Dynamo keeps what it has compiled with the code of a function, eight versions of it at most. So where a session is open,
+an entry runs a copy of a small function, one copy for each plan: the versions of one plan do not count against those
+of another, and when the session is over the model's own code is there as it was. In that function a stop is caught,
+which makes the graph end there.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch._dynamo
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list, skip_code
+from torch._dynamo.exc import Unsupported
+
+from tenterhook.address.walk import find
+from tenterhook.engine.dispatch import OWN_FILES
+from tenterhook.errors import EditError, Stopped
+
+if TYPE_CHECKING:
+    from tenterhook.engine.install import Tap
+    from tenterhook.engine.session import Session
+
+__all__ = ["entries", "entry", "keep_out"]
+
+PLANS = 64  # of one module, whose compiled code is kept
+UNTRACED = (
+    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
+    "alone, or let it run outside: th.edit(..., opaque=True)."
+)
+STOPPED = "tenterhook stopped"
+OWN_FILES.add(__file__)
+
+Copies = collections.OrderedDict[Any, Callable[..., Any]]
+_copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
+
+
+def entries(session: Session) -> dict[nn.Module, str]:
+    """The modules of a session's model at which compiled code begins, with their paths: those above its points."""
+    model = session.model
+    paths = {""}
+    for lane in session.lanes.values():
+        steps = lane.path.split(".") if lane.path else []
+        paths.update(".".join(steps[:length]) for length in range(1, len(steps) + 1))
+    found: dict[nn.Module, str] = {}
+    for path in sorted(paths):
+        module = find(model, path)
+        if isinstance(module, OptimizedModule):
+            found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
+        elif module is not None and (_is_compiled(module) or (not path and (_was_compiled(module) or _stops(session)))):
+            found.setdefault(module, path)
+    return found
+
+
+def _stops(session: Session) -> bool:
+    return any(getattr(binding.action, "stops", False) for binding in session.bindings)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _was_compiled(module: nn.Module) -> bool:
+    """Whether compiled code has begun at a module of this class, by ``torch.compile(module)`` for one."""
+    if "forward" in module.__dict__:
+        return False
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return code is not None and bool(_debug_get_cache_entry_list(code))
+
+
+def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for a module at which compiled code may begin; where none does, it is the engine's own."""
+    run = _copy(tap)
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not callable(get_eval_frame_callback()) or self is not tap.module:
+            return eager(self, *args, **kwargs)
+        if not any(lane.owner == get_ident() for lane in tap.lanes):
+            return _apart(eager, self, args, kwargs)
+        try:
+            value = run(self, inlined, args, kwargs)
+        except Unsupported as error:
+            named = _named(tap, error)
+            if named is None:
+                raise
+            raise named from error
+        if type(value) is str and value == STOPPED:
+            raise Stopped(next(lane.session for lane in tap.lanes if lane.session.done))
+        return value
+
+    return forward
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
+    return eager(module, *args, **kwargs)
+
+
+def _run(self: nn.Module, inlined: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compiled, in a copy of its own for each plan. Guards on a module are cheapest where it is an argument itself."""
+    try:
+        return inlined(self, *args, **kwargs)
+    except Stopped:
+        return STOPPED
+
+
+def _copy(tap: Tap) -> Callable[..., Any]:
+    known = _copies.setdefault(tap.module, collections.OrderedDict())
+    key = tuple([lane.session.plan_key for lane in tap.lanes])
+    made = known.get(key)
+    if made is None:
+        made = known[key] = FunctionType(_run.__code__.replace(), globals(), "run")
+        if len(known) > PLANS:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return made
+
+
+def _named(tap: Tap, error: Unsupported) -> EditError | None:
+    """The error that names the edit at which tracing failed, if it was at one."""
+    stack = {(frame.filename, frame.name) for frame in getattr(error, "real_stack", None) or ()}
+    for lane in tap.lanes:
+        for binding in lane.session.bindings:
+            change = getattr(binding.action, "change", None)
+            code = getattr(getattr(change, "call", None), "__code__", None)
+            if change is not None and code is not None and (code.co_filename, code.co_name) in stack:
+                reason = str(error).strip().partition("\n")[0]
+                return EditError(UNTRACED.format(name=change.name, address=binding.point.address, reason=reason))
+    return None
+
+
+_kept_out: set[str] = set()
+
+
+def keep_out() -> None:
+    """Keep Dynamo from compiling the engine's own functions where a graph does not have them: they are to run as is.
+
+    This marks our own code and no one else's. Functions that are inlined into a graph are not concerned.
+    """
+    for name, module in list(sys.modules.items()):
+        if name in _kept_out or not name.startswith("tenterhook."):
+            continue
+        _kept_out.add(name)
+        for held in list(vars(module).values()):
+            if getattr(held, "__module__", None) == name:
+                _mark(held)
+
+
+def _mark(held: Any) -> None:
+    members = list(vars(held).values()) if isinstance(held, type) else [held]
+    for member in members:
+        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        if isinstance(function, FunctionType):
+            _mark_code(function.__code__)
+
+
+def _mark_code(code: CodeType) -> None:
+    skip_code(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _mark_code(constant)

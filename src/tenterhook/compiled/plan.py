@@ -1,0 +1,188 @@
+"""From a session's lanes to what is traced: steps in the order in which they act, all decided beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tenterhook.compiled.inside import body_of
+from tenterhook.compiled.opaque import Called
+from tenterhook.compiled.trace import TracedContext, passed, recorded, refused, traced
+from tenterhook.engine.action import Context
+from tenterhook.engine.dispatch import global_forward_hooks
+from tenterhook.sites.parameter import Swap
+
+if TYPE_CHECKING:
+    from tenterhook.compiled.reel import Reel
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.install import Lane, Tap
+
+__all__ = ["Part", "Step", "Untraceable", "traced_forward"]
+
+FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
+LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
+UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
+FUSED = "tenterhook: a fused layer is kept from bypassing its children"
+FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
+GUARDED = "tenterhook: whether a call is served is decided as it is made"
+GATHERED = "tenterhook: gather=True puts values together over processes"
+
+
+class Untraceable(Exception):
+    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
+
+
+class Step:
+    """One action at one point, as it is traced."""
+
+    __slots__ = (
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
+        "opaque", "part", "plain", "stops", "token",
+    )  # fmt: skip
+
+    def __init__(self, binding: Binding, lane: Lane) -> None:
+        point, action = binding.point, binding.action
+        kind = getattr(action, "compiled", None)
+        if kind is None:
+            raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
+        self.address, self.observes = str(point), action.observes
+        self.gradient = kind in ("gradient", "gradient edit")
+        self.stops = bool(getattr(action, "stops", False))
+        self.opaque = self.check = self.copies = self.plain = False
+        self.dtype = self.context = self.part = self.token = self.called = None  # type: Any
+        self.function: Any = None
+        if kind == "value":
+            self._look(action)
+        elif not self.observes:
+            self._change(action, TracedContext(point.address, point.module))
+            if self.opaque or point.call is not None:
+                self._call_back(action, point.call, Context(point.address, 0, point.module, lane.session))
+
+    def _look(self, action: Any) -> None:
+        policy = action.policy
+        if policy.gather:
+            raise Untraceable(GATHERED)
+        self.copies, self.dtype = policy.copy != "never", policy.dtype
+        self.plain = self.copies and self.dtype is None
+
+    def _change(self, action: Any, context: TracedContext) -> None:
+        change = action.change
+        self.context, self.check = context, action.check
+        # Who asks which call it is, or for the tape, can only be told when the graph runs.
+        self.opaque = change.opaque or (change.takes_context and not change.ready)
+        self.function = change.call if change.takes_context else _of_value(change.call)
+        part = change.part
+        self.part = part if part is None or isinstance(part, tuple) else (part,)
+
+    def _call_back(self, action: Any, call: int | None, context: Context) -> None:
+        self.opaque = True
+        self.called = Called(self.function, action.change.name, call, context)
+        self.token = self.called.token
+
+
+def _of_value(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def function(value: Any, _context: Any) -> Any:
+        return call(value)
+
+    return function
+
+
+class Exchanged:
+    """A parameter's edit, as it is traced: one for all the modules around which it is made."""
+
+    __slots__ = ("binding", "found", "places", "step", "swap")
+
+    def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
+        if swap.flat:
+            raise Untraceable(FLAT)
+        # It is made once, be it by the engine around the graph or in it: they count their calls together.
+        self.swap, self.places, self.binding = swap, swap.places, binding
+        self.step = Step(binding, lane)
+        self.found: Any = None
+
+
+class Bound:
+    """The bindings behind the steps of a part, in the same order."""
+
+    __slots__ = ("edits_in", "edits_out", "inner", "looks_in", "looks_out", "swapped")
+
+    def __init__(self, lane: Lane) -> None:
+        self.edits_in = tuple([binding for _, binding in lane.edits_in])
+        self.looks_in = tuple([binding for _, binding in lane.looks_in])
+        self.edits_out = tuple([binding for binding in lane.edits_out if _acts(binding)])
+        self.looks_out = tuple([binding for binding in lane.looks_out if _acts(binding)])
+        self.inner = lane.inner
+        self.swapped: tuple[Binding, ...] = ()
+
+
+class Part:
+    """What one session does at one module. The tracer reads all but ``lane``, ``bound`` and ``running``."""
+
+    __slots__ = (
+        "bound", "edits_in", "edits_out", "inner", "lane", "looks_in", "looks_out", "reel", "running", "swaps",
+    )  # fmt: skip
+
+    def __init__(self, lane: Lane, reel: Reel) -> None:
+        if lane.guard is not None:
+            raise Untraceable(GUARDED)
+        self.reel, self.lane, self.bound = reel, lane, Bound(lane)
+        self.running: list[int] = []
+        self.edits_in = tuple([(place, Step(binding, lane)) for place, binding in lane.edits_in])
+        self.looks_in = tuple([(place, Step(binding, lane)) for place, binding in lane.looks_in])
+        self.edits_out = tuple([Step(binding, lane) for binding in self.bound.edits_out])
+        self.looks_out = tuple([Step(binding, lane) for binding in self.bound.looks_out])
+        self.inner = tuple([Step(binding, lane) for binding in lane.inner])
+        self.swaps = tuple([_exchanged(swap, lane, reel) for swap in lane.swaps])
+        self.bound.swapped = tuple([swap.binding for swap in self.swaps])
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is asked for."""
+        edits = self.edits_in or self.edits_out or self.swaps
+        return not (edits or self.looks_in or self.inner or self.looks_out)
+
+    @property
+    def only_output(self) -> bool:
+        """Whether all that is asked for is the output, of every call and as it is."""
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or len(self.looks_out) != 1:
+            return False
+        step = self.looks_out[0]
+        return step.plain and not step.gradient and not step.stops and self.bound.looks_out[0].point.call is None
+
+
+def _acts(binding: Binding) -> bool:
+    """Whether there is anything to trace: the second half of some actions only tidies up after the first."""
+    return getattr(binding.action, "compiled", None) != "nothing"
+
+
+def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:
+    if not isinstance(swap, Swap) or swap.binding is None:
+        raise Untraceable(FUSED)
+    known = reel.swaps.get(id(swap))
+    if known is None:
+        known = reel.swaps[id(swap)] = Exchanged(swap, swap.binding, lane)
+    return known
+
+
+def traced_forward(tap: Tap) -> Callable[..., Any]:
+    """What Dynamo shall see in place of a tap's forward."""
+    try:
+        parts = tuple([part for part in map(_part, tap.lanes) if not part.empty])
+        body = body_of(tap, parts)
+    except Untraceable as error:
+        return refused(str(error), tap.original)
+    if not parts:
+        return passed(tap.module, tap.original)
+    if tap.module._forward_hooks or global_forward_hooks:
+        return refused(FOREIGN, tap.original)
+    if len(parts) == 1 and parts[0].only_output:
+        return recorded(tap.module, tap.original, parts[0])
+    return traced(tap.module, body, parts)
+
+
+def _part(lane: Lane) -> Any:
+    if lane.part is None:
+        if lane.session.reel is None:
+            raise Untraceable(LATER)
+        lane.part = Part(lane, lane.session.reel)
+    return lane.part

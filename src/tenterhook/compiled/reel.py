@@ -1,0 +1,228 @@
+"""How what is recorded leaves a compiled graph that has no breaks.
+
+Dynamo lets traced code assign to attributes of objects that exist already: the values become outputs of the graph, and
+the assignments are made after it has run. So traced code assigns to a :class:`Reel`, and every point costs one output.
+
+Somebody has to take the values from there before the next call, and no code of ours runs then. But an assignment lets
+go of what stood there before: a :class:`Bell`, whose end is the sign that a graph has run and that its values are in.
+Traced code only ever writes to ``bell``, so no guard looks at it, and slots keep it out of Dynamo's sight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tenterhook._tree import map_tensors, tensors
+from tenterhook.engine.action import Context
+from tenterhook.sites.module import MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tenterhook.compiled.plan import Part
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.session import Session
+
+__all__ = ["Bell", "Reel"]
+
+_tokens = itertools.count(1)
+_NO_TOKEN = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+class Bell:
+    """Rings as it goes."""
+
+    __slots__ = ("_reel",)
+
+    def __init__(self, reel: Reel) -> None:
+        self._reel = weakref.ref(reel)
+
+    def __del__(self) -> None:
+        reel = self._reel()
+        if reel is not None and reel.session is not None:
+            _rung(reel)
+
+
+class Reel:
+    """What one session's traced code writes to.
+
+    ``chain`` is a chain of ``(before, part, phase, values, count)``, empty between calls; ``count`` is that of the
+    gradients to come, and ``token`` names this run for them. ``left`` has the points that a stop still waits for.
+    """
+
+    __slots__ = (
+        "__weakref__", "bell", "calls", "chain", "error", "left", "recompiled", "seen", "session",
+        "since", "strangers", "swaps", "token",
+    )  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        self.session: Session | None = session
+        self.chain: Any = ()
+        self.left: tuple[str, ...] = ()
+        self.token = new_token()
+        self.error: Exception | None = None
+        self.calls = self.recompiled = self.strangers = 0
+        self.swaps: dict[int, Any] = {}
+        self.since = _made()
+        self.seen = self.since[0]
+        self.bell: Bell | None = Bell(self)
+
+    def wait_for(self, left: tuple[str, ...]) -> None:
+        """Say which points a stop waits for."""
+        self.left = left
+
+    def take(self) -> None:
+        """Hand what a graph has brought to the session's actions, as if each value had just passed."""
+        chain, self.chain = self.chain, ()
+        self.bell = Bell(self)
+        if not chain:
+            return
+        self.calls += 1
+        made, _ = _made()
+        if made != self.seen:
+            self.seen = made
+            self.recompiled += self.calls > 1
+        items: list[Any] = []
+        brought = chain[4]
+        while chain:
+            chain, part, phase, values, _ = chain
+            items.append((part, phase, values))
+        items.reverse()
+        token = int(self.token)
+        if brought:
+            self.token = new_token()
+        if get_ident() != items[0][0].lane.owner:
+            self.strangers += 1
+            return
+        _hand_over(_owned(items), token)
+
+    def counted(self) -> tuple[int, int]:
+        """The graphs that were made and the breaks that were met since it was opened."""
+        graphs, breaks = _made()
+        return graphs - self.since[0], breaks - self.since[1]
+
+    def close(self) -> None:
+        """Nothing is written to it any more, and it keeps nothing."""
+        self.session = None
+        self.swaps.clear()
+        self.chain, self.bell, self.left, self.token = (), None, (), _NO_TOKEN
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _rung(reel: Reel) -> None:
+    # An exception cannot leave from here: the session raises it.
+    try:
+        reel.take()
+    except Exception as error:  # noqa: BLE001
+        reel.error = reel.error or error
+
+
+def _made() -> tuple[int, int]:
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def new_token() -> Tensor:
+    """A number that no other run of a graph has, as a tensor: traced code is given it anew with each run."""
+    return torch.tensor(next(_tokens), device="cpu")
+
+
+def _owned(items: list[Any]) -> list[Any]:
+    """The items, with copies of what stands in the buffers of CUDA graphs: the next replay rewrites those."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return items
+    found = {id(t): t for _, _, values in items for t in _all(values) if t.is_cuda and _replayed(trees, t)}
+    if not found:
+        return items
+    with torch.no_grad():
+        copies = [torch.empty_like(tensor) for tensor in found.values()]
+        torch._foreach_copy_(copies, list(found.values()))
+    owned = dict(zip(found, copies, strict=True))
+    return [
+        (part, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values))
+        for part, phase, values in items
+    ]
+
+
+def _all(values: Any) -> Iterator[Tensor]:
+    return (tensor for _, tensor in tensors(values))
+
+
+def _replayed(trees: Any, tensor: Tensor) -> bool:
+    return trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
+
+
+def _hand_over(items: list[Any], token: int) -> None:
+    """Let the actions of each part see what passed, in the order in which it did."""
+    for part, phase, values in items:
+        _PHASES[phase](part, values, token)
+
+
+def _kept(part: Part, value: Any, token: int) -> None:  # noqa: ARG001
+    """The output of a call, and nothing else was asked for."""
+    lane = part.lane
+    part.bound.looks_out[0].action.taken_at(lane.next_call(), value)  # type: ignore[attr-defined]
+
+
+def _entered(part: Part, values: Any, token: int) -> None:
+    lane = part.lane
+    call = lane.next_call()
+    part.running.append(call)
+    edited, seen = values
+    _mark(part.bound.edits_in, edited)
+    _show(part, part.bound.looks_in, seen, call, token)
+
+
+def _left(part: Part, values: Any, token: int) -> None:
+    call = part.running.pop()
+    edited, seen = values
+    _mark(part.bound.edits_out, edited)
+    _show(part, part.bound.looks_out, seen, call, token)
+
+
+def _passed(part: Part, values: Any, token: int) -> None:
+    """A place inside a forward: which of the lane's bindings, and the value or whether an edit was made."""
+    index, value = values
+    lane, binding = part.lane, part.bound.inner[index]
+    count = lane.executions.get(binding, 0)
+    lane.executions[binding] = count + 1
+    if binding.action.observes:
+        _show(part, (binding,), (value,), count, token)
+    else:
+        _mark((binding,), (value,))
+
+
+def _exchanged(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
+    """A parameter's value was edited."""
+    _mark((part.bound.swapped[values],), (True,))
+
+
+def _nothing(part: Part, values: Any, token: int) -> None:
+    """Gradients were counted."""
+
+
+_PHASES = {"one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
+
+
+def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:
+    for binding, was in zip(bindings, done, strict=True):
+        if was:
+            binding.action.mark()  # type: ignore[attr-defined]
+
+
+def _show(part: Part, bindings: tuple[Binding, ...], values: tuple[Any, ...], call: int, token: int) -> None:
+    for binding, value in zip(bindings, values, strict=True):
+        point, action = binding.point, binding.action
+        if value is MISSING or (point.call is not None and point.call != call):
+            continue
+        context = Context(point.address, call, part.lane.module, part.lane.session)
+        action.taken(value, context, token)  # type: ignore[attr-defined]

@@ -1,0 +1,378 @@
+"""What Dynamo traces at a touched module, in place of the engine's dispatch.
+
+A forward of the engine's carries the function made here under the name by which Dynamo asks for something else to
+inline; where nobody compiles, nothing is the slower for it. What stands here is traced: plain loops over tuples that
+unroll, no state but the reel, and nothing read that a guard would then hold to one session. So a second session with
+the same plan finds the code of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch._dynamo
+import torch.compiler
+from torch import Tensor, nn
+
+from tenterhook.compiled.gradient import Catch, ChangeGradient
+from tenterhook.compiled.opaque import opaque
+from tenterhook.errors import Stopped
+from tenterhook.sites.module import MISSING
+
+if TYPE_CHECKING:
+    from tenterhook.compiled.plan import Part, Step
+
+__all__ = ["TracedContext", "at_place", "refused", "traced"]
+
+EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
+WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
+KIND = "tenterhook: an edit changed the kind of a value"
+
+
+class TracedContext:
+    """The context of a ready edit that is traced. What asks for more is called from the graph instead."""
+
+    __slots__ = ("address", "module")
+
+    def __init__(self, address: str, module: nn.Module) -> None:
+        self.address, self.module = address, module
+
+
+def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break(msg=reason)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that does nothing: of a module at which compiled code begins, and nothing else is asked."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:  # Versions of Dynamo differ in whether they bind what they inline.
+            args = args[1:]
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Callable[..., Any]:
+    """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
+    reel = part.reel
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
+            torch._dynamo.graph_break(msg=EXPORTED)
+        value = original(*args, **kwargs)
+        chain = reel.chain
+        reel.chain = (chain, part, "one", own_copy(value), counted(chain))
+        reel.bell = None
+        return value
+
+    return forward
+
+
+def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...]) -> Callable[..., Any]:
+    """A forward that does what the parts say: one for each session that has something here."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
+            torch._dynamo.graph_break(msg=EXPORTED)
+        for part in parts:
+            for index, swap in enumerate(part.swaps):
+                enter_swap(part, index, swap)
+        args, kwargs = income(parts, args, kwargs)
+        value = outcome(parts, body(*args, **kwargs))
+        for part in parts:
+            for swap in part.swaps:
+                leave_swap(swap)
+        return value
+
+    return forward
+
+
+def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
+    """The arguments after the edits; then what observes sees them. Of gradients, as in ``outcome``."""
+    pending: list[Any] = []
+    done: list[Any] = []
+    for part in parts:
+        flags = []
+        for place, step in part.edits_in:
+            if not step.gradient:
+                args, kwargs = through(pending, args, kwargs)
+                pending = []
+            value = place.get(args, kwargs)
+            new, applied = (MISSING, False) if value is MISSING else changed(step, value)
+            if step.gradient and applied:
+                pending.append((place, step))
+            elif applied:
+                args, kwargs = place.put(args, kwargs, new)
+            flags.append(applied)
+        done.append(tuple(flags))
+    for part, flagged in zip(parts, done, strict=True):
+        args, kwargs = look_in(part, flagged, args, kwargs)
+    return through(pending, args, kwargs)
+
+
+def look_in(part: Part, flags: Any, args: Any, kwargs: Any) -> Any:
+    """What observes sees the arguments; one whose gradient is caught is handed on."""
+    seen: list[Any] = []
+    for place, look in part.looks_in:
+        value = place.get(args, kwargs)
+        if value is MISSING:
+            seen.append(MISSING)
+        elif look.gradient:
+            new, mark = caught(part, value)
+            args, kwargs = place.put(args, kwargs, new)
+            seen.append(mark)
+        else:
+            seen.append(own(value, look))
+    emit(part, "in", (flags, tuple(seen)))
+    for _, look in part.looks_in:
+        stop_after(part, look)
+    return args, kwargs
+
+
+def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
+    """The arguments, those with edits of their gradients handed on through them."""
+    for place, step in reversed(pending):
+        args, kwargs = place.put(args, kwargs, each_gradient(place.get(args, kwargs), step))
+    return args, kwargs
+
+
+def outcome(parts: tuple[Part, ...], value: Any) -> Any:
+    """What flows on after the edits; then what observes sees it.
+
+    Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. On the
+    way forward that is the other way round.
+    """
+    pending: list[Any] = []
+    done: list[Any] = []
+    for part in parts:
+        flags = []
+        for step in part.edits_out:
+            if not step.gradient:
+                value = with_gradients(pending, value)
+                pending = []
+            new, applied = changed(step, value)
+            if step.gradient and applied:
+                pending.append(step)
+            else:
+                value = new
+            flags.append(applied)
+        done.append(tuple(flags))
+    for part, flagged in zip(parts, done, strict=True):
+        seen = []
+        for look in part.looks_out:
+            if look.gradient:
+                value, mark = caught(part, value)
+                seen.append(mark)
+            else:
+                seen.append(own(value, look))
+        emit(part, "out", (flagged, tuple(seen)))
+    for part in parts:
+        for look in part.looks_out:
+            stop_after(part, look)
+    return with_gradients(pending, value)
+
+
+def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
+    """A place inside a forward."""
+    if not step.observes:
+        new, applied = changed(step, value)
+        if step.gradient and applied:
+            new = with_gradients([step], value)
+        emit(part, "at", (index, applied))
+        return new
+    if step.gradient:
+        value, mark = caught(part, value)
+        emit(part, "at", (index, mark))
+    else:
+        emit(part, "at", (index, own(value, step)))
+    stop_after(part, step)
+    return value
+
+
+def emit(part: Part, phase: str, values: Any, more: int = 0) -> None:
+    """Put something on the reel. Assignments are made in the order of the first ones, so the bell rings last."""
+    reel = part.reel
+    reel.chain = (reel.chain, part, phase, values, counted(reel.chain) + more)
+    reel.bell = None
+
+
+def counted(chain: Any) -> int:
+    """How many gradients the graph will bring, so far."""
+    return chain[4] if chain else 0
+
+
+def stop_after(part: Part, look: Step) -> None:
+    if not look.stops:
+        return
+    reel = part.reel
+    left = tuple([address for address in reel.left if address != look.address])
+    reel.left = left
+    if not left:
+        raise Stopped
+
+
+def own(value: Any, look: Step) -> Any:
+    """A value as an output of its own: what the graph does to it later, in place, does not reach it.
+
+    Compilers take the copy out again where nothing follows that needs it.
+    """
+    if look.plain:
+        return own_copy(value)
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if look.dtype is not None and value.is_floating_point():
+            value = value.to(look.dtype)
+        return value.clone() if look.copies else value
+    if type(value) is tuple:
+        return tuple([own(part, look) for part in value])
+    if type(value) is list:
+        return [own(part, look) for part in value]
+    if type(value) is dict:
+        return {key: own(part, look) for key, part in value.items()}
+    return value
+
+
+def own_copy(value: Any) -> Any:
+    """The same, where nothing particular was asked for."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is tuple:
+        return tuple([own_copy(part) for part in value])
+    if type(value) is list:
+        return [own_copy(part) for part in value]
+    if type(value) is dict:
+        return {key: own_copy(part) for key, part in value.items()}
+    return value
+
+
+def changed(step: Step, value: Any) -> tuple[Any, bool]:
+    """What an edit makes of a value, and whether it was made: that of a gradient, whether there is one."""
+    if step.gradient:
+        return value, torch.is_grad_enabled() and any_gradient(value)
+    new = opaque(step, value) if step.opaque else step.function(value, step.context)
+    if new is None:
+        return value, True
+    if step.check:
+        check(value, new)
+    return new, True
+
+
+def check(old: Any, new: Any) -> None:
+    """Leave the graph where an edit does not fit: the engine then says so in full."""
+    if isinstance(old, Tensor):
+        if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+            torch._dynamo.graph_break(msg=KIND)
+    elif type(old) is not type(new):
+        torch._dynamo.graph_break(msg=KIND)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def any_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if type(value) is tuple or type(value) is list:
+        return any([any_gradient(part) for part in value])  # noqa: C419  A generator would not be unrolled.
+    if type(value) is dict:
+        return any([any_gradient(part) for part in value.values()])  # noqa: C419
+    return False
+
+
+def with_gradients(steps: list[Any], value: Any) -> Any:
+    for step in reversed(steps):
+        value = each_gradient(value, step)
+    return value
+
+
+def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = ()) -> Any:
+    if isinstance(value, Tensor):
+        meant = step.part is None or step.part == path
+        if not meant or not value.requires_grad:
+            return value
+        return ChangeGradient.apply(value, step)  # type: ignore[no-untyped-call]
+    if type(value) is tuple:
+        return tuple([each_gradient(part, step, (*path, i)) for i, part in enumerate(value)])
+    if type(value) is list:
+        return [each_gradient(part, step, (*path, i)) for i, part in enumerate(value)]
+    if type(value) is dict:
+        return {key: each_gradient(part, step, (*path, key)) for key, part in value.items()}
+    return value
+
+
+def caught(part: Part, value: Any) -> tuple[Any, Any]:
+    """A value whose gradient will be caught; and its shape, the numbers of its gradients, and why there is none."""
+    reel = part.reel
+    numbers: list[Any] = []
+    if torch.is_grad_enabled():
+        value = each_caught(reel.token, counted(reel.chain), value, (), numbers)
+        emit(part, "gradients", (), len(numbers))
+        why = "" if numbers else "no need"
+    else:
+        why = "no_grad"
+    return value, (shape_of(value), tuple(numbers), why)
+
+
+def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], numbers: list[Any]) -> Any:
+    if isinstance(value, Tensor):
+        if not value.requires_grad:
+            return value
+        number = first + len(numbers)
+        numbers.append((path, number))
+        return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
+    if type(value) is tuple:
+        return tuple([each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)])
+    if type(value) is list:
+        return [each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)]
+    if type(value) is dict:
+        return {key: each_caught(token, first, part, (*path, key), numbers) for key, part in value.items()}
+    if value is not None and not isinstance(value, int | float | str):
+        torch._dynamo.graph_break(msg=WALK)
+    return value
+
+
+def shape_of(value: Any) -> Any:
+    """The structure with None for each tensor."""
+    if type(value) is tuple:
+        return tuple([shape_of(part) for part in value])
+    if type(value) is list:
+        return [shape_of(part) for part in value]
+    if type(value) is dict:
+        return {key: shape_of(part) for key, part in value.items()}
+    return None if isinstance(value, Tensor) else value
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def enter_swap(part: Part, index: int, swap: Any) -> None:
+    """Put another tensor in a parameter's place, unless an outer call has."""
+    if swap.swap.depth == 0:
+        table, key = swap.places[0]
+        found = table[key]
+        made, _ = changed(swap.step, found)
+        for table, key in swap.places:
+            table[key] = made
+        swap.found = found
+        emit(part, "swap", index)
+    swap.swap.depth += 1
+
+
+def leave_swap(swap: Any) -> None:
+    swap.swap.depth -= 1
+    if swap.swap.depth == 0:
+        for table, key in swap.places:
+            table[key] = swap.found
+        swap.found = None

@@ -1,0 +1,135 @@
+"""Where a graph cannot be whole: what the session does is right all the same, or is refused."""
+
+import threading
+
+import pytest
+import torch
+from compiled_toys import X, close, function, itself, net, outer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tenterhook as th
+from tenterhook.testing import no_leak
+
+# Dynamo's own, as it looks at tensors with a history, and as it leaves a graph.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Broken(nn.Module):
+    """A model that breaks its graph itself, between two blocks and inside one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.net(x)
+        torch._dynamo.graph_break()
+        return self.last(y)
+
+
+def test_a_model_that_breaks_its_graph_is_recorded_and_edited_on_both_sides():
+    model, plain = Broken(), Broken()
+    plain.load_state_dict(model.state_dict())
+    call = torch.compile(model, backend="eager")
+    session = th.record(model, "net.b0", "net.head", "last:in", "last")
+    with session as tape, th.edit(model, {"net.b1": th.scale(2.0)}):
+        found = [call(X), call(X + 1)]
+    with th.record(plain, "net.b0", "net.head", "last:in", "last") as wanted, th.edit(plain, {"net.b1": th.scale(2.0)}):
+        expected = [plain(X), plain(X + 1)]
+    assert all(map(close, found, expected))
+    assert list(tape) == list(wanted)
+    assert all(close(tape[name], wanted[name]) for name in wanted)
+    assert session.compiled.breaks > 0
+
+
+def test_a_stop_in_a_compiled_function_leaves_its_graph():
+    call, target, _ = function(net(), backend="eager")
+    call(X)
+    with th.record(target, "b0.a", stop=True) as tape:
+        call(X)
+        raise AssertionError("it went on")
+    assert close(tape["b0.a"], net().b0.a(X))
+
+
+def test_a_stop_in_a_compiled_function_that_must_be_one_graph_is_refused():
+    call, target, _ = function(net(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Stopped"), th.record(target, "b0.a", stop=True):
+        call(X)
+    assert close(call(X), net()(X))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_a_checkpoint_is_left_to_the_engine():
+    model, plain = Checkpointed(), Checkpointed()
+    call = torch.compile(model, backend="eager")
+
+    def run(model, call):
+        with th.record(model, "net.b1", grad=True) as tape, th.edit(model, {"net.b0": th.scale(2.0)}):
+            call(X).sum().backward()
+        return tape
+
+    found, wanted = run(model, call), run(plain, plain)
+    assert close(found["net.b1"], wanted["net.b1"])
+    assert close(found.grad["net.b1"], wanted.grad["net.b1"])
+    assert close(model.net.b0.a.weight.grad, plain.net.b0.a.weight.grad)
+
+
+@pytest.mark.parametrize("way", [outer, itself])
+def test_calls_of_another_thread_are_not_edited(way):
+    call, target, at = way(net(), backend="eager")
+    call(X)
+    found = []
+    with th.record(target, f"{at}b0.a") as tape, th.edit(target, {f"{at}b1": th.zero()}):
+        thread = threading.Thread(target=lambda: found.append(call(X)))
+        thread.start()
+        thread.join()
+        edited = call(X)
+    assert close(found[0], net()(X))
+    assert not close(edited, net()(X))
+    assert len(tape.calls(f"{at}b0.a")) == 2
+
+
+def test_an_edit_of_another_kind_is_an_error_that_says_so():
+    call, target, at = outer(net(), backend="eager")
+    with pytest.raises(th.EditError, match="turned"), th.edit(target, {f"{at}b1": lambda v: v[:2]}):
+        call(X)
+    assert close(call(X), net()(X))
+
+
+def test_an_error_while_values_are_taken_is_raised_by_the_session():
+    call, target, at = outer(net(), backend="eager")
+    session = th.record(target, f"{at}b1", device="meta")
+    session._policy.device = "nowhere"
+    with pytest.raises(RuntimeError, match="nowhere"), session:
+        call(X)
+
+
+def test_nothing_that_was_recorded_outlives_the_tape():
+    call, target, at = outer(net(), backend="aot_eager")
+    call(X)
+
+    def run():
+        with th.record(target, f"{at}b0.a", f"{at}b1:y", grad=True):
+            call(X).sum().backward()
+        target.zero_grad()
+
+    run()
+    with no_leak():
+        run()
