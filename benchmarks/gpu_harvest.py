@@ -58,10 +58,10 @@ from tenterhook.sinks.shards_write import Writer  # noqa: E402
 
 TINY = "--tiny" in sys.argv
 DEVICE = "cpu" if TINY else "cuda"
-ROUNDS, BATCHES = (2, 3) if TINY else (3, 400)
+ROUNDS, BATCHES = (2, 3) if TINY else (3, 120)
 LAYERS, SAMPLES, TOKENS = (2, 2, 16) if TINY else (16, 8, 512)
 HOST, DISK = 1.10, 1.05
-SOME = BATCHES if TINY else 50  # of the slowest way
+SOME = BATCHES if TINY else 20  # of the slowest way
 MEMORY = 1 << 20 if TINY else 2 << 30
 
 
