@@ -33,6 +33,24 @@ CHANGED = (
 )
 
 
+def let_free(gradient: Tensor) -> Tensor:
+    """What to keep of a gradient that autograd goes on with: itself, or a copy where holding it would alter the run.
+
+    Autograd adds the next gradient in place to one that nobody else holds, and otherwise makes a new tensor of the sum.
+    The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
+    those may have other strides, and convolutions choose their kernel by them.
+    """
+    shape = gradient.shape
+    if 1 in shape:
+        whole, within = gradient.numel(), False
+        for size, stride in zip(shape, gradient.stride(), strict=True):
+            if size != 1:
+                within = True
+            elif within or stride != whole:
+                return gradient.clone()
+    return gradient
+
+
 class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
@@ -72,6 +90,7 @@ class Cell:
         """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
+        gradient = let_free(gradient)
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
@@ -119,6 +138,7 @@ class Catch:
         if cell.parts or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:  # The same as add(), for the one gradient that most cells get.
+            gradient = let_free(gradient)
             cell.parts[self._path] = [(gradient, gradient._version)]
             cell.spent, cell.edges = True, ()
 

@@ -45,6 +45,7 @@ from tenterhook.sites.tensor import (
     is_older,
     is_own,
     layout_of,
+    number_of,
     own_alias,
     sequence_number,
 )
@@ -156,7 +157,7 @@ class OutputGradient(_Gradient):
         node: Any = tensor.grad_fn
         if node is None or isinstance(node, PythonNode):
             return None
-        if node._sequence_nr() < since:  # A module that hands its input on.
+        if number_of(node) < since:  # A module that hands its input on.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell = Cell(tensor, "")
@@ -327,7 +328,7 @@ def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[No
     todo = list(starts)
     while todo:
         node = todo.pop()
-        if node is None or node in seen or node._sequence_nr() < entered.since:  # Older: it lies before the module.
+        if node is None or node in seen or number_of(node) < entered.since:  # Older: it lies before the module.
             continue
         seen.add(node)
         for index, (before, output) in enumerate(node.next_functions):
