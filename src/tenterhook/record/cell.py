@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
-from tenterhook.sites.wrapped import is_wrapped, unwrapped
+from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
 __all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
 
@@ -63,6 +63,7 @@ class Cell:
     kept: tuple[Tensor, int] | None = None  # A view's memory, and its version as it was recorded.
     places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
     silent = graphs = spent = False
+    whole = False  # Whether a gradient that is spread over processes is put together.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         # Each gradient with the version that it had, which tells whether it was changed since.
@@ -90,7 +91,7 @@ class Cell:
         """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
-        gradient = let_free(gradient)
+        gradient = let_free(gathered(gradient) if self.whole else gradient)
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
@@ -101,7 +102,7 @@ class Cell:
         if self.tasks is None:
             self.tasks = {}
         if found and self.tasks.get(path) == task:
-            gradient = found.pop()[0] + gradient
+            gradient = found.pop()[0] + (gathered(gradient) if self.whole else gradient)
         self.tasks[path] = task
         self.add(path, gradient)
 
@@ -135,7 +136,7 @@ class Catch:
         cell = self._find()
         if cell is None or cell.silent:
             return
-        if cell.parts or gradient.requires_grad or keeps_graph():
+        if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:  # The same as add(), for the one gradient that most cells get.
             gradient = let_free(gradient)

@@ -114,8 +114,9 @@ class _Gradient:
     again = True
     anywhere = False  # Whether gradients count that do not come through the module.
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
         self.entries, self.keep = entries, keep
+        self._whole = whole
         self._latest = -1
 
     @property
@@ -129,6 +130,8 @@ class _Gradient:
         if (known is not None and not known.why) or call <= self._latest - self.keep:
             return None
         cell = Cell(value, "") if type(value) is Tensor and value.requires_grad else Cell(value)
+        if self._whole:
+            cell.whole = True
         if not self.anywhere and not cell.why and not torch.is_grad_enabled():
             cell.why = "no_grad"  # The tensor had a history before; nothing that the module did here is part of one.
         self.entries[call] = cell
@@ -141,8 +144,8 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """Catches the gradient of what a module returns."""
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
-        super().__init__(entries, keep)
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+        super().__init__(entries, keep, whole=whole)
         self._since: dict[int, int] = {}
 
     def enter(self, call: int, since: int) -> None:
@@ -155,7 +158,7 @@ class OutputGradient(_Gradient):
         ``value`` is the tensor, or a tuple in which it stands first and alone.
         """
         node: Any = tensor.grad_fn
-        if node is None or isinstance(node, PythonNode):
+        if node is None or self._whole or isinstance(node, PythonNode):
             return None
         if number_of(node) < since:  # A module that hands its input on.
             tensor = own_alias(tensor)
@@ -232,8 +235,8 @@ class InputGradient(_Gradient):
     finds on the way out which operations send it there.
     """
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
-        super().__init__(entries, keep)
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+        super().__init__(entries, keep, whole=whole)
         self.entered: dict[int, Entered] = {}
 
     def __call__(self, value: Any, context: Context) -> None:

@@ -21,10 +21,16 @@ from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGr
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
+from tenterhook.sites.wrapped import in_pipeline
 
 __all__ = ["Recording", "record"]
 
 Keep = Literal["all", "last"] | int
+
+PIPELINE = (
+    "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
+    "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
+)
 
 
 def record(
@@ -60,8 +66,8 @@ def record(
             versions elsewhere; ``"always"`` copies everything; ``"never"`` nothing, and compares nothing.
         device: where the values go, for example ``"cpu"``.
         dtype: what floating-point values are converted to.
-        gather: put values together that are spread over processes (``DTensor``), as they pass. All of the processes
-            have to record the same points.
+        gather: put values, and their gradients, together that are spread over processes (``DTensor``), as they pass.
+            All of the processes have to record the same points.
     """
     points = resolve(model, selectors or "**")
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
@@ -122,11 +128,12 @@ class Recording(Session):
         return None
 
     def _gradient_bindings(self, point: Point, entries: dict[int, Any]) -> list[Binding]:
+        keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            return [Binding(point, OutputGradient(entries, self._keep))]
+            return [Binding(point, OutputGradient(entries, keep, whole=whole))]
         if point.site is Site.VARIABLE or self._grad == "total":
-            return [Binding(point, TotalGradient(entries, self._keep))]
-        through = InputGradient(entries, self._keep)
+            return [Binding(point, TotalGradient(entries, keep, whole=whole))]
+        through = InputGradient(entries, keep, whole=whole)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
@@ -153,6 +160,7 @@ class Recording(Session):
         self.reached(point)
         if self._grad:
             cell = grads[0] = Cell(tensor)
+            cell.whole = self._policy.gather
             if tensor.requires_grad:
                 self._handles.append(watch_parameter(cell, tensor))
 
@@ -172,7 +180,12 @@ class Recording(Session):
         """A point that the stop waits for has been passed."""
         if point in self._waiting:
             self._waiting.discard(point)
-            self.done = not self._waiting
+            if self._waiting:
+                return
+            if in_pipeline(sys._getframe(1)):
+                warnings.warn(PIPELINE, TenterhookWarning, stacklevel=2)
+            else:
+                self.done = True
 
     def __enter__(self) -> Tape:
         super().__enter__()
