@@ -3,8 +3,9 @@
 An output's gradient is caught by a tensor hook, which stays with the value that it was put on when that value is later
 changed in place, views included (see :mod:`tenterhook.sites.tensor`). A module that returns what it was given, such as
 ``nn.Identity``, shares that tensor with others, so its output is handed on as an alias with a place of its own in the
-graph. That is the one thing that recording adds to a graph; where the shared tensor has three uses or more, the sum of
-their gradients may then be formed in another order.
+graph. That is the one thing that recording adds to a graph. What comes back over the alias is passed on at once, so
+that sums are formed in their own order; where the alias has several uses and the shared tensor has others, they may be
+grouped otherwise.
 
 An input's gradient *through this module* is what the operations inside the module hand back to it. Those are found by
 walking the graph from the module's outputs to the input, once per call.
@@ -38,6 +39,7 @@ from tenterhook.record.cell import (
 from tenterhook.record.tape import View
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
+    AT_ONCE,
     Place,
     attach_hook,
     attach_part,
@@ -160,7 +162,8 @@ class OutputGradient(_Gradient):
         node: Any = tensor.grad_fn
         if node is None or self._whole or isinstance(node, PythonNode):
             return None
-        if number_of(node) < since:  # A module that hands its input on.
+        number: int = node._sequence_nr()
+        if number < since or AT_ONCE <= number < AT_ONCE + since:  # A module that hands its input on.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell = Cell(tensor, "")

@@ -21,6 +21,7 @@ from tenterhook.errors import GradientError, HookError
 from tenterhook.sites.wrapped import is_wrapped
 
 __all__ = [
+    "AT_ONCE",
     "TIED",
     "WHY",
     "Counter",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Autograd takes the ready operation with the highest number first, so that one with a number from here on runs at once.
+AT_ONCE = 1 << 62
 
 # Why a value has no gradient.
 WHY = {
@@ -161,10 +164,6 @@ def is_older(tensor: Tensor, since: int) -> bool:
     """Whether a tensor that requires a gradient was there before the operation with the sequence number ``since``."""
     node = tensor.grad_fn
     return node is None or number_of(node) < since
-
-
-# Autograd takes the ready operation with the highest number first, so that one with a number from here on runs at once.
-AT_ONCE = 1 << 62
 
 
 def number_of(node: Any) -> int:
