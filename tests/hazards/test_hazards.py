@@ -45,7 +45,7 @@ def crash(_tool):
     import os
     import signal
 
-    os.kill(os.getpid(), signal.SIGSEGV)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sleep(_tool):
@@ -66,7 +66,7 @@ def unable(_tool):
         (lambda _: 1 / 0, "loud (ZeroDivisionError)"),
         (lambda _: bool(__import__("warnings").warn("beware", stacklevel=1)), "loud (UserWarning)"),
         (unable, "–"),
-        (crash, "loud (SIGSEGV)"),
+        (crash, "loud (SIGKILL)"),
         (sleep, "loud (no end in 1 s)"),
     ],
 )
