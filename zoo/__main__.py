@@ -74,7 +74,7 @@ def _progress(source: str, names: list[tuple[str, str]]) -> Iterator[tuple[Step,
 
 def _say(name: str, result: dict[str, object]) -> None:
     told = result.get("problems") or result.get("reason") or result.get("order") or ""
-    print(f"{result['status']:9}{name} {result['seconds']} s {told}", flush=True)
+    print(f"{result['status']:10}{name} {result['seconds']} s {told}", flush=True)
 
 
 def _options() -> argparse.Namespace:
