@@ -8,7 +8,7 @@ ZOO_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-PY_SOURCES := $(wildcard src tests benchmarks examples hazards docs)
+PY_SOURCES := $(wildcard src tests benchmarks examples hazards zoo docs)
 
 # One thread for each test worker: several workers with a thread per core each would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -25,7 +25,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards clean
+.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,55 +1,98 @@
-"""Run every case with every tool, and write the table: ``python -m hazards``."""
+"""Run every case with every tool, and write the table: ``python -m hazards [tool ...]``."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
+import os
+import subprocess
 import sys
-import warnings
+from collections import Counter
 from pathlib import Path
 
+from benchmarks.peers.environment import environment
+from hazards.apart import BROKEN, CANNOT, NOT_ASKED, RIGHT, WRONG
 from hazards.cases import CASES
-from hazards.tools import TOOLS, Tool, Unable
+from hazards.elsewhere import ELSEWHERE
+from hazards.peers import PACKAGES
+from hazards.tools import TOOLS
 
-__all__ = ["judge", "main"]
+__all__ = ["main", "page"]
 
-HEAD = """# What goes wrong with hooks
+ROOT = Path(__file__).parents[1]
+HEAD = f"""# What goes wrong with hooks
 
-Each row is a case that was run with each tool, and judged against a value that was computed in another way. *Refuses*
-means that the tool raised an error: loud, and nobody is misled. **Silently wrong** means that it gave a wrong answer
-without a word. The *usual tracer* is the forward hook in a class that many projects carry around.
+Each row is a case that was run with each tool, in a process of its own, and judged against a value that was computed in
+another way.
 
-`make hazards` makes this table anew.
+- *{RIGHT}*: the true value, or the true state of things.
+- *loud*: an error or a warning, by its name; nobody is misled.
+- {WRONG}: a wrong answer without a word.
+- {CANNOT}: the tool has no way to express this.
+- {NOT_ASKED}: it may have one, and it was not asked.
+
+*Raw hooks* are PyTorch's own, as most people write them. *Baukit-style* is the tracer of forward hooks that
+interpretability code carries around. The other libraries are asked in the way of their own documentation; for
+TransformerLens a hook point is put behind the module. `make hazards` makes this page anew.
 """
-
-
-def judge(tool: Tool, case: object) -> str:
-    """What one tool does in one case."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            right = case(tool)  # type: ignore[operator]
-    except Unable:
-        return "–"
-    except Exception as error:  # noqa: BLE001  Whatever a tool raises is its answer.
-        return f"refuses ({type(error).__name__})"
-    return "right" if right else "**silently wrong**"
+Verdicts = dict[str, dict[str, str]]
 
 
 def main() -> int:
     """Judge, print and write."""
-    lines, section = [HEAD], ""
-    names = list(TOOLS)
-    bad = 0
-    for heading, sentence, case in CASES:
-        if heading != section:
-            lines += ["", f"## {heading}", "", f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-            section = heading
-        verdicts = [judge(TOOLS[name], case) for name in names]
-        bad += "wrong" in verdicts[names.index("tenterhook")]
-        lines.append(f"| {sentence} | {' | '.join(verdicts)} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    Path("docs/hazards.md").write_text(text, encoding="utf-8")
-    return 1 if bad else 0
+    parser = argparse.ArgumentParser(prog="python -m hazards", description="What goes wrong with hooks, by tool.")
+    parser.add_argument("tool", nargs="*", help=f"of: {', '.join([*TOOLS, *PACKAGES])} (all, and then write the page)")
+    options = parser.parse_args()
+    found: Verdicts = {}
+    for name in options.tool or [*TOOLS, *PACKAGES]:
+        print(f"{name} …", flush=True)
+        version, verdicts = judged(name)
+        found[f"{name} {version}".strip()] = verdicts
+        print("  " + ", ".join(f"{count} {kind}" for kind, count in kinds(verdicts).items()), flush=True)
+    if not options.tool:
+        (ROOT / "docs" / "hazards.md").write_text(page(found), encoding="utf-8")
+    else:
+        print(page(found))
+    broken = any(BROKEN in verdicts.values() for verdicts in found.values())
+    return 1 if broken or WRONG in found.get("tenterhook", {}).values() else 0
+
+
+def judged(name: str) -> tuple[str, dict[str, str]]:
+    """The version of a tool, and its verdict by case."""
+    python = environment(*PACKAGES[name]) if name in PACKAGES else Path(sys.executable)
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    sources = [str(ROOT), *([] if name in PACKAGES else [str(ROOT / "src")])]
+    quiet["PYTHONPATH"] = os.pathsep.join(sources)
+    command = [str(python), "-m", "hazards.apart", name]
+    done = subprocess.run(command, check=True, cwd=ROOT, env=quiet, stdout=subprocess.PIPE, text=True)
+    first, *lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return first["version"], {line["case"]: line["verdict"] for line in lines}
+
+
+def kinds(verdicts: dict[str, str]) -> Counter[str]:
+    """How often each kind of verdict was given."""
+    return Counter(verdict.split(" (")[0].strip("*") for verdict in verdicts.values())
+
+
+def page(found: Verdicts) -> str:
+    """The page."""
+    lines = [HEAD, "## Together", "", "| tool | right | loud | silently wrong | cannot express | not asked |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    for name, verdicts in found.items():
+        counts = kinds(verdicts)
+        numbers = (counts[kind] for kind in (RIGHT, "loud", "silently wrong", CANNOT, NOT_ASKED))
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    for section, cases in itertools.groupby(CASES, key=lambda case: case.section):
+        lines += ["", f"## {section}", "", f"| case | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+        for case in cases:
+            verdicts = (each[case.sentence] for each in found.values())
+            lines.append(f"| {case.sentence} | {' | '.join(verdicts)} |")
+    lines += ["", "## Tested elsewhere", "", "What tenterhook does in these is held by its own tests.", ""]
+    lines += ["| | hazard | tests |", "|---|---|---|"]
+    for section, sentence, tests in ELSEWHERE:
+        lines.append(f"| {section} | {sentence} | {'<br>'.join(f'`{test}`' for test in tests)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

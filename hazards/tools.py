@@ -1,41 +1,90 @@
-"""The tools under test, each with the same few verbs; a verb that a tool does not have raises ``Unable``."""
+"""What a tool is asked to do, and the tools that need no environment of their own.
+
+A verb that a tool does not have raises :class:`Unable`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-__all__ = ["TOOLS", "Raw", "Tenterhook", "Tool", "Tracer", "Unable"]
+__all__ = ["TOOLS", "Call", "Change", "NotAsked", "Raw", "Tenterhook", "Tool", "Unable", "same", "torch_state"]
 
-Run = Callable[[], Any]
+Change = Callable[[Any], Any]
 
 
 class Unable(Exception):
     """The tool has no way to do this."""
 
 
+class NotAsked(Exception):
+    """The tool may have a way to do this, and nobody has written down here how it is asked."""
+
+
+@dataclass(init=False)
+class Call:
+    """A call of a model: a tool that wants to make it by itself finds here what it needs.
+
+    ``loss`` makes a number of the output, for ``backward``; ``meanwhile`` is done after the call and before the tool is
+    through.
+    """
+
+    model: Any
+    args: tuple[Any, ...]
+    loss: Callable[[Any], Any]
+    meanwhile: Callable[[], None] | None
+
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        loss: Callable[[Any], Any] = lambda output: output,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.args, self.loss, self.meanwhile = model, args, loss, meanwhile
+
+    def __call__(self) -> Any:
+        output = self.model(*self.args)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return self.loss(output)
+
+    def plainly_of(self, model: nn.Module) -> tuple[Any, ...]:
+        """The arguments, for a tool that calls the model by itself and lets nobody in meanwhile."""
+        if self.model is not model or self.meanwhile is not None:
+            raise Unable
+        return self.args
+
+
 class Tool:
     """What a tool is asked to do: the output of one module, its gradient, and a change of it."""
 
     name = ""
+    began: dict[str, int] | None = None
+    """PyTorch's functions, as they were before the tool was loaded."""
 
-    def value(self, model: nn.Module, name: str, run: Run) -> Any:
-        """The output of a module in one run."""
+    def value(self, model: nn.Module, name: str, call: Call) -> Any:
+        """The output of a module in one call of the model."""
         raise Unable
 
-    def gradient(self, model: nn.Module, name: str, run: Run) -> Any:
-        """The gradient of a module's output; ``run`` gives the loss, and ``backward`` is called on it."""
+    def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
+        """The outputs of several modules."""
         raise Unable
 
-    def input_gradient(self, model: nn.Module, name: str, run: Run) -> Any:
+    def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
+        """The gradient of a module's output; the call gives the loss, and ``backward`` is called on it."""
+        raise Unable
+
+    def input_gradient(self, model: nn.Module, name: str, call: Call) -> Any:
         """The gradient of a module's first argument, through that module."""
         raise Unable
 
-    def edit(self, model: nn.Module, name: str, change: Callable[[Any], Any], run: Run) -> Any:
-        """The result of a run in which a module's output is replaced."""
+    def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
+        """The result of a call in which a module's output is replaced."""
         raise Unable
 
 
@@ -44,61 +93,97 @@ class Raw(Tool):
 
     name = "raw hooks"
 
-    def value(self, model: nn.Module, name: str, run: Run) -> Any:
-        kept: dict[str, Any] = {}
-        with model.get_submodule(name).register_forward_hook(lambda _m, _a, out: kept.__setitem__("v", out)):
-            run()
-        return kept["v"]
+    def value(self, model: nn.Module, name: str, call: Call) -> Any:
+        return self.values(model, [name], call)[name]
 
-    def gradient(self, model: nn.Module, name: str, run: Run) -> Any:
+    def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
+        kept: dict[str, Any] = {}
+        handles = [
+            model.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: kept.__setitem__(name, out))  # type: ignore[misc]
+            for name in names
+        ]
+        try:
+            call()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return kept
+
+    def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
         kept: dict[str, Any] = {}
         module = model.get_submodule(name)
         with module.register_full_backward_hook(lambda _m, _i, out: kept.__setitem__("g", out[0])):
-            run().backward()
+            call().backward()
         return kept["g"]
 
-    def input_gradient(self, model: nn.Module, name: str, run: Run) -> Any:
+    def input_gradient(self, model: nn.Module, name: str, call: Call) -> Any:
         kept: dict[str, Any] = {}
         module = model.get_submodule(name)
         with module.register_full_backward_hook(lambda _m, inp, _o: kept.__setitem__("g", inp[0])):
-            run().backward()
+            call().backward()
         return kept["g"]
 
-    def edit(self, model: nn.Module, name: str, change: Callable[[Any], Any], run: Run) -> Any:
+    def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
         with model.get_submodule(name).register_forward_hook(lambda _m, _a, out: change(out)):
-            return run()
+            return call()
+
+
+class Trace:
+    """The tracer that interpretability code carries around, in the manner of baukit.
+
+    It hooks the modules that it is given when it is made, keeps the last output of each, and takes its hooks out when
+    its block ends.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str], *, retain: bool = False, edit: Change | None = None) -> None:
+        self.outputs: dict[str, Any] = {}
+        self._handles = []
+        modules = dict(model.named_modules())
+        for name in names:
+            if name not in modules:
+                raise LookupError(name)
+            self._handles.append(modules[name].register_forward_hook(self._hook(name, retain=retain, edit=edit)))
+
+    def _hook(self, name: str, *, retain: bool, edit: Change | None) -> Callable[..., Any]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+            if edit is not None:
+                output = edit(output)
+            if retain:
+                output.retain_grad()
+            self.outputs[name] = output
+            return output
+
+        return hook
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class Tracer(Tool):
-    """The forward hook in a class that many projects carry around: detach, keep the last, retain the gradient."""
+    """Code in the manner of baukit."""
 
-    name = "usual tracer"
+    name = "baukit-style"
 
-    def value(self, model: nn.Module, name: str, run: Run) -> Any:
-        kept: dict[str, Any] = {}
-        module = dict(model.named_modules())[name]
-        handle = module.register_forward_hook(lambda _m, _a, out: kept.__setitem__("v", out.detach()))
-        run()
-        handle.remove()
-        return kept["v"]
+    def value(self, model: nn.Module, name: str, call: Call) -> Any:
+        return self.values(model, [name], call)[name]
 
-    def gradient(self, model: nn.Module, name: str, run: Run) -> Any:
-        kept: dict[str, Any] = {}
+    def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
+        with Trace(model, names) as trace:
+            call()
+        return trace.outputs
 
-        def hook(_m: Any, _a: Any, out: Any) -> None:
-            out.retain_grad()
-            kept["v"] = out
+    def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
+        with Trace(model, [name], retain=True) as trace:
+            call().backward()
+        return trace.outputs[name].grad
 
-        handle = dict(model.named_modules())[name].register_forward_hook(hook)
-        run().backward()
-        handle.remove()
-        return kept["v"].grad
-
-    def edit(self, model: nn.Module, name: str, change: Callable[[Any], Any], run: Run) -> Any:
-        handle = dict(model.named_modules())[name].register_forward_hook(lambda _m, _a, out: change(out))
-        result = run()
-        handle.remove()
-        return result
+    def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
+        with Trace(model, [name], edit=change):
+            return call()
 
 
 class Tenterhook(Tool):
@@ -106,32 +191,31 @@ class Tenterhook(Tool):
 
     name = "tenterhook"
 
-    def value(self, model: nn.Module, name: str, run: Run) -> Any:
+    def value(self, model: nn.Module, name: str, call: Call) -> Any:
+        return self.values(model, [name], call)[name]
+
+    def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
         import tenterhook as th
 
-        with th.record(model, name) as tape:
-            run()
-        return tape[name]
+        with th.record(model, *names) as tape:
+            call()
+        return tape
 
-    def gradient(self, model: nn.Module, name: str, run: Run) -> Any:
+    def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
         import tenterhook as th
 
         with th.record(model, name, grad=True) as tape:
-            run().backward()
+            call().backward()
         return tape.grad[name]
 
-    def input_gradient(self, model: nn.Module, name: str, run: Run) -> Any:
-        import tenterhook as th
+    def input_gradient(self, model: nn.Module, name: str, call: Call) -> Any:
+        return self.gradient(model, f"{name}:in", call)
 
-        with th.record(model, f"{name}:in", grad=True) as tape:
-            run().backward()
-        return tape.grad[f"{name}:in"]
-
-    def edit(self, model: nn.Module, name: str, change: Callable[[Any], Any], run: Run) -> Any:
+    def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
         import tenterhook as th
 
         with th.edit(model, {name: change}):
-            return run()
+            return call()
 
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (Tenterhook(), Raw(), Tracer())}
@@ -142,3 +226,14 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-7)
     return type(one) is type(other) and one == other
+
+
+def torch_state() -> dict[str, int]:
+    """The identity of everything in PyTorch that is called, by its name."""
+    spaces = {"torch": torch, "Tensor": torch.Tensor, "functional": nn.functional, "Module": nn.Module}
+    return {
+        f"{at}.{name}": id(value)
+        for at, space in spaces.items()
+        for name, value in vars(space).items()
+        if callable(value)
+    }

@@ -35,7 +35,7 @@ def main() -> int:
     found = {source: results.read(source) for source in SOURCES}
     page.write(found)
     counts = Counter(result["status"] for of_one in found.values() for result in of_one.values())
-    print(", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "excluded")))
+    print(", ".join(f"{counts[status]} {status}" for status in ("passed", "reordered", "failed", "excluded")))
     return 1 if counts["failed"] else 0
 
 
@@ -73,8 +73,8 @@ def _progress(source: str, names: list[tuple[str, str]]) -> Iterator[tuple[Step,
 
 
 def _say(name: str, result: dict[str, object]) -> None:
-    told = result.get("problems") or result.get("reason") or ""
-    print(f"{result['status']:9}{name} {result['seconds']} s {told}", flush=True)
+    told = result.get("problems") or result.get("reason") or result.get("order") or ""
+    print(f"{result['status']:10}{name} {result['seconds']} s {told}", flush=True)
 
 
 def _options() -> argparse.Namespace:

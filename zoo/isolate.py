@@ -24,7 +24,7 @@ QUIET = -1
 
 
 def run_apart(source: Source, name: str, seconds: float) -> dict[str, Any]:
-    """Build and check one model: ``status`` is passed, failed or excluded, the last with a reason."""
+    """Build and check one model: ``status`` is passed, reordered, failed or excluded, the last with a reason."""
     mine, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_child, args=(source, name, theirs), daemon=True)
     began = time.monotonic()
@@ -73,7 +73,8 @@ def _result(source: Source, name: str, pipe: Connection) -> dict[str, Any]:
         found = check(case)
     except NotRunnable as error:
         return _excluded(str(error))
-    return {"status": "failed" if found["problems"] else "passed", **found}
+    status = "failed" if found["problems"] else "reordered" if "order" in found else "passed"
+    return {"status": status, **found}
 
 
 def _told(error: BaseException) -> str:

@@ -29,6 +29,11 @@ call are recorded, with gradients, and compared:
 4. the model and the process before and after, less what the model changes by itself;
 5. no tensor is left when the tape is gone.
 
+*Reordered* is a model for which 1 fails in the last bits and holds, with all the rest, once the modules that hand on
+what they were given are left out. To tell the gradient of such a module's output from that of its input, the output is
+given a place of its own in the graph; where it then has several uses, or is changed in place, while the input has uses
+of its own, autograd adds the same gradients up in another order or layout.
+
 A model that does not run by itself, or whose plain runs differ from one another, is listed below and not counted.
 """
 
@@ -42,13 +47,13 @@ def write(found: Found) -> None:
 
 def text(found: Found) -> str:
     """The page."""
-    sections = [HEAD, _counts(found), _failures(found), *_families(found), _excluded(found)]
+    sections = [HEAD, _counts(found), _failures(found), _reordered(found), *_families(found), _excluded(found)]
     return "\n".join(section for section in sections if section)
 
 
 def _counts(found: Found) -> str:
-    head = "| from | models | families | passed | failed | not counted | modules | values | gradients |"
-    rows = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    head = "| from | models | families | passed | reordered | failed | not counted | modules | values | gradients |"
+    rows = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for source, results in found.items():
         if results:
             rows.append(_row(source, list(results.values())))
@@ -61,20 +66,25 @@ def _row(name: str, results: list[dict[str, Any]]) -> str:
     counted = [result for result in results if result["status"] != "excluded"]
     families = len({result["family"] for result in counted})
     sums = [f"{sum(result.get(key, 0) for result in counted):,}" for key in ("modules", "values", "gradients")]
-    numbers = [len(counted), families, counts["passed"], counts["failed"], counts["excluded"], *sums]
-    return f"| {name} | {' | '.join(map(str, numbers))} |"
+    numbers = [len(counted), families, *(counts[status] for status in ("passed", "reordered", "failed", "excluded"))]
+    return f"| {name} | {' | '.join(map(str, [*numbers, *sums]))} |"
 
 
 def _failures(found: Found) -> str:
-    rows = [
-        f"| {source}/{name} | {_cell('; '.join(result['problems'][:3]))} |"
-        for source, results in found.items()
-        for name, result in results.items()
-        if result["status"] == "failed"
-    ]
+    rows = [f"| {name} | {_cell('; '.join(result['problems'][:3]))} |" for name, result in _with(found, "failed")]
     if not rows:
         return "## Failures\n\nNone.\n"
     return "\n".join(["## Failures", "", "| model | what was found |", "|---|---|", *rows, ""])
+
+
+def _reordered(found: Found) -> str:
+    rows = [f"| {name} | {_cell(result['order'])} |" for name, result in _with(found, "reordered")]
+    return "\n".join(["## Reordered", "", "| model | first difference |", "|---|---|", *rows, ""]) if rows else ""
+
+
+def _with(found: Found, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for source, results in found.items():
+        yield from ((f"{source}/{name}", result) for name, result in results.items() if result["status"] == status)
 
 
 def _families(found: Found) -> Iterator[str]:

@@ -23,19 +23,27 @@ __all__ = ["Trace", "trace"]
 graph_task = torch._C._current_graph_task_id  # Not -1 inside a backward pass: there, calls are made again.
 
 
+Seen = dict[int, tuple[int, Tensor]]
+"""Every tensor that passed, by its identity, with its place in their order."""
+
+
 @dataclass
 class Trace:
-    """Values by address, one for each call; gradients by address and call, where plain hooks can be trusted."""
+    """Values by address, one for each call; gradients by address and call, where plain hooks can be trusted.
+
+    ``handed``: the modules that returned a tensor with a history that was there before their call.
+    """
 
     values: dict[str, list[Any]] = field(default_factory=dict)
     grads: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)
+    handed: set[str] = field(default_factory=set)
 
 
 def trace(case: Case) -> Trace:
     """Run once with hooks on every module."""
     found = Trace()
     outputs: list[tuple[str, int, Tensor, int]] = []
-    seen: dict[int, Tensor] = {}  # Held, so that no identity is used twice.
+    seen: Seen = {}  # Held, so that no identity is used twice.
     with contextlib.ExitStack() as stack:
         for path, module in case.model.named_modules():
             if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -56,12 +64,12 @@ class _Tap:
         module: nn.Module,
         found: Trace,
         outputs: list[tuple[str, int, Tensor, int]],
-        seen: dict[int, Tensor],
+        seen: Seen,
     ) -> None:
-        self.address, self.input = path or ":return", f"{path}:in"
+        self.path, self.address, self.input = path, path or ":return", f"{path}:in"
         self.found, self.outputs, self.seen = found, outputs, seen
         self.first = next(iter(_parameters(module)), None)
-        self.open: list[int] = []
+        self.open: list[tuple[int, int]] = []  # The calls that are running, and how many tensors were there before.
         self.count = 0
         self.hooked = False  # A hook has noted the call that is about to begin.
 
@@ -77,9 +85,8 @@ class _Tap:
             self.leave(output)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in tensors_in((args, kwargs)):
-            self.seen[id(tensor)] = tensor
-        self.open.append(self.count)
+        self._see((args, kwargs))
+        self.open.append((self.count, len(self.seen)))
         self.count += 1
         value = self._input(args, kwargs)
         if value is not self:
@@ -94,15 +101,21 @@ class _Tap:
         return kwargs.get(self.first.name, default)
 
     def leave(self, output: Any) -> None:
-        call = self.open.pop()
+        call, before = self.open.pop()
         # Calls may nest, and end in another order than they began.
         values = self.found.values.setdefault(self.address, [])
         values.extend([None] * (call + 1 - len(values)))
         values[call] = snapshot(output)
         if type(output) is Tensor and output.grad_fn is not None and id(output) not in self.seen:
             self._watch(output, call)
-        for tensor in tensors_in(output):
-            self.seen[id(tensor)] = tensor
+        old = (self.seen.get(id(tensor), (before, tensor))[0] < before for tensor in tensors_in(output))
+        if any(is_old and tensor.requires_grad for is_old, tensor in zip(old, tensors_in(output), strict=True)):
+            self.found.handed.add(self.path)
+        self._see(output)
+
+    def _see(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            self.seen.setdefault(id(tensor), (len(self.seen), tensor))
 
     def _watch(self, output: Tensor, call: int) -> None:
         key, grads = (self.address, call), self.found.grads

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.harness import Row
 from benchmarks.peers.common import WORKS, read_rows
+from benchmarks.peers.environment import environment
 from benchmarks.report import ROOT, publish
 
 PEERS = {
@@ -23,8 +23,6 @@ PEERS = {
     "pyvene": ("pyvene==0.1.8",),
 }
 """By script: what its environment holds, beside what constraints.txt pins. Ours runs in the environment at hand."""
-
-ENVIRONMENTS = ROOT / ".venv-peers"
 
 
 def main() -> int:
@@ -54,27 +52,13 @@ def _options() -> argparse.Namespace:
 
 
 def _run(name: str, rounds: int) -> list[Row]:
-    python = _environment(name) if PEERS[name] else Path(sys.executable)
+    python = environment(name, PEERS[name]) if PEERS[name] else Path(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "rows.json"
         command = [str(python), "-m", f"benchmarks.peers.{name}", str(target), str(rounds)]
         offline = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         subprocess.run(command, check=True, cwd=ROOT, env=offline, capture_output=True, text=True)
         return read_rows(target)
-
-
-def _environment(name: str) -> Path:
-    """The Python of a peer's environment, made anew when what it holds has changed."""
-    folder = ENVIRONMENTS / name
-    python, ready, wanted = folder / "bin" / "python", folder / ".ready", "\n".join(PEERS[name])
-    if not ready.exists() or ready.read_text(encoding="utf-8") != wanted:
-        print(f"  making {folder.relative_to(ROOT)} (a minute or two)", flush=True)
-        venv.create(folder, clear=True, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        pinned = ["-c", str(ROOT / "constraints.txt")]
-        subprocess.run([*pip, *pinned, *PEERS[name]], check=True, capture_output=True, text=True)
-        ready.write_text(wanted, encoding="utf-8")
-    return python
 
 
 def _arranged(rows: Iterable[Row]) -> list[Row]:

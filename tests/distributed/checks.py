@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -241,7 +241,8 @@ def check_that_gather_puts_a_spread_value_together():
     assert isinstance(parts["a"], DTensor)
     assert type(tape["a"]) is torch.Tensor
     assert torch.allclose(tape["a"], wanted["a"])
-    assert torch.allclose(tape.grad["a"].full_tensor(), wanted.grad["a"])
+    assert type(tape.grad["a"]) is torch.Tensor
+    assert torch.allclose(tape.grad["a"], wanted.grad["a"])
     with tempfile.TemporaryDirectory() as folder:
         tape_file = Path(folder) / "run.th"
         with pytest.raises(th.TapeFileError, match="full_tensor"):
@@ -250,6 +251,53 @@ def check_that_gather_puts_a_spread_value_together():
             model(x)
         tape.save(tape_file)
         assert torch.equal(th.load(tape_file)["a"], tape["a"])
+
+
+def check_that_gather_puts_gradients_of_inputs_variables_and_parameters_together():
+    names = ("b:in", "act", "a.weight", "b.bias", ":hidden")
+    x, wanted = inputs(), alone(*names, x=inputs())
+    for local in (True, False):
+        model = tensor_parallel(local=local)
+        with th.record(model, *names, gather=True, grad=True) as tape:
+            model(x).sum().backward()
+            model(x).sum().backward()
+        for name in ("a.weight", "b.bias"):
+            assert type(tape.grad[name]) is torch.Tensor, name
+            assert torch.allclose(tape.grad[name], 2 * wanted.grad[name], atol=1e-6), name
+        for name in ("b:in", "act", ":hidden"):
+            if local and name == "act":  # A local part is a plain tensor, of which nobody knows that it is a part.
+                assert tape.grad["act#0"].shape == (3, 4)
+                continue
+            for call in range(2):
+                found = tape.grad[f"{name}#{call}"]
+                assert type(found) is torch.Tensor, name
+                assert torch.allclose(found, wanted.grad[name], atol=1e-6), name
+
+
+def check_that_a_gathered_value_that_every_process_has_is_not_reached_by_a_later_change_in_place():
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x):
+            y = self.inner(x)
+            y.mul_(2)
+            return y
+
+    model, mesh, x = Doubles(), init_device_mesh("cpu", (2,)), inputs()
+    with th.record(model, "inner", gather=True, copy="never") as tape:
+        model(DTensor.from_local(x.clone(), mesh, [Replicate()], run_check=False))
+    assert torch.equal(tape["inner"], x)
+
+
+def check_that_gradients_are_spread_as_their_values_are_without_gather():
+    x, wanted, model = inputs(), alone("a", "b:in", x=inputs()), tensor_parallel(local=False)
+    with th.record(model, "a", "b:in", grad=True) as tape:
+        model(x).sum().backward()
+    for name in wanted:
+        assert isinstance(tape.grad[name], DTensor)
+        assert torch.allclose(tape.grad[name].full_tensor(), wanted.grad[name], atol=1e-6)
 
 
 def check_that_ready_edits_of_a_spread_value_mean_the_whole_one():
@@ -322,6 +370,29 @@ def check_that_a_pipeline_stage_shows_one_call_for_each_microbatch():
         assert len(calls) == 3  # A new stage's first step makes one call more, which finds out the shapes.
         assert torch.allclose(torch.cat(calls[1:]), wanted[path])
         assert all(tape.grad[f"{part_name(part)}#{call}"].shape == calls[call].shape for call in (1, 2))
+
+
+def check_that_a_stop_in_a_pipeline_says_that_it_cannot_and_nobody_waits():
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        whole, part, schedule = pipeline(kind)
+        path, point = ("0" if dist.get_rank() == 0 else "2"), part_name(part)
+        with th.record(whole, path) as wanted:
+            whole(X4)
+        with pytest.warns(th.TenterhookWarning, match="stage of a pipeline"), th.record(part, point, stop=True) as tape:
+            run(schedule)
+            ended = False
+        assert ended is False, "the block was ended before its last line"
+        assert torch.allclose(torch.cat(tape.calls(point)[1:]), wanted[path])
+        assert (found := run(schedule)) is None or torch.allclose(found, whole(X4))  # The schedule goes on as ever.
+
+
+def check_that_the_module_of_a_stage_can_be_stopped_by_itself():
+    _, part, _ = pipeline(ScheduleGPipe)
+    given = torch.zeros(1, part[0].in_features)
+    with th.record(part, part_name(part), stop=True) as tape:
+        part(given)
+        raise AssertionError("it went on")
+    assert torch.equal(tape[part_name(part)], part[0](given))
 
 
 def part_name(part):

@@ -1,5 +1,6 @@
 """Points inside a forward, in sessions: calls, threads, recomputation, copies, what is followed and what is left."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -325,3 +326,38 @@ def test_an_argument_and_the_variable_that_takes_its_name_are_two_points():
     assert torch.equal(tape[":x[0]"], model.fc(x))
     assert tape.grad[":x"].shape == (2, 4)
     assert tape.grad[":x[0]"].shape == (2, 3)
+
+
+class Closes(nn.Module):
+    """Closes a session in the middle of its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.session = None
+
+    def forward(self, x):
+        before = x + 1
+        with contextlib.suppress(th.NeverReached):  # What lies behind is not reached, and close() says so.
+            self.session.close()
+        after = before * 2
+        return self._last(after)
+
+    def _last(self, value):
+        last = value + 1
+        return last
+
+
+@pytest.mark.parametrize("point", [":after", ":mul()", ":_last():last"])
+def test_an_edit_that_is_closed_in_the_middle_of_a_call_does_nothing_later_in_it(point):
+    model = Closes()
+    model.session = th.edit(model, {":before": lambda v: v * 10, point: th.zero()}).start()
+    with th.record(model, ":before", ":after") as tape:  # Another session goes on.
+        assert torch.equal(model(X), (X + 1) * 20 + 1)
+    assert torch.equal(tape[":after"], (X + 1) * 20)
+
+
+def test_a_recording_that_is_closed_in_the_middle_of_a_call_keeps_what_it_has():
+    model = Closes()
+    model.session = th.record(model, ":{before,after}").start()
+    assert torch.equal(model(X), (X + 1) * 2 + 1)
+    assert list(model.session.tape) == [":before"]

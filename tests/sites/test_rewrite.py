@@ -50,6 +50,8 @@ class Forms(Base):
         self.cache = case
         self.table["x"] = case + self.__secret
         listed = [each * 2 for each in (x, plain)]
+        pairs = [left * right for left, (right, *_) in ((x, (plain,)), (plain, (x, x))) if left is not right]
+        keyed = {place: value * 1 for place, value in enumerate(row + 1 for row in x if row is not None)}
 
         def local(v):
             deep = v + 1
@@ -59,7 +61,7 @@ class Forms(Base):
         squared = (lambda v: v**2)(x)
         soft = F.softmax(called, -1) + torch.softmax(squared, -1) + x.softmax(-1)
         product = soft @ soft.T
-        return (product.sum() + listed[1].sum() + self.table["x"].sum()) * factor
+        return (product.sum() + listed[1].sum() + self.table["x"].sum() + pairs[0].sum() + keyed[2].sum()) * factor
 
 
 def by_hand(x):
@@ -78,7 +80,8 @@ def by_hand(x):
         "plain": [plain], "annotated": [annotated], "first": [first], "second": [first], "nested[0]": [first],
         "nested[1]": [nested], "walrus": [walrus], "branch[0]": [walrus], "branch[2]": [walrus, last],
         "item": [x, plain], "inside": [last], "caught[1]": [caught], "matched": [caught], "case": [case],
-        "self.cache": [case], 'self.table["x"]': [case + 5.0], "each": [x, plain], "deep": [x + 1],
+        "self.cache": [case], 'self.table["x"]': [case + 5.0], "each": [x, plain], "left": [x, plain],
+        "right": [plain, x], "row": list(x), "value": [row + 1 for row in x], "deep": [x + 1],
         "called": [called], "squared": [x**2], "soft": [soft], "product": [soft @ soft.T], "other": [x],
         "softmax()[0]": [F.softmax(called, -1)], "softmax()[1]": [torch.softmax(x**2, -1)],
         "softmax()[2]": [x.softmax(-1)],
@@ -96,8 +99,7 @@ def test_every_form_of_binding_and_call_is_recorded(name):
     with th.record(model, f":{name}") as tape:
         model(X)
     found, expected = tape.calls(f":{name}"), by_hand(X)[name]
-    assert len(found) == len(expected)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_all_places_at_once_change_nothing():
@@ -109,7 +111,21 @@ def test_all_places_at_once_change_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "walrus", "nested[1]", "deep", "softmax()[1]", 'self.table["x"]', "each", "item", "case"]
+    "name",
+    [
+        "plain",
+        "walrus",
+        "nested[1]",
+        "deep",
+        "softmax()[1]",
+        'self.table["x"]',
+        "each",
+        "left",
+        "right",
+        "row",
+        "item",
+        "case",
+    ],
 )
 def test_an_edit_inside_reaches_the_result(name):
     model = Forms()
@@ -127,6 +143,15 @@ def test_an_edit_of_one_of_two_chained_names_leaves_the_other():
         assert session.model(torch.ones(1)).item() == 2.0
     with th.edit(Chained(), {":b": th.zero()}) as session:
         assert session.model(torch.ones(1)).item() == 20.0
+
+
+def test_a_comprehension_tests_the_value_that_an_edit_has_put_in():
+    class Filters(nn.Module):
+        def forward(self, x):
+            return [a + b for a, b in zip(x, x, strict=True) if a > 0]
+
+    with th.edit(Filters(), {":a": lambda v: -v}) as session:
+        assert session.model(torch.tensor([-1.0, 2.0, -3.0])) == [torch.tensor(0.0), torch.tensor(0.0)]
 
 
 def test_the_gradient_of_a_variable_is_recorded_and_edited():

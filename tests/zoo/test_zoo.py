@@ -52,6 +52,29 @@ def test_a_model_that_does_not_run_by_itself_is_not_counted():
         check(Case(Broken(), (torch.ones(1),)))
 
 
+def test_a_sum_in_another_order_is_told_apart_from_a_failure():
+    import torch
+    from torch import nn
+
+    class Grouped(nn.Module):
+        """A value with uses of its own, and several by way of a module that hands it on."""
+
+        def __init__(self):
+            super().__init__()
+            self.stem, self.same = nn.Linear(32, 32), nn.Identity()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            h = self.stem(x)
+            y = self.same(h)
+            return self.q(y) * self.k(y) * self.v(y) + h * 3
+
+    torch.manual_seed(0)
+    found = check(Case(Grouped(), (torch.randn(8, 32),)))
+    assert found["problems"] == []
+    assert "gradient of stem" in found["order"]
+
+
 @pytest.mark.zoo
 @pytest.mark.parametrize("source", models.SOURCES)
 def test_no_model_of_the_zoo_fails(source):

@@ -6,7 +6,7 @@ is followed into. A node is also the :class:`~tenterhook.sites.rewrite.Hands` of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +83,13 @@ class Node:
     # -- called by the rewritten code ---------------------------------------------------------------------------------
 
     def value(self, place: Any, value: Any) -> Any:
-        """A value has come to a place."""
-        for lane, binding in self._edits.get(place, ()):
-            context = _context(lane, binding)
-            if context is not None:
-                value = binding.action(value, context)
+        """A value has come to a place. A lane is over where its session was closed while this call was running."""
+        if place in self._edits:
+            value = self._edited(place, value)
         looks = self._looks.get(place, ())
         for lane, binding in looks:
+            if lane.over:
+                continue
             action: Any = binding.action
             if type(value) is Tensor and getattr(action, "direct", False) and not value.is_inference():
                 count = _next_execution(lane, binding)
@@ -101,13 +101,16 @@ class Node:
             if context is not None:
                 action(value, context)
         for lane, _ in looks:
-            if lane.session.done:
+            if lane.session.done and not lane.over:
                 self._stop(lane)
         return value
 
-    def each(self, place: Any, values: Any) -> Iterator[Any]:
-        """The values that a comprehension goes through, one by one."""
-        return (self.value(place, value) for value in values)
+    def _edited(self, place: Any, value: Any) -> Any:
+        for lane, binding in self._edits[place]:
+            context = None if lane.over else _context(lane, binding)
+            if context is not None:
+                value = binding.action(value, context)
+        return value
 
     def enter(self, place: Any, function: Any) -> Any:
         """A function is about to be called: if it is one that is entered, its rewritten self takes its place."""

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
-from tenterhook.sites.wrapped import is_wrapped, unwrapped
+from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
 __all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
 
@@ -33,6 +33,24 @@ CHANGED = (
 )
 
 
+def let_free(gradient: Tensor) -> Tensor:
+    """What to keep of a gradient that autograd goes on with: itself, or a copy where holding it would alter the run.
+
+    Autograd adds the next gradient in place to one that nobody else holds, and otherwise makes a new tensor of the sum.
+    The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
+    those may have other strides, and convolutions choose their kernel by them.
+    """
+    shape = gradient.shape
+    if 1 in shape:
+        whole, within = gradient.numel(), False
+        for size, stride in zip(shape, gradient.stride(), strict=True):
+            if size != 1:
+                within = True
+            elif within or stride != whole:
+                return gradient.clone()
+    return gradient
+
+
 class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
@@ -46,6 +64,7 @@ class Cell:
     places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
     silent = graphs = spent = False
     numbered: dict[int, Path]  # Of the gradients that a compiled graph brings; see tenterhook.compiled.
+    whole = False  # Whether a gradient that is spread over processes is put together.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         # Each gradient with the version that it had, which tells whether it was changed since.
@@ -73,6 +92,7 @@ class Cell:
         """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
+        gradient = let_free(gathered(gradient) if self.whole else gradient)
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
@@ -83,7 +103,7 @@ class Cell:
         if self.tasks is None:
             self.tasks = {}
         if found and self.tasks.get(path) == task:
-            gradient = found.pop()[0] + gradient
+            gradient = found.pop()[0] + (gathered(gradient) if self.whole else gradient)
         self.tasks[path] = task
         self.add(path, gradient)
 
@@ -117,9 +137,10 @@ class Catch:
         cell = self._find()
         if cell is None or cell.silent:
             return
-        if cell.parts or gradient.requires_grad or keeps_graph():
+        if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:  # The same as add(), for the one gradient that most cells get.
+            gradient = let_free(gradient)
             cell.parts[self._path] = [(gradient, gradient._version)]
             cell.spent, cell.edges = True, ()
 

@@ -3,8 +3,9 @@
 An output's gradient is caught by a tensor hook, which stays with the value that it was put on when that value is later
 changed in place, views included (see :mod:`tenterhook.sites.tensor`). A module that returns what it was given, such as
 ``nn.Identity``, shares that tensor with others, so its output is handed on as an alias with a place of its own in the
-graph. That is the one thing that recording adds to a graph; where the shared tensor has three uses or more, the sum of
-their gradients may then be formed in another order.
+graph. That is the one thing that recording adds to a graph. What comes back over the alias is passed on at once, so
+that sums are formed in their own order; where the alias has several uses and the shared tensor has others, they may be
+grouped otherwise.
 
 An input's gradient *through this module* is what the operations inside the module hand back to it. Those are found by
 walking the graph from the module's outputs to the input, once per call.
@@ -39,6 +40,7 @@ from tenterhook.record.cell import (
 from tenterhook.record.tape import View
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
+    AT_ONCE,
     Place,
     attach_hook,
     attach_part,
@@ -46,6 +48,7 @@ from tenterhook.sites.tensor import (
     is_older,
     is_own,
     layout_of,
+    number_of,
     own_alias,
     sequence_number,
 )
@@ -115,8 +118,9 @@ class _Gradient:
     compiled: str | None = "gradient"
     anywhere = False  # Whether gradients count that do not come through the module.
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
         self.entries, self.keep = entries, keep
+        self._whole = whole
         self._latest = -1
 
     @property
@@ -130,6 +134,8 @@ class _Gradient:
         if (known is not None and not known.why) or call <= self._latest - self.keep:
             return None
         cell = Cell(value, "") if type(value) is Tensor and value.requires_grad else Cell(value)
+        if self._whole:
+            cell.whole = True
         if not self.anywhere and not cell.why and not torch.is_grad_enabled():
             cell.why = "no_grad"  # The tensor had a history before; nothing that the module did here is part of one.
         self.entries[call] = cell
@@ -158,8 +164,8 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """Catches the gradient of what a module returns."""
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
-        super().__init__(entries, keep)
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+        super().__init__(entries, keep, whole=whole)
         self._since: dict[int, int] = {}
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
@@ -174,9 +180,10 @@ class OutputGradient(_Gradient):
         ``value`` is the tensor, or a tuple in which it stands first and alone.
         """
         node: Any = tensor.grad_fn
-        if node is None or isinstance(node, PythonNode):
+        if node is None or self._whole or isinstance(node, PythonNode):
             return None
-        if node._sequence_nr() < since:  # A module that hands its input on.
+        number: int = node._sequence_nr()
+        if number < since or AT_ONCE <= number < AT_ONCE + since:  # A module that hands its input on.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell = Cell(tensor, "")
@@ -251,8 +258,8 @@ class InputGradient(_Gradient):
     finds on the way out which operations send it there.
     """
 
-    def __init__(self, entries: dict[int, Any], keep: int) -> None:
-        super().__init__(entries, keep)
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+        super().__init__(entries, keep, whole=whole)
         self.entered: dict[int, Entered] = {}
 
     def __call__(self, value: Any, context: Context) -> None:
@@ -348,7 +355,7 @@ def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[No
     todo = list(starts)
     while todo:
         node = todo.pop()
-        if node is None or node in seen or node._sequence_nr() < entered.since:  # Older: it lies before the module.
+        if node is None or node in seen or number_of(node) < entered.since:  # Older: it lies before the module.
             continue
         seen.add(node)
         for index, (before, output) in enumerate(node.next_functions):

@@ -24,10 +24,16 @@ from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGr
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
+from tenterhook.sites.wrapped import in_pipeline
 
 __all__ = ["Recording", "record"]
 
 Keep = Literal["all", "last"] | int
+
+PIPELINE = (
+    "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
+    "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
+)
 
 
 def record(  # noqa: PLR0913
@@ -64,8 +70,8 @@ def record(  # noqa: PLR0913
             versions elsewhere; ``"always"`` copies everything; ``"never"`` nothing, and compares nothing.
         device: where the values go, for example ``"cpu"``.
         dtype: what floating-point values are converted to.
-        gather: put values together that are spread over processes (``DTensor``), as they pass. All of the processes
-            have to record the same points.
+        gather: put values, and their gradients, together that are spread over processes (``DTensor``), as they pass.
+            All of the processes have to record the same points.
         replay: also keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``): the arguments
             and outputs of every module's calls; or, given the points that will be edited, only what serving these
             needs. Without selectors, nothing else is recorded then.
@@ -133,14 +139,15 @@ class Recording(Session):
         return None
 
     def _gradient_bindings(self, point: Point, entries: dict[int, Any]) -> list[Binding]:
+        keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            return [Binding(point, OutputGradient(entries, self._keep))]
+            return [Binding(point, OutputGradient(entries, keep, whole=whole))]
         if point.site is Site.VARIABLE or self._grad == "total":
-            total = TotalGradient(entries, self._keep)
+            total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
                 total.compiled = None  # Uses of an argument outside of the module are not in sight of the tracer.
             return [Binding(point, total)]
-        through = InputGradient(entries, self._keep)
+        through = InputGradient(entries, keep, whole=whole)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
@@ -184,6 +191,7 @@ class Recording(Session):
         self.reached(point)
         if self._grad:
             cell = grads[0] = Cell(tensor)
+            cell.whole = self._policy.gather
             if tensor.requires_grad:
                 self._handles.append(watch_parameter(cell, tensor))
 
@@ -203,7 +211,12 @@ class Recording(Session):
         """A point that the stop waits for has been passed."""
         if point in self._waiting:
             self._waiting.discard(point)
-            self.done = not self._waiting
+            if self._waiting:
+                return
+            if in_pipeline(sys._getframe(1)):
+                warnings.warn(PIPELINE, TenterhookWarning, stacklevel=2)
+            else:
+                self.done = True
 
     def __enter__(self) -> Tape:
         super().__enter__()

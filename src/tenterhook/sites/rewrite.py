@@ -30,8 +30,6 @@ class Hands(Protocol):
 
     def enter(self, place: int, function: Any) -> Any: ...
 
-    def each(self, place: int, values: Any) -> Any: ...
-
 
 def rewritten(
     function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: Hands
@@ -147,34 +145,47 @@ class _Writer(ast.NodeTransformer):
         return self._block(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> Any:
-        """A comprehension has no body: what it goes through is passed through, item by item."""
+        """A comprehension has no body: each name is bound once more, ``for x in (value(x),)``, before it is tested."""
         targets = bound_names(node)
         taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
-        if taps and taps[0] is not None and isinstance(node.target, ast.Name):
-            node.iter = _through("each", taps[0], node.iter)
-        return node
+        again = [_once(target, place) for target, place in zip(targets, taps, strict=True) if place is not None]
+        if again:
+            again[-1].ifs, node.ifs = node.ifs, []
+        return [node, *again]
 
 
 def _through(method: str, place: Place, value: ast.expr) -> ast.expr:
     """``__tenterhook__.method(place, value)``, standing where the value stood."""
     hands = ast.Attribute(value=ast.Name(id=HANDS, ctx=ast.Load()), attr=method, ctx=ast.Load())
     new = ast.Call(func=hands, args=[ast.Constant(value=key_of(place)), value], keywords=[])
-    for node in ast.walk(new):
-        if not hasattr(node, "lineno") and isinstance(node, ast.expr):
-            ast.copy_location(node, value)
-    return new
+    # Of a method over several lines Python takes the last for the call's: a debugger would see a line more than before.
+    added = {"lineno": value.lineno, "end_lineno": value.lineno, "col_offset": value.col_offset}
+    for node in (hands, hands.value, new.args[0]):
+        for name, number in (added | {"end_col_offset": value.col_offset}).items():
+            setattr(node, name, number)
+    return ast.copy_location(new, value)
 
 
 def _again(target: ast.expr, place: Place) -> ast.stmt:
     """``target = __tenterhook__.value(place, target)``, on the target's own line."""
+    statement = ast.Assign(targets=[copy.deepcopy(target)], value=_through("value", place, _read(target)))
+    return ast.copy_location(statement, target)
+
+
+def _once(target: ast.expr, place: Place) -> ast.comprehension:
+    """``for target in (__tenterhook__.value(place, target),)``, which Python compiles to an assignment."""
+    alone = ast.Tuple(elts=[_through("value", place, _read(target))], ctx=ast.Load())
+    return ast.comprehension(target=copy.deepcopy(target), iter=ast.copy_location(alone, target), ifs=[], is_async=0)
+
+
+def _read(target: ast.expr) -> ast.expr:
+    """A target, as it is written to be read."""
     load = copy.deepcopy(target)
     for node in ast.walk(load):
         if hasattr(node, "ctx"):
             node.ctx = ast.Load()
-    store = copy.deepcopy(target)
-    statement = ast.Assign(targets=[store], value=_through("value", place, load))
-    return ast.copy_location(statement, target)
+    return load
 
 
 def _name_of(place: Place, tree: ast.FunctionDef) -> ast.expr:

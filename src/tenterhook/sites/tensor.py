@@ -21,6 +21,7 @@ from tenterhook.errors import GradientError, HookError
 from tenterhook.sites.wrapped import is_wrapped
 
 __all__ = [
+    "AT_ONCE",
     "TIED",
     "WHY",
     "Counter",
@@ -35,12 +36,15 @@ __all__ = [
     "is_own",
     "layout_of",
     "mark_own",
+    "number_of",
     "own_alias",
     "sequence_number",
     "why_no_gradient",
 ]
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Autograd takes the ready operation with the highest number first, so that one with a number from here on runs at once.
+AT_ONCE = 1 << 62
 
 # Why a value has no gradient.
 WHY = {
@@ -139,7 +143,7 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
 
     Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
     """
-    hook.number = node._sequence_nr()
+    hook.number = number_of(node)
     attach_hook(base, hook)
     hooks: Any = base._backward_hooks
     if len(hooks) == 1:
@@ -159,12 +163,22 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def is_older(tensor: Tensor, since: int) -> bool:
     """Whether a tensor that requires a gradient was there before the operation with the sequence number ``since``."""
     node = tensor.grad_fn
-    return node is None or node._sequence_nr() < since
+    return node is None or number_of(node) < since
+
+
+def number_of(node: Any) -> int:
+    """When an operation was made, among the others."""
+    number: int = node._sequence_nr()
+    return number if number < AT_ONCE else number - AT_ONCE
 
 
 def own_alias(tensor: Tensor) -> Tensor:
     """The same memory with a place of its own in the graph, for what flows back to this use of the tensor alone."""
-    return tensor[...]  # Not view_as: it writes the strides of dimensions of size one anew, and kernels look at them.
+    alias = tensor[...]  # Not view_as: it writes the strides of dimensions of size one anew, and kernels look at them.
+    node: Any = alias.grad_fn
+    if node is not None:
+        node._set_sequence_nr(AT_ONCE + node._sequence_nr())
+    return alias
 
 
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:

@@ -8,12 +8,24 @@ part of a value; putting the parts together is something that all its processes 
 from __future__ import annotations
 
 import contextlib
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["gathered", "in_transform", "is_spread", "is_wrapped", "outside", "settled", "spread_like", "unwrapped"]
+__all__ = [
+    "gathered",
+    "in_pipeline",
+    "in_transform",
+    "is_spread",
+    "is_wrapped",
+    "outside",
+    "settled",
+    "spread_like",
+    "unwrapped",
+]
 
 _functorch: Any = torch._C._functorch
 is_wrapped = _functorch.is_functorch_wrapped_tensor
@@ -66,8 +78,25 @@ def settled(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Any) -> Tensor:
-    """The whole value, on every process that has a part of it; all of them have to ask."""
-    return settled(tensor.full_tensor()) if is_spread(tensor) else tensor
+    """The whole value, on every process that has a part of it; all of them have to ask.
+
+    It is a copy also where each process has all of it already: a ``DTensor`` that is changed in place counts that
+    itself, and the memory beneath it does not.
+    """
+    if not is_spread(tensor):
+        return tensor  # type: ignore[no-any-return]
+    whole, local = settled(tensor.full_tensor()), tensor.to_local()
+    return whole.clone() if whole.untyped_storage()._cdata == local.untyped_storage()._cdata else whole
+
+
+def in_pipeline(frame: FrameType | None) -> bool:
+    """Whether a frame was called by a stage of a pipeline, whose neighbours wait for what it will send them."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None:
+        return False
+    while frame is not None and frame.f_globals is not vars(stage):
+        frame = frame.f_back
+    return frame is not None
 
 
 def spread_like(whole: Tensor, like: Any) -> Tensor:

@@ -1,0 +1,193 @@
+"""Hazards that one library's own tests show better than a table of tools: what goes wrong, and the tests that hold it.
+
+A name ends in a test function, or in a check that two processes make together. A test sees to it that all exist.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ELSEWHERE", "Elsewhere"]
+
+
+class Elsewhere(NamedTuple):
+    """A hazard, and where it is tested."""
+
+    section: str
+    sentence: str
+    tests: tuple[str, ...]
+
+
+def _all(section: str, *rows: tuple[str, tuple[str, ...]]) -> list[Elsewhere]:
+    return [Elsewhere(section, *row) for row in rows]
+
+
+ELSEWHERE = [
+    *_all(
+        "Values",
+        (
+            "`vmap` hands hooks batched tensors that are of no use outside it",
+            (
+                "tests/modes/test_transforms.py::test_vmap_records_all_examples_along_the_first_dimension",
+                "tests/modes/test_transforms.py::test_a_change_in_place_inside_vmap_is_said_and_a_copy_has_the_value",
+            ),
+        ),
+        (
+            "`torch.export`, `torch.jit.trace`, `torch.fx` and `make_fx` hand hooks fake or traced tensors",
+            (
+                "tests/modes/test_tracing.py::test_an_edit_is_never_traced",
+                "tests/modes/test_tracing.py::test_a_recording_of_an_export_is_refused",
+            ),
+        ),
+        (
+            "a value may be a tensor, tuple, list, dict, named tuple, dataclass, `ModelOutput`, or any nesting of them",
+            ("tests/record/test_capture.py::test_a_structure_is_kept_with_its_own_types_and_detached",),
+        ),
+    ),
+    *_all(
+        "Gradients",
+        (
+            "`register_hook` on a view that was changed through an alias can end the process",
+            (
+                "tests/gradients/test_outputs.py::test_a_view_whose_base_changes_has_the_gradient_of_the_memory_it_shows",
+            ),
+        ),
+        (
+            "a hook that changes its gradient in place reaches the branches that share it",
+            (
+                "tests/gradients/test_edits.py::test_changing_the_gradient_in_place_is_refused_because_others_may_share_it",
+                "tests/gradients/test_outputs.py::test_a_gradient_that_a_later_hook_changes_in_place_is_not_passed_off_as_what_flowed",
+            ),
+        ),
+        (
+            "a tensor hook whose closure reaches its own tensor is never collected",
+            (
+                "tests/gradients/test_no_leak.py::test_whatever_is_done_nothing_is_left",
+                "tests/gradients/test_no_leak.py::test_a_thousand_steps_each_with_its_session_leave_nothing",
+            ),
+        ),
+        (
+            "hooks of a node do not run where `autograd.grad` asks for that node's own output",
+            ("tests/gradients/test_outputs.py::test_autograd_grad_is_caught_also_where_the_point_itself_is_asked_for",),
+        ),
+        (
+            "`backward()` computes the gradients of all parameters where only those of points are wanted",
+            ("tests/gradients/test_tape_backward.py::test_nothing_is_computed_further_back_than_the_first_point",),
+        ),
+        (
+            "keeping a gradient, or giving a value a place of its own in the graph, alters the sums of autograd",
+            (
+                "tests/gradients/test_bits.py::test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_makes_of_it",
+                "tests/gradients/test_bits.py::test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order",
+            ),
+        ),
+        (
+            "DDP's hooks of parameters see gradients before they are averaged",
+            ("tests/distributed/checks.py::check_that_ddp_shows_gradients_of_parameters_before_they_are_averaged",),
+        ),
+        (
+            "FSDP2's parameters are shards outside their module's call",
+            (
+                "tests/distributed/checks.py::check_that_fsdp_shows_a_parameter_as_a_dtensor_or_gathered",
+                "tests/distributed/checks.py::check_that_an_edit_of_a_parameter_under_fsdp_gets_the_whole_one",
+            ),
+        ),
+    ),
+    *_all(
+        "Recomputation",
+        (
+            "activation checkpointing calls forward hooks a second time",
+            (
+                "tests/engine/test_recompute.py::test_what_is_recorded_is_not_recorded_again",
+                "tests/engine/test_recompute.py::test_the_call_indices_of_a_recomputation_are_those_of_the_first_run",
+            ),
+        ),
+        (
+            "a Hugging Face model with gradient checkpointing, edited",
+            ("tests/engine/test_recompute.py::test_a_hugging_face_model_with_gradient_checkpointing",),
+        ),
+    ),
+    *_all(
+        "Compiled models",
+        (
+            "hooks that are present when a model is compiled are traced in, or break its graph",
+            (
+                "tests/modes/test_compiled.py::test_a_compiled_model_is_recorded",
+                "tests/modes/test_compiled.py::test_a_full_graph_that_a_session_would_break_raises",
+            ),
+        ),
+        (
+            "gradients inside a compiled region",
+            ("tests/modes/test_compiled.py::test_under_aot_autograd_it_is_the_same",),
+        ),
+        (
+            "a stop inside a compiled region",
+            ("tests/modes/test_compiled.py::test_a_compiled_model_is_stopped",),
+        ),
+        (
+            "code that was compiled under hooks stays when they are gone",
+            ("tests/modes/test_compiled.py::test_a_compiled_model_is_edited_and_compiled_code_comes_back",),
+        ),
+    ),
+    *_all(
+        "Life cycle",
+        (
+            "a stop that never came is said",
+            ("tests/engine/test_stop.py::test_a_stop_that_never_came_is_said",),
+        ),
+        (
+            "hooks that are always called do not see a stop; a model's own `except` swallows one",
+            (
+                "tests/engine/test_stop.py::test_hooks_that_are_always_called_are_called_from_the_inside_out",
+                "tests/engine/test_stop.py::test_a_model_that_swallows_exceptions_cannot_swallow_a_stop",
+            ),
+        ),
+        (
+            "`DataParallel`'s replicas share hooks, and an overridden `forward` stays bound to the original",
+            ("tests/distributed/test_offloaded.py::test_data_parallel_with_replicas_is_refused",),
+        ),
+        (
+            "a stop inside FSDP2 leaves parameters whole",
+            ("tests/distributed/checks.py::check_that_a_stop_under_fsdp_leaves_no_parameter_gathered",),
+        ),
+        (
+            "a stop in one stage of a pipeline leaves the next waiting",
+            ("tests/distributed/checks.py::check_that_a_stop_in_a_pipeline_says_that_it_cannot_and_nobody_waits",),
+        ),
+        (
+            "under tensor parallelism hooks see `DTensor`s, shards, or results that are still on their way",
+            ("tests/distributed/checks.py::check_that_tensor_parallel_points_show_what_the_plan_says",),
+        ),
+    ),
+    *_all(
+        "Variables inside `forward`",
+        (
+            "decorators, closures, `super()`, `+=`, walrus, tuple targets, `a = b =`, loops, comprehensions, `try`",
+            (
+                "tests/sites/test_rewrite.py::test_every_form_of_binding_and_call_is_recorded",
+                "tests/sites/test_rewrite.py::test_a_decorated_forward_is_entered_through_its_decorators",
+                "tests/sites/test_rewrite.py::test_inherited_and_shared_forwards_are_told_apart_by_module",
+            ),
+        ),
+        (
+            "source that is not there: typed at a prompt, `exec`, a wrapper that hides it",
+            (
+                "tests/sites/test_rewrite.py::test_a_forward_without_source_says_so",
+                "tests/sites/test_rewrite.py::test_calls_inside_a_forward_without_source_are_found_as_they_are_made",
+                "tests/sites/test_rewrite.py::test_a_wrapper_that_hides_what_it_wraps_is_refused",
+            ),
+        ),
+        (
+            "tracebacks, debuggers and coverage must show the file and the line that the user wrote",
+            (
+                "tests/sites/test_rewrite.py::test_a_traceback_shows_the_users_own_lines",
+                "tests/sites/test_debuggers.py::test_the_debugger_stops_where_it_does_without_a_session",
+                "tests/sites/test_debuggers.py::test_a_line_counter_sees_the_lines_that_it_sees_without_a_session",
+            ),
+        ),
+        (
+            "a file that changed on disk since it was imported",
+            ("tests/sites/test_rewrite.py::test_a_file_that_changed_since_it_was_imported_is_refused",),
+        ),
+    ),
+]
