@@ -21,8 +21,9 @@ def is_used() -> bool:
     """Whether torch.compile was ever called in this process; where it was not, a session pays nothing for this room."""
     global _used  # noqa: PLW0603
     if not _used:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # Other libraries load it and use none of it.
-        _used = dynamo is not None and bool(dynamo.cached_backends)
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        # Other libraries load it and use none of it: what they keep out of graphs has None for a backend.
+        _used = dynamo is not None and any(backend is not None for backend in list(dynamo.cached_backends.values()))
     return _used
 
 
