@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tenterhook.address.point import Point
 
-__all__ = ["Named", "aliases", "all_names", "find", "first_names", "module_ids", "named_tensors", "walk"]
+__all__ = ["Named", "Shape", "aliases", "all_names", "find", "first_names", "named_tensors", "walk"]
 
 Named = tuple[str, "nn.Module"]
 
@@ -58,17 +58,28 @@ def walk(model: nn.Module) -> tuple[list[Named], list[Named]]:
     return firsts, others
 
 
-def module_ids(model: nn.Module) -> dict[int, None]:
-    """The identities of all modules, in a fixed order: two of these are equal while the same modules stand in place."""
-    seen: dict[int, None] = {}
-    stack: list[nn.Module | None] = [model]
-    while stack:
-        module = stack.pop()
-        if module is not None and id(module) not in seen:
-            seen[id(module)] = None
-            if children := module._modules:
-                stack += children.values()
-    return seen
+class Shape:
+    """Which modules stand where in a model."""
+
+    __slots__ = ("_children", "_parents", "ids")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ids: set[int] = set()
+        self._parents: list[nn.Module] = []
+        self._children: list[tuple[nn.Module | None, ...]] = []
+        stack: list[nn.Module | None] = [model]
+        while stack:
+            module = stack.pop()
+            if module is not None and id(module) not in self.ids:
+                self.ids.add(id(module))
+                self._parents.append(module)
+                children = tuple(module._modules.values())
+                self._children.append(children)
+                stack += children
+
+    def holds(self) -> bool:
+        """Whether the same modules stand in the same places."""
+        return [tuple(module._modules.values()) for module in self._parents] == self._children
 
 
 def all_names(walked: tuple[list[Named], list[Named]]) -> list[Named]:

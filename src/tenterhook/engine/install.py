@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import CodeType, FrameType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,14 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
-from tenterhook.sites.module import Argument, argument
+from tenterhook.sites.module import Argument, argument, can_be_called
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding, Guard
     from tenterhook.engine.session import Session
     from tenterhook.sites.parameter import Exchange
 
-__all__ = ["Lane", "Tap", "attach", "borrow", "detach", "give_back"]
+__all__ = ["Lane", "Tap", "attach", "attach_all", "borrow", "detach", "give_back"]
 
 SHARED = (
     "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
@@ -175,7 +175,7 @@ class Tap:
     def refresh(self) -> None:
         """Put in the forward that the present lanes need."""
         function: Any = self._direct() or general(self)
-        if compiled.is_used():
+        if any(lane.session.reel is not None for lane in self.lanes):
             function = compiled.dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
@@ -254,6 +254,14 @@ class Tap:
     def new_key(self) -> str:
         """A key in a module's dict of native hooks; PyTorch's own are integers."""
         return f"tenterhook-{next(_keys)}"
+
+
+def attach_all(lanes: Iterable[Lane]) -> None:
+    """Let lanes see the calls of their modules, those of modules that are never called left out."""
+    with _lock:
+        for lane in lanes:
+            if can_be_called(lane.module):
+                attach(lane)
 
 
 def attach(lane: Lane) -> None:

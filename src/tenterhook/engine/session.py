@@ -10,11 +10,11 @@ from typing import Any, Self
 from torch import nn
 
 from tenterhook.address.match import Site
-from tenterhook.address.walk import find, module_ids
+from tenterhook.address.walk import Shape, find
 from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
-from tenterhook.engine.install import Lane, attach, detach
+from tenterhook.engine.install import Lane, attach_all, detach
 from tenterhook.engine.reasons import never_reached
 from tenterhook.errors import (
     ClosedSession,
@@ -26,7 +26,6 @@ from tenterhook.errors import (
 )
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
-from tenterhook.sites.module import can_be_called
 from tenterhook.sites.parameter import Swap, is_offloaded
 from tenterhook.sites.wrapped import is_spread
 
@@ -78,7 +77,7 @@ class Session:
         self._neighbours: list[Session] = []
         self._state = "new"
         self._depth = 0
-        self._shape: dict[int, None] | None = None
+        self._shape: Shape | None = None
         self.reel: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
@@ -94,9 +93,7 @@ class Session:
             self._plan()
             if compiled.is_used():
                 compiled.begin(self)
-            for lane in self.lanes.values():
-                if can_be_called(lane.module):
-                    attach(lane)
+            attach_all(self.lanes.values())
             self.on_start()
         except BaseException:
             self._undo()
@@ -129,8 +126,8 @@ class Session:
         if all(binding.point.explicit for binding in self.bindings):
             gone = [lane for lane in self.lanes.values() if find(self.model, lane.path) is not lane.module]
         else:
-            self._shape = module_ids(self.model)
-            gone = [lane for lane in self.lanes.values() if id(lane.module) not in self._shape]
+            self._shape = Shape(self.model)
+            gone = [lane for lane in self.lanes.values() if id(lane.module) not in self._shape.ids]
         if gone:
             message = f"{gone[0].path!r} is not the module any more that it was when this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
@@ -226,7 +223,7 @@ class Session:
     def _say_what_was_missed(self) -> None:
         if self.reel is not None and self.reel.error is not None:
             raise self.reel.error
-        if self._shape is not None and self._shape != module_ids(self.model):
+        if self._shape is not None and not self._shape.holds():
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
                 "open on it: new modules were not part of it, and lost ones may have been missed."
