@@ -324,3 +324,50 @@ def test_the_bar_is_shown_where_it_is_asked_for(gpt2, capsys):
     th.sweep(gpt2, cases, difference, IDS, use_cache=False, progress=True)
     th.sweep(gpt2, cases, difference, IDS, use_cache=False)
     assert capsys.readouterr().out == ""
+
+
+RUNS = []
+
+
+class Drifting(nn.Module):
+    """What it does between its parts depends on something that nobody can see."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        RUNS.append(1)
+        x = self.one(x) + (len(RUNS) > 1)
+        return self.out(self.two(x))
+
+
+def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatch):
+    from tenterhook.replay import serve, sweep
+
+    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    again = []
+    settle = sweep._Runner._settle
+    monkeypatch.setattr(sweep._Runner, "_settle", lambda self: (again.append(len(self._unsettled)), settle(self))[1])
+    model = Drifting()
+    cases = [{point: th.scale(float(factor))} for point in ("two", "out") for factor in range(1, 5)]
+    RUNS.clear()
+    found = th.sweep(model, cases, lambda output: output.sum(), torch.ones(1, 4))
+    for case, value in zip(cases, found.values, strict=True):
+        with torch.no_grad(), th.edit(model, case):
+            torch.testing.assert_close(value, model(torch.ones(1, 4)).sum())
+    assert again == [2]
+    assert found.served.runs == 1 + 1 + 1 + 1  # Two groups, the case run by itself, and the second group once more.
+
+
+def test_comparisons_that_hold_cost_no_second_run(monkeypatch, gpt2):
+    from tenterhook.replay import serve
+
+    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    cases = th.grid(lambda layer, by: {f"transformer.h.{layer}": th.scale(by)}, layer=range(3), by=[0.5, 2.0, 3.0])
+    found = th.sweep(gpt2, cases, difference, IDS, use_cache=False)
+    assert found.served.runs == 3 + 1
+    for case, value in zip(cases, found.values, strict=True):
+        with torch.no_grad(), th.edit(gpt2, case.edits):
+            torch.testing.assert_close(value, difference(gpt2(IDS, use_cache=False)))

@@ -134,6 +134,7 @@ class Scribe:
             path = self._paths[astray[0].module] or ":return"
             run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
         elsewhere = moved(run.shared) - self._changed
+        run.pure = not (self._draws or self._changes or elsewhere or astray)
         for call in run.calls.values():
             if elsewhere and not call.why and any(own.module in elsewhere for own in run.below(call.module)):
                 call.why, call.gave = "an object that a module in it holds was changed during the recorded run", None

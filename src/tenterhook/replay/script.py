@@ -15,7 +15,20 @@ from torch import Tensor, nn
 from tenterhook._tree import PLAIN, map_tensors, parts_of, tensors
 from tenterhook.replay.state import Own, Together, reach, version
 
-__all__ = ["Call", "Keeper", "Kept", "Run", "Script", "Unkeepable", "alike", "same_bits", "same_content", "storages"]
+__all__ = [
+    "Call",
+    "Keeper",
+    "Kept",
+    "Run",
+    "Script",
+    "Unkeepable",
+    "alike",
+    "differ",
+    "of_one_kind",
+    "same_bits",
+    "same_content",
+    "storages",
+]
 
 # What a call may be given beside structures of tensors, and cannot change.
 FIXED = (FunctionType, BuiltinFunctionType, type, enum.Enum)
@@ -110,6 +123,7 @@ class Run:
         self.root, self.state, self.ambient = root, state, ambient
         self.calls: dict[tuple[nn.Module, int], Call] = {}
         self.why = ""
+        self.pure = False  # Whether nothing was drawn or changed in all of it, so that it may run once too often.
         self._below: dict[nn.Module, list[Own]] = {}
         self._together: dict[nn.Module, Together] = {}
         # Containers and objects that modules hold, each once: a configuration is shared by all of them.
@@ -178,23 +192,28 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0])), torch.equal(torch.tensor([0.0]), torch.tensor([-0.0]))
     (False, True)
     """
-    if one is other:
-        return True
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    if one.stride() != other.stride():
-        return False
-    return same_content(one, other)
+    return one is other or (of_one_kind(one, other) and one.stride() == other.stride() and same_content(one, other))
+
+
+def of_one_kind(one: Tensor, other: Tensor) -> bool:
+    """Whether shape, type and device are the same."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
     """The same for tensors that are known to be of one kind, however they lie in memory."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    if one.is_floating_point():
-        integer = INTEGERS[one.element_size()]
-        one, other = one.view(integer), other.view(integer)
-    return torch.equal(one, other)
+    return torch.equal(_bits(one), _bits(other))
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether such tensors differ, as a tensor: the device need not be waited for."""
+    return (_bits(one) != _bits(other)).any()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:  # noqa: PLR0911  This is asked at every call.
