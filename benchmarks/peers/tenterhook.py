@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks import raw
 from benchmarks.harness import Values
 from benchmarks.models import BLOCKS
-from benchmarks.peers.common import EDITED, Peer, compete, double, loss
+from benchmarks.peers.common import EDITED, Peer, compete, double, loss, metric
 
 
 def load(model: nn.Module, ids: torch.Tensor) -> Peer:
@@ -36,7 +36,17 @@ def load(model: nn.Module, ids: torch.Tensor) -> Peer:
             loss(model(ids)).backward()
         return {name: tape.grad[name] for name in BLOCKS}
 
-    ways = {"blocks": blocks, "modules": modules, "edit": edit, "gradients": gradients}
+    def patching() -> Values:
+        with th.record(model, *BLOCKS) as clean:
+            model(ids.flip(1))
+        cases = th.grid(
+            lambda block, position: {block: th.set(clean[block][:, position], at=th.at[:, position])},
+            block=BLOCKS,
+            position=range(ids.shape[1]),
+        )
+        return {"effects": th.sweep(model, cases, lambda out: metric(out.logits), ids, progress=False).values}
+
+    ways = {"blocks": blocks, "modules": modules, "edit": edit, "gradients": gradients, "patching": patching}
     return Peer(f"tenterhook {th.__version__}", ways)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.harness import Values
 from benchmarks.models import BLOCKS, VOCABULARY
-from benchmarks.peers.common import Peer, compete, double
+from benchmarks.peers.common import Peer, compete, double, metric
 
 KEPT = {f"blocks.{index}.hook_out": name for index, name in enumerate(BLOCKS)}
 EDITED = "blocks.5.mlp.hook_out"
@@ -33,9 +33,26 @@ def load(module: nn.Module, ids: torch.Tensor) -> Peer:
     def edit() -> Values:
         return {"logits": bridge.run_with_hooks(ids, fwd_hooks=[(EDITED, lambda value, hook: double(value))])}  # noqa: ARG005
 
+    def patching() -> Values:
+        from transformer_lens import patching as theirs
+
+        _, clean = bridge.run_with_cache(ids.flip(1))
+        every = theirs.generic_activation_patch(
+            bridge,
+            ids,
+            clean,
+            metric,
+            patch_setter=theirs.layer_pos_patch_setter,
+            activation_name="resid_post",
+            index_axis_names=("layer", "pos"),
+        )
+        return {"effects": every.flatten()}
+
     name = f"TransformerLens {version('transformer-lens')}"
     notes = {"modules": "all points of its own; 12 compared"}
-    return Peer(name, {"blocks": blocks, "modules": modules, "edit": edit}, tolerance=1e-5, notes=notes)
+    return Peer(
+        name, {"blocks": blocks, "modules": modules, "edit": edit, "patching": patching}, tolerance=1e-5, notes=notes
+    )
 
 
 def _tokenizer() -> Any:
