@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
-__all__ = ["Column", "Row", "Style", "Table", "as_html", "as_rich", "as_text", "short_number"]
+__all__ = ["Column", "Drawn", "Row", "Style", "Table", "as_html", "as_rich", "as_text", "short_number"]
 
 Style: TypeAlias = Literal["", "dim", "strong"]
 
@@ -68,6 +68,23 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     footer: tuple[str, ...] = ()
+
+
+class Drawn:
+    """Something with a ``table()`` that draws itself from it: as text, in a terminal, in a notebook."""
+
+    def table(self) -> Table:
+        """The rows, for whatever draws them."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return as_text(self.table())
+
+    def __rich__(self) -> Group:
+        return as_rich(self.table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
 
 def as_text(table: Table) -> str:

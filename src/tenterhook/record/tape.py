@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from tenterhook._draw import Table, as_html, as_rich, as_text
+from tenterhook._draw import Drawn, Table
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import parse
@@ -170,7 +170,7 @@ class View(Mapping[str, Any]):
         return NotRecorded(f"{base!r} was asked for, but no call has passed it so far.")
 
 
-class Tape(View):
+class Tape(Drawn, View):
     """What a session recorded.
 
     ``tape[address]`` is the value, in the structure that the model produced; ``tape.grad[address]`` its gradient;
@@ -278,15 +278,6 @@ class Tape(View):
             if isinstance(grads.get(path), Tensor):
                 shown.append((f"grad of {address}{show_path(path)}", grads[path]))
         return shown
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def load(path: str | os.PathLike[str]) -> Tape:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tenterhook._draw import Column, Row, Table, as_html, as_rich, as_text
+from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook.errors import SweepError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["Sweep"]
 SHOWN = 40
 
 
-class Sweep:
+class Sweep(Drawn):
     """The results of a sweep. ``.values`` has one row for each case, in the order given.
 
     ``.base`` is the metric of the unedited run; ``.failed`` has the error of each case that failed, by its index, and
@@ -125,15 +125,6 @@ class Sweep:
         title = f"sweep: {len(self._found)} of {len(self.cases)} cases{base}"
         columns = (*[Column(name) for name in names], Column("value", right=True))
         return Table(title, columns, tuple(rows), (*more, *self.how))
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def _shown(value: Tensor) -> str:

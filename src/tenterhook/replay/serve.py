@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook._draw import Column, Row, Table, as_html, as_rich, as_text
+from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.replay.script import Call, Kept, Run, alike, differ, of_one_kind, same_content
 from tenterhook.replay.state import OTHER_STATE, moved, version
@@ -20,7 +20,7 @@ __all__ = ["Served", "Server"]
 GRADIENTS = "gradients are on and it takes part in them: call the model under torch.no_grad()"
 
 
-class Served:
+class Served(Drawn):
     """What a replay served and what it computed, and why. Printing it draws the table."""
 
     def __init__(self) -> None:
@@ -57,15 +57,6 @@ class Served:
         computed = sum(reasons.total() for reasons in self._computed.values())
         title = f"replay: {self.runs} run(s), {len(self)} calls served, {computed} computed before the first edit"
         return Table(title, columns, tuple(rows))
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 class Server:
