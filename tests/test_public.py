@@ -27,7 +27,7 @@ NAMES = """
     JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook
     ReplayError Selection SelectorError SessionError Stopped StoreError Sweep SweepError SweepInterrupted Tape
     TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__
-    add at audit blackbox clamp edit grid harvest hooks load mean noise open points project recipes record replay
+    add at audit blackbox clamp edit grid harvest hooks load mean noise open page points project recipes record replay
     run_from scale set sweep watch zero
 """
 

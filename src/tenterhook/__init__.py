@@ -62,6 +62,7 @@ from tenterhook.replay.middle import run_from
 from tenterhook.replay.result import Sweep
 from tenterhook.replay.sweep import sweep
 from tenterhook.replay.verb import replay
+from tenterhook.report.verb import page
 from tenterhook.sinks.board import TensorBoard
 from tenterhook.sinks.lines import JsonLines
 from tenterhook.watch.verb import blackbox, watch
@@ -117,6 +118,7 @@ __all__ = [
     "mean",
     "noise",
     "open",
+    "page",
     "points",
     "project",
     "recipes",
