@@ -112,21 +112,21 @@ ELSEWHERE = [
         (
             "hooks that are present when a model is compiled are traced in, or break its graph",
             (
-                "tests/modes/test_compiled.py::test_a_compiled_model_is_recorded",
-                "tests/modes/test_compiled.py::test_a_full_graph_that_a_session_would_break_raises",
+                "tests/compiled/test_sessions.py::test_every_kind_of_point_is_recorded_in_one_full_graph",
+                "tests/compiled/test_sessions.py::test_an_edit_that_cannot_be_traced_is_named",
             ),
         ),
         (
             "gradients inside a compiled region",
-            ("tests/modes/test_compiled.py::test_under_aot_autograd_it_is_the_same",),
+            ("tests/compiled/test_gradients.py::test_gradients_are_those_of_the_plain_run",),
         ),
         (
             "a stop inside a compiled region",
-            ("tests/modes/test_compiled.py::test_a_compiled_model_is_stopped",),
+            ("tests/compiled/test_sessions.py::test_a_stop_makes_the_graph_end_there",),
         ),
         (
             "code that was compiled under hooks stays when they are gone",
-            ("tests/modes/test_compiled.py::test_a_compiled_model_is_edited_and_compiled_code_comes_back",),
+            ("tests/compiled/test_sessions.py::test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code",),
         ),
     ),
     *_all(
