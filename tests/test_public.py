@@ -23,11 +23,11 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
-    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project
-    recipes record replay run_from scale set sweep zero
+    AddressError AmbiguousCall Audit ClosedSession EditError EditFileError GradientError HookError ModelChanged
+    NeverReached NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook RecipeError ReplayError Selection
+    SelectorError SessionError Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError
+    TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks
+    load load_edits mean noise points project recipes record replay run_from save_edits scale set sweep zero
 """
 
 

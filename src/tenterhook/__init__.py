@@ -21,12 +21,14 @@ from tenterhook.edit.ready import Scale as scale
 from tenterhook.edit.ready import Set as set
 from tenterhook.edit.ready import Zero as zero
 from tenterhook.edit.ready import at
+from tenterhook.edit.saved import load_edits, save_edits
 from tenterhook.edit.verb import edit
 from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
     ClosedSession,
     EditError,
+    EditFileError,
     GradientError,
     HookError,
     ModelChanged,
@@ -36,6 +38,7 @@ from tenterhook.errors import (
     NoSource,
     NotRecorded,
     ReadonlyHook,
+    RecipeError,
     ReplayError,
     SelectorError,
     SessionError,
@@ -64,6 +67,7 @@ __all__ = [
     "Audit",
     "ClosedSession",
     "EditError",
+    "EditFileError",
     "GradientError",
     "HookError",
     "ModelChanged",
@@ -74,6 +78,7 @@ __all__ = [
     "NotRecorded",
     "Point",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "Selection",
     "SelectorError",
@@ -98,6 +103,7 @@ __all__ = [
     "grid",
     "hooks",
     "load",
+    "load_edits",
     "mean",
     "noise",
     "points",
@@ -106,6 +112,7 @@ __all__ = [
     "record",
     "replay",
     "run_from",
+    "save_edits",
     "scale",
     "set",
     "sweep",

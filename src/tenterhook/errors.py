@@ -19,6 +19,8 @@ The tree::
     │   ├── NoBackward                    backward() has not run
     │   └── NoGradient                    backward() ran, and no gradient flowed there
     ├── EditError (ValueError)            an edit that does not fit the value at its point
+    │   └── EditFileError (OSError)       edits that no file can hold, a file that is none of edits, or a damaged one
+    ├── RecipeError (ValueError)          a recipe given what it cannot work with
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot be run as it was asked for
     ├── HookError (TypeError)
@@ -42,6 +44,7 @@ __all__ = [
     "AmbiguousCall",
     "ClosedSession",
     "EditError",
+    "EditFileError",
     "GradientError",
     "HookError",
     "ModelChanged",
@@ -51,6 +54,7 @@ __all__ = [
     "NoSource",
     "NotRecorded",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "SelectorError",
     "SessionError",
@@ -132,6 +136,14 @@ class NoGradient(GradientError):
 
 class EditError(TenterhookError, ValueError):
     """An edit that does not fit the value at its point."""
+
+
+class EditFileError(EditError, OSError):
+    """Edits that no file can hold, a file that is none of edits, or a damaged one."""
+
+
+class RecipeError(TenterhookError, ValueError):
+    """A recipe given what it cannot work with."""
 
 
 class ReplayError(TenterhookError, RuntimeError):
