@@ -5,6 +5,9 @@
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
 Interventions: ``steering``, ``ablate``, ``logit_lens``, ``tuned_lens``, ``causal_trace``, ``direct_logits``.
+
+Training: ``clip_gradient``, ``scale_gradient``, ``reverse_gradient``, ``freeze``, ``activation_penalty``,
+``learning_signal``, ``per_sample_gradients``.
 """
 
 from tenterhook.recipes import patching
@@ -12,20 +15,30 @@ from tenterhook.recipes.ablation import ablate
 from tenterhook.recipes.adversarial import bim, deepfool, feature_attack, fgsm, pgd
 from tenterhook.recipes.direct import direct_logits
 from tenterhook.recipes.lens import logit_lens, tuned_lens
+from tenterhook.recipes.samples import per_sample_gradients
+from tenterhook.recipes.signal import learning_signal
 from tenterhook.recipes.steer import steering
 from tenterhook.recipes.tracing import causal_trace
+from tenterhook.recipes.training import activation_penalty, clip_gradient, freeze, reverse_gradient, scale_gradient
 
 __all__ = [
     "ablate",
+    "activation_penalty",
     "bim",
     "causal_trace",
+    "clip_gradient",
     "deepfool",
     "direct_logits",
     "feature_attack",
     "fgsm",
+    "freeze",
+    "learning_signal",
     "logit_lens",
     "patching",
+    "per_sample_gradients",
     "pgd",
+    "reverse_gradient",
+    "scale_gradient",
     "steering",
     "tuned_lens",
 ]

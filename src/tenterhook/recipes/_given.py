@@ -9,7 +9,18 @@ from torch import Tensor, nn
 
 import tenterhook as th
 
-__all__ = ["arguments", "each", "live", "lone", "one_point", "output_scores", "restful", "selected"]
+__all__ = [
+    "arguments",
+    "each",
+    "everywhere",
+    "floats",
+    "live",
+    "lone",
+    "one_point",
+    "output_scores",
+    "restful",
+    "selected",
+]
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,6 +55,11 @@ def selected(model: nn.Module, points: Any) -> tuple[str, ...]:
     return found
 
 
+def everywhere(points: Any, change: Any) -> dict[Any, Any]:
+    """The same change at every point of a selector, or of a list of them, as ``th.edit`` takes it."""
+    return dict.fromkeys(points if isinstance(points, list | set) else [points], change)
+
+
 def one_point(model: nn.Module, point: Any) -> str:
     """The address of a single point."""
     found = selected(model, point)
@@ -55,7 +71,7 @@ def one_point(model: nn.Module, point: Any) -> str:
 
 def lone(value: Any, point: str) -> Tensor:
     """The floating-point tensor in a value, where there is one."""
-    found = [tensor for tensor in _tensors(value) if tensor.is_floating_point()]
+    found = list(floats(value))
     if len(found) == 1:
         return found[0]
     what = "no floating-point tensor" if not found else f"{len(found)} tensors"
@@ -85,6 +101,11 @@ def output_scores(output: Any) -> Tensor:
         text = f"the model gives a {type(output).__name__}; scores are a tensor, or an output with .logits"
         raise th.RecipeError(f"{text}. Wrap the model in one that gives the scores.")
     return found
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in a value."""
+    return (tensor for tensor in _tensors(value) if tensor.is_floating_point())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
