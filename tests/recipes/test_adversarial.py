@@ -67,7 +67,7 @@ def test_the_budget_holds_to_the_last_bit_and_most_of_it_is_used(net, some, name
     change = found.examples.double() - images.double()
     size = change.flatten(1).norm(dim=1) if "2" in name else change.abs().amax((1, 2, 3))
     assert bool((size <= eps).all())
-    assert bool((size > 0.6 * eps).all())
+    assert bool((size > 0.5 * eps).all())
     assert found.examples.min() >= 0
     assert found.examples.max() <= 1
     torch.testing.assert_close(found.distance, size, rtol=0, atol=1e-15)
@@ -111,10 +111,8 @@ def test_pgd_in_l2_is_the_loop_by_hand(net, some):
     for _ in range(6):
         way = slope(net, truth, labels)
         change = truth + 0.3 * way / way.flatten(1).norm(dim=1)[:, None, None, None] - images
-        # Clamped before it is projected, which cannot lead out of the bounds again: the image lies within.
-        change = (images + change).clamp(0, 1) - images
         size = change.flatten(1).norm(dim=1)[:, None, None, None]
-        truth = images + change * (0.8 / size).clamp(max=1)
+        truth = (images + change * (0.8 / size).clamp(max=1)).clamp(0, 1)
     found = recipes.pgd(net, images, labels, eps=0.8, steps=6, step=0.3, norm=2, start="image")
     torch.testing.assert_close(found.examples, truth, atol=1e-5, rtol=1e-4)
 

@@ -39,17 +39,17 @@ class Ball:
         return self.inside(found + size * (slope / length))
 
     def inside(self, found: Tensor) -> Tensor:
-        """The nearest that is inside; what is inside stays as it is."""
+        """What is inside, as it is; of the rest, its projection to the ball, and that of it to the bounds."""
         found = found.detach()
         if self.norm == "inf":
             return torch.minimum(torch.maximum(found, self._least), self._most)
-        found = found.clamp(self.low, self.high)
         wide, change = self.images.double(), found.double() - self.images.double()
         length = change.flatten(1).norm(dim=1).reshape(-1, *[1] * (found.dim() - 1))
         short = wide + change * (self.eps * SAFE / length.clamp_min(1e-300))
         # Rounded towards the image, so that no pixel, and so not the length either, grows by it.
         short = _nearer(short, self.images, (short - wide).abs())
-        return torch.where(length > self.eps, short, found)
+        # Clamped last: that moves no pixel away from the image, which lies within the bounds.
+        return torch.where(length > self.eps, short, found).clamp(self.low, self.high)
 
     def random(self, seed: int) -> Tensor:
         """A random place, by a generator of its own."""
