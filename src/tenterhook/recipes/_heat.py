@@ -24,7 +24,9 @@ def heatmap(
 
     values = grid.detach().float().cpu()
     width = 0.75 if words is not None else 0.38
-    figure = Figure(figsize=(2.8 + width * values.shape[1], 1.4 + 0.28 * values.shape[0]), layout="constrained")
+    figure = Figure(
+        figsize=(max(4.6, 2.8 + width * values.shape[1]), 1.4 + 0.28 * values.shape[0]), layout="constrained"
+    )
     axes = figure.add_subplot()
     far = max(float(values.abs().max()), 1e-12)
     look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -far, "vmax": far} if signed else {"cmap": "Blues", "vmin": 0}
