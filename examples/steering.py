@@ -89,7 +89,9 @@ def main(picture: Path = Path("steering.png")) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digits.edits"
         th.save_edits(
-            path, found.edits(4, positions="last"), notes={"towards": "digits", "model": "examples/steering.py"}
+            path,
+            found.edits(SCALES[-1], positions="last"),
+            notes={"towards": "digits", "model": "examples/steering.py"},
         )
         size, edits = path.stat().st_size, th.load_edits(path)
     torch.manual_seed(1)
