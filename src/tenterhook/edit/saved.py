@@ -51,6 +51,7 @@ FIELDS: dict[tuple[str, str], tuple[type, ...]] = {
     ("scale", "factor"): (int, float, complex, Tensor),
 }
 ELLIPSIS = ["ellipsis"]
+SEQUENCES = (tuple, list)
 
 NO_CODE = (
     "the edit at {address!r} is {what}, which is code, and a file of edits holds none.\n"
@@ -177,7 +178,7 @@ def _described(edit: Any, address: str, encoder: Any) -> list[Any]:
             text = f"{field}= of the edit {name} at {address!r} holds a {type(wrong).__name__}"
             raise EditFileError(f"{text}, which a file of edits cannot hold. Use a tensor or plain numbers.")
     try:
-        return [name, {field: _index(value, address, encoder) for field, value in fields.items()}]
+        return [name, {field: _written(value, address, encoder) for field, value in fields.items()}]
     except TapeFileError as error:
         raise EditFileError(f"the edit {name} at {address!r} cannot be saved: {error}") from error
 
@@ -192,26 +193,26 @@ def _why_not(edit: Any, address: str) -> str:
     return NO_CODE.format(address=address, what=what, ready=", ".join(READY))
 
 
-def _opaque(value: Any) -> Iterator[Any]:
-    """What in a value only this process understands."""
+def _opaque(value: Any, *, index: bool = True) -> Iterator[Any]:
+    """What in a value only this process understands; an ellipsis is understood in an index."""
     if isinstance(value, slice):
         parts: Any = [(0, value.start), (1, value.stop), (2, value.step)]
-    elif isinstance(value, (Tensor, *CONSTANTS)) or value is Ellipsis:
+    elif isinstance(value, (Tensor, *CONSTANTS)) or (index and value is Ellipsis):
         return
     else:
         parts = parts_of(value)
     if parts is None:
         yield value
     for _, part in parts or ():
-        yield from _opaque(part)
+        yield from _opaque(part, index=index and type(value) in SEQUENCES)
 
 
-def _index(value: Any, address: str, encoder: Any) -> Any:
-    """A field as JSON. An ellipsis has no place in a tape, and only an index has one."""
+def _written(value: Any, address: str, encoder: Any) -> Any:
+    """A field as JSON. An ellipsis has no place in a tape, so that the sequences around one are written here."""
     if value is Ellipsis:
         return ELLIPSIS
-    if type(value) is tuple and any(part is Ellipsis for part in value):
-        return ["tuple", [_index(part, address, encoder) for part in value]]
+    if type(value) in SEQUENCES:
+        return [type(value).__name__, [_written(part, address, encoder) for part in value]]
     return encoder.encode(value, address)
 
 
@@ -247,8 +248,9 @@ def _edit(name: str, fields: dict[str, Any], decode: Callable[[Any], Any]) -> Ed
 def _field(value: Any, decode: Callable[[Any], Any]) -> Any:
     if value == ELLIPSIS:
         return ...
-    if isinstance(value, list) and value[:1] == ["tuple"] and ELLIPSIS in value[1]:
-        return tuple(_field(part, decode) for part in value[1])
+    if isinstance(value, list) and value[0] in ("tuple", "list"):
+        parts = [_field(part, decode) for part in value[1]]
+        return tuple(parts) if value[0] == "tuple" else parts
     return decode(value)
 
 
