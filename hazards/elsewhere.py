@@ -126,7 +126,9 @@ ELSEWHERE = [
         ),
         (
             "code that was compiled under hooks stays when they are gone",
-            ("tests/compiled/test_sessions.py::test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code",),
+            (
+                "tests/compiled/test_sessions.py::test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code",
+            ),
         ),
     ),
     *_all(

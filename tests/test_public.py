@@ -23,12 +23,12 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError GradientError HarvestError HookError
-    JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook
-    ReplayError Selection SelectorError SessionError Stopped StoreError Sweep SweepError SweepInterrupted Tape
-    TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__
-    add at audit blackbox clamp edit grid harvest hooks load mean noise open page points project recipes record replay
-    run_from scale set sweep watch zero
+    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError EditFileError GradientError HarvestError
+    HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point
+    ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped StoreError Sweep SweepError
+    SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel
+    ValueChanged __version__ add at audit blackbox clamp edit grid harvest hooks load load_edits mean noise open page
+    points project recipes record replay run_from save_edits scale set sweep watch zero
 """
 
 
@@ -123,3 +123,16 @@ def test_importing_loads_nothing_but_torch():
 
 def test_the_package_is_typed():
     assert (SOURCE / "py.typed").exists()
+
+
+def test_every_recipe_is_there_and_loaded_when_it_is_asked_for():
+    code = (
+        "import sys, tenterhook as th; "
+        "print([name for name in sys.modules if name.startswith('tenterhook.recipes.')]); "
+        "print(all(callable(getattr(th.recipes, name)) or name == 'patching' for name in th.recipes.__all__)); "
+        "print(sorted(th.recipes.__all__) == list(th.recipes.__all__), set(th.recipes.__all__) <= set(dir(th.recipes)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[:3] == ["[]", "True", "True True"]
+    with pytest.raises(AttributeError, match="has no recipe 'gradcan'; it has "):
+        th.recipes.gradcan  # noqa: B018

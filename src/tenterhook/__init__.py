@@ -21,6 +21,7 @@ from tenterhook.edit.ready import Scale as scale
 from tenterhook.edit.ready import Set as set
 from tenterhook.edit.ready import Zero as zero
 from tenterhook.edit.ready import at
+from tenterhook.edit.saved import load_edits, save_edits
 from tenterhook.edit.verb import edit
 from tenterhook.errors import (
     AddressError,
@@ -28,6 +29,7 @@ from tenterhook.errors import (
     ClosedSession,
     DifferentHarvest,
     EditError,
+    EditFileError,
     GradientError,
     HarvestError,
     HookError,
@@ -39,6 +41,7 @@ from tenterhook.errors import (
     NoSource,
     NotRecorded,
     ReadonlyHook,
+    RecipeError,
     ReplayError,
     SelectorError,
     SessionError,
@@ -74,6 +77,7 @@ __all__ = [
     "ClosedSession",
     "DifferentHarvest",
     "EditError",
+    "EditFileError",
     "GradientError",
     "HarvestError",
     "HookError",
@@ -87,6 +91,7 @@ __all__ = [
     "NotRecorded",
     "Point",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "Selection",
     "SelectorError",
@@ -115,6 +120,7 @@ __all__ = [
     "harvest",
     "hooks",
     "load",
+    "load_edits",
     "mean",
     "noise",
     "open",
@@ -125,6 +131,7 @@ __all__ = [
     "record",
     "replay",
     "run_from",
+    "save_edits",
     "scale",
     "set",
     "sweep",

@@ -20,6 +20,8 @@ The tree::
     │   └── NoGradient                    backward() ran, and no gradient flowed there
     ├── NonFinite (ArithmeticError)       a watch found NaN or Inf, and was told to raise
     ├── EditError (ValueError)            an edit that does not fit the value at its point
+    │   └── EditFileError (OSError)       edits that no file can hold, a file that is none of edits, or a damaged one
+    ├── RecipeError (ValueError)          a recipe given what it cannot work with
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot be run as it was asked for
     ├── HarvestError (RuntimeError)       a harvest that cannot begin, or cannot go on
@@ -47,6 +49,7 @@ __all__ = [
     "ClosedSession",
     "DifferentHarvest",
     "EditError",
+    "EditFileError",
     "GradientError",
     "HarvestError",
     "HookError",
@@ -58,6 +61,7 @@ __all__ = [
     "NonFinite",
     "NotRecorded",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "SelectorError",
     "SessionError",
@@ -146,6 +150,14 @@ class NonFinite(TenterhookError, ArithmeticError):
 
 class EditError(TenterhookError, ValueError):
     """An edit that does not fit the value at its point."""
+
+
+class EditFileError(EditError, OSError):
+    """Edits that no file can hold, a file that is none of edits, or a damaged one."""
+
+
+class RecipeError(TenterhookError, ValueError):
+    """A recipe given what it cannot work with."""
 
 
 class ReplayError(TenterhookError, RuntimeError):

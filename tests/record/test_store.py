@@ -31,9 +31,11 @@ from tenterhook.errors import (
     TapeFileError,
     ValueChanged,
 )
+from tenterhook.record import file as files
 from tenterhook.record import store
 from tenterhook.record.capture import Kept
 from tenterhook.record.decode import Record
+from tenterhook.record.file import checksum
 from tenterhook.record.store import load, save
 from tenterhook.record.tape import Tape, Track
 from tenterhook.record.verb import record
@@ -626,8 +628,8 @@ def test_a_missing_folder_or_a_folder_as_the_path_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("where", "error", "shown"),
     [
-        ((store, "serialize_file"), OSError(28, "No space left on device"), TapeFileError),
-        ((store, "serialize_file"), KeyboardInterrupt(), KeyboardInterrupt),
+        ((files, "serialize_file"), OSError(28, "No space left on device"), TapeFileError),
+        ((files, "serialize_file"), KeyboardInterrupt(), KeyboardInterrupt),
         ((os, "fsync"), OSError(5, "Input/output error"), TapeFileError),
         ((Path, "replace"), PermissionError(13, "Permission denied"), TapeFileError),
     ],
@@ -676,13 +678,13 @@ def test_a_full_disk_and_a_read_only_folder_leave_the_old_file(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is a POSIX signal")
-@pytest.mark.parametrize("moment", ["os.fsync", "pathlib.Path.replace", "store.serialize_file"])
+@pytest.mark.parametrize("moment", ["os.fsync", "pathlib.Path.replace", "file.serialize_file"])
 def test_a_process_killed_while_saving_leaves_the_old_file(moment, tmp_path):
     path = tmp_path / "run.th"
     save(tape_of(x=1), path)
     script = f"""
         import os, pathlib, signal, sys
-        from tenterhook.record import store
+        from tenterhook.record import file, store
         tape = store.load(sys.argv[1])
         tape._tracks["y"] = tape._tracks["x"]
         {moment} = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
@@ -709,7 +711,7 @@ def with_texts(path: Path, **changes: Any) -> None:
     with safe_open(path, "pt") as file:
         texts = file.metadata() | changes
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    texts["checksum"] = store._checksum(texts, tensors)
+    texts["checksum"] = checksum(texts, tensors)
     save_file(tensors, path, texts)
 
 

@@ -21,39 +21,29 @@ The header has these texts beside the tensors ``t0``, ``t1``, …:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import linecache
 import os
-import re
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from tenterhook._tree import tensors as tensors_in
-from tenterhook._version import __version__
 from tenterhook.address.grammar import escape, parse
 from tenterhook.address.walk import all_names, named_tensors, walk
 from tenterhook.errors import TapeFileError
 from tenterhook.record.capture import Kept
 from tenterhook.record.decode import Decoder, restore
 from tenterhook.record.encode import Encoder
+from tenterhook.record.file import MALFORMED, Kind, read, replacing, target_of, write
 from tenterhook.record.gradient import WHY, Cell
 from tenterhook.record.tape import Tape, Track, View
 
 __all__ = ["load", "replacing", "save", "source_of"]
 
-FORMAT, FORMAT_VERSION = "tenterhook.tape", 1
-VERSION = re.compile("[1-9][0-9]{0,8}")
+TAPE = Kind("tenterhook.tape", 1, "a tape", "no tape", "run.th", TapeFileError)
 MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
-# What a wrong description can make of reading it.
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 
 def save(tape: Tape, path: str | os.PathLike[str]) -> None:
@@ -61,7 +51,7 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
 
     Tensors are stored contiguous, from whatever device they are on. Gradients are stored as they stand now.
     """
-    target = _target(path)
+    target = target_of(TAPE, path)
     encoder = Encoder()
     described = {
         "values": [_describe(tape, address, encoder) for address in tape._tracks],
@@ -69,17 +59,10 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
         "aliases": _aliases(tape),
         "views": encoder.views,
     }
-    texts = {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
-        "tenterhook": __version__,
-        "torch": str(torch.__version__),
-        "tape": json.dumps(described, separators=(",", ":")),
-    }
+    texts = {"tape": json.dumps(described, separators=(",", ":"))}
     if tape.notes:
         texts["notes"] = _noted(tape.notes)
-    texts["checksum"] = _checksum(texts, encoder.tensors)
-    _write(target, encoder.tensors, texts)
+    write(TAPE, target, encoder.tensors, texts)
 
 
 def load(path: str | os.PathLike[str]) -> Tape:
@@ -98,9 +81,7 @@ def load(path: str | os.PathLike[str]) -> Tape:
     loaded it, otherwise one with the same name and fields; a mapping without its class becomes a dict.
     """
     file = Path(path)
-    texts, tensors = _read(file)
-    if texts.get("checksum") != _checksum(texts, tensors):
-        raise TapeFileError(f"{file} is damaged: its checksum does not match what it holds.")
+    texts, tensors = read(TAPE, file)
     try:
         tape = _tape(json.loads(texts["tape"]), tensors)
         tape.notes.update(_notes(json.loads(texts.get("notes", "{}"))))
@@ -159,113 +140,6 @@ def _aliases(tape: Tape) -> dict[str, str]:
         others = [path for path in paths.get(id(objects.get(own)), ()) if path != own]
         found.update({escape(path) + tail or ":return": address for path in others})
     return found
-
-
-def _checksum(texts: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = xxhash.xxh3_128(_line(sorted((key, text) for key, text in texts.items() if key != "checksum")))
-    for name, tensor in sorted(tensors.items()):
-        digest.update(_line([name, str(tensor.dtype), list(tensor.shape)]))
-        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        digest.update(raw)
-    return f"xxh3_128:{digest.hexdigest()}"
-
-
-def _line(parts: list[Any]) -> bytes:
-    return json.dumps(parts).encode() + b"\n"
-
-
-# -- the file ---------------------------------------------------------------------------------------------------------
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    # Through a symbolic link, so that the link stays and the file behind it is replaced.
-    target = Path(path).resolve()
-    if target.is_dir():
-        raise TapeFileError(f"{target} is a directory; a tape is one file. Add a name: {str(target / 'run.th')!r}")
-    if not target.parent.is_dir():
-        raise TapeFileError(f"{target} cannot be written: there is no directory {target.parent}. Make it first.")
-    return target
-
-
-def _write(target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-        for name, tensor in tensors.items()
-    }
-    try:
-        with replacing(target) as temporary:
-            serialize_file(specs, temporary, texts)
-    except (OSError, SafetensorError) as error:
-        raise TapeFileError(f"{target} could not be written, and nothing was changed: {error}") from error
-
-
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A name to write to; what is there at the end takes the place of ``target``, unless there was an error."""
-    temporary = target.parent / f".tenterhook-{secrets.token_hex(8)}.tmp"
-    try:
-        temporary.touch(exist_ok=False)
-        # safetensors makes files that only their owner can read; ours are as open as any new file, or as the old one.
-        mode = (target if target.exists() else temporary).stat().st_mode
-        yield temporary
-        temporary.chmod(mode)
-        _sync(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # The file is in its place; not every system can sync a directory.
-        _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    try:
-        _check_file(file)
-        # Read, not mapped: what was checked must stay what it is when somebody else writes to the file.
-        with safe_open(file, framework="pt", device="cpu", backend="pread") as opened:
-            texts = opened.metadata() or {}
-            _check_format(file, texts)
-            return texts, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
-    except TapeFileError:
-        raise
-    except (SafetensorError, *MALFORMED) as error:
-        raise TapeFileError(f"{file} is cut short, damaged, or no tape at all: {error}") from error
-    except OSError as error:
-        raise TapeFileError(f"{file} cannot be read: {error}") from error
-
-
-def _check_file(file: Path) -> None:
-    if file.is_dir():
-        raise TapeFileError(f"{file} is a directory; a tape is one file.")
-    if not file.is_file():
-        raise TapeFileError(f"{file} is no file." if file.exists() else f"there is no file {file}.")
-
-
-def _check_format(file: Path, texts: dict[str, str]) -> None:
-    if texts.get("format") != FORMAT:
-        raise TapeFileError(
-            f"{file} is a safetensors file, but no tape: tenterhook did not write it, or its header is damaged."
-        )
-    version = texts.get("format_version", "")
-    if VERSION.fullmatch(version) and int(version) > FORMAT_VERSION:
-        raise TapeFileError(
-            f"{file} has format version {version}, and this tenterhook ({__version__}) reads up to {FORMAT_VERSION}. "
-            "Upgrade tenterhook: pip install -U tenterhook"
-        )
-    if version != str(FORMAT_VERSION):
-        raise TapeFileError(f"{file} is damaged: {version!r:.40} is no format version.")
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,258 @@
+"""Ready edits in one file: text plus safetensors, no code, so that an intervention can be handed on.
+
+The header has these texts beside the tensors ``t0``, ``t1``, …:
+
+``format``, ``format_version``
+    ``tenterhook.edits`` and the version of this layout.
+``edits``
+    JSON: for each address a list of edits, each the name of a ready edit and its fields; and the true types of tensors
+    that are stored under another one.
+``notes``
+    JSON: whatever its author has to say, such as the model that it was made for.
+``checksum``
+    Over all of it, as for a tape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook._tree import CONSTANTS, parts_of
+from tenterhook.address import Point, Selection
+from tenterhook.address.grammar import parse
+from tenterhook.edit.ready import Add, Clamp, Edit, Mean, Noise, Project, Scale, Set, Zero
+from tenterhook.errors import AddressError, EditFileError, TapeFileError
+
+__all__ = ["Edits", "load_edits", "save_edits"]
+
+FORMAT, FORMAT_VERSION = "tenterhook.edits", 1
+READY: dict[str, type[Edit]] = {
+    kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Zero)
+}
+NUMBER = (int, float, type(None))
+# What a field may be, where not anything can be; a file that says otherwise was not written here.
+FIELDS: dict[tuple[str, str], tuple[type, ...]] = {
+    ("add", "scale"): (int, float),
+    ("clamp", "max"): NUMBER,
+    ("clamp", "min"): NUMBER,
+    ("mean", "dim"): (int, tuple),
+    ("noise", "seed"): (int,),
+    ("noise", "std"): (int, float),
+    ("project", "directions"): (Tensor,),
+    ("project", "remove"): (bool,),
+    ("scale", "factor"): (int, float, complex, Tensor),
+}
+ELLIPSIS = ["ellipsis"]
+SEQUENCES = (tuple, list)
+
+NO_CODE = (
+    "the edit at {address!r} is {what}, which is code, and a file of edits holds none.\n"
+    "Say it with ready edits ({ready}), or hand the function on as source."
+)
+NO_SELECTOR = (
+    "{key!r:.80} selects by an object of this process, and a file of edits holds text.\n"
+    "Give an address or a glob such as 'h.*.mlp', or what th.points(model, …) found."
+)
+
+
+class Edits(dict[str, Any]):
+    """Edits as ``th.edit`` takes them, with the notes that came with them."""
+
+    def __init__(self, edits: Mapping[str, Any] = {}, notes: Mapping[str, Any] = {}) -> None:
+        super().__init__(edits)
+        self.notes = dict(notes)
+
+
+def save_edits(
+    path: str | os.PathLike[str], edits: Mapping[Any, Any], *, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Write ready edits to one file, whole or not at all.
+
+    >>> import os, tempfile, torch, tenterhook as th
+    >>> path = os.path.join(tempfile.mkdtemp(), "calm.edits")
+    >>> th.save_edits(path, {"h.6": th.add(torch.ones(4), scale=3.0)}, notes={"model": "gpt2"})
+    >>> th.load_edits(path)
+    {'h.6': th.add(value=float32[4], scale=3.0)}
+
+    Args:
+        path: where to; a file that is there is replaced, or left as it was.
+        edits: as for ``th.edit``, with ready edits alone: address or glob to an edit, or to a list of them.
+        notes: what else should be known, in plain JSON; the notes of ``load_edits`` if they are not given.
+    """
+    from tenterhook.record.encode import Encoder  # safetensors is loaded only when it is needed.
+    from tenterhook.record.file import target_of, write
+
+    target = target_of(_kind(), path)
+    encoder = Encoder()
+    described = [
+        [address, [_described(edit, address, encoder) for edit in _listed(given)]] for address, given in _items(edits)
+    ]
+    texts = {
+        "edits": json.dumps({"edits": described, "views": encoder.views}, separators=(",", ":")),
+        "notes": _noted(getattr(edits, "notes", {}) if notes is None else notes),
+    }
+    write(_kind(), target, encoder.tensors, texts)
+
+
+def load_edits(
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Edits:
+    """Read edits that ``th.save_edits`` wrote. Nothing in the file is run.
+
+    ``with th.edit(model, th.load_edits("calm.edits")): …`` applies them; ``.notes`` is what their author noted.
+
+    Args:
+        path: the file.
+        device: where the tensors go; the CPU if it is not given.
+        dtype: what floating-point tensors are converted to, such as the model's own.
+    """
+    from tenterhook.record.decode import Decoder, restore
+    from tenterhook.record.file import MALFORMED, read
+
+    file = Path(path)
+    texts, tensors = read(_kind(), file)
+    try:
+        described = json.loads(texts["edits"])
+        tensors |= {name: restore(tensors[name], stored) for name, stored in described["views"].items()}
+        decode = Decoder({name: _moved(tensor, device, dtype) for name, tensor in tensors.items()}).decode
+        found = {_address(key): _made(edits, decode) for key, edits in described["edits"]}
+        notes = json.loads(texts["notes"])
+        if not isinstance(notes, dict):
+            raise TypeError("its notes are none")
+    except (*MALFORMED, RecursionError) as error:
+        raise EditFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
+    return Edits(found, notes)
+
+
+def _kind() -> Any:
+    from tenterhook.record.file import Kind
+
+    one, no = "a set of edits", "no set of edits"
+    return Kind(FORMAT, FORMAT_VERSION, one, no, "run.edits", EditFileError)
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def _items(edits: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(edits, Mapping):
+        raise EditFileError(f"edits are a dict of address to edit, such as {{'h.3': th.zero()}}; got {edits!r:.80}")
+    for key, given in edits.items():
+        if isinstance(key, str):
+            yield _address(key), given
+        elif isinstance(key, Point):
+            yield str(key), given
+        elif isinstance(key, Selection):
+            yield from ((str(point), given) for point in key)
+        else:
+            raise EditFileError(NO_SELECTOR.format(key=key))
+
+
+def _address(text: str) -> str:
+    try:
+        parse(text)
+    except AddressError as error:
+        raise EditFileError(f"{text!r:.80} is no address: {error}") from error
+    return text
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def _described(edit: Any, address: str, encoder: Any) -> list[Any]:
+    name = type(edit).__name__.lower()
+    if READY.get(name) is not type(edit):
+        raise EditFileError(_why_not(edit, address))
+    fields = {field.name: getattr(edit, field.name) for field in dataclasses.fields(edit)}
+    for field, value in fields.items():
+        for wrong in _opaque(value):
+            text = f"{field}= of the edit {name} at {address!r} holds a {type(wrong).__name__}"
+            raise EditFileError(f"{text}, which a file of edits cannot hold. Use a tensor or plain numbers.")
+    try:
+        return [name, {field: _written(value, address, encoder) for field, value in fields.items()}]
+    except TapeFileError as error:
+        raise EditFileError(f"the edit {name} at {address!r} cannot be saved: {error}") from error
+
+
+def _why_not(edit: Any, address: str) -> str:
+    if isinstance(edit, Edit):
+        what = f"a {type(edit).__name__}, an edit of your own"
+    elif callable(edit):
+        what = f"the function {getattr(edit, '__qualname__', type(edit).__name__)}"
+    else:
+        return f"the edit at {address!r} is a {type(edit).__name__}, and no ready edit ({', '.join(READY)})."
+    return NO_CODE.format(address=address, what=what, ready=", ".join(READY))
+
+
+def _opaque(value: Any, *, index: bool = True) -> Iterator[Any]:
+    """What in a value only this process understands; an ellipsis is understood in an index."""
+    if isinstance(value, slice):
+        parts: Any = [(0, value.start), (1, value.stop), (2, value.step)]
+    elif isinstance(value, (Tensor, *CONSTANTS)) or (index and value is Ellipsis):
+        return
+    else:
+        parts = parts_of(value)
+    if parts is None:
+        yield value
+    for _, part in parts or ():
+        yield from _opaque(part, index=index and type(value) in SEQUENCES)
+
+
+def _written(value: Any, address: str, encoder: Any) -> Any:
+    """A field as JSON. An ellipsis has no place in a tape, so that the sequences around one are written here."""
+    if value is Ellipsis:
+        return ELLIPSIS
+    if type(value) in SEQUENCES:
+        return [type(value).__name__, [_written(part, address, encoder) for part in value]]
+    return encoder.encode(value, address)
+
+
+def _noted(notes: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(notes), separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        text = f"notes hold what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+        raise EditFileError(text) from None
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+def _made(described: Any, decode: Callable[[Any], Any]) -> Any:
+    edits = [_edit(name, fields, decode) for name, fields in described]
+    return edits[0] if len(edits) == 1 else edits
+
+
+def _edit(name: str, fields: dict[str, Any], decode: Callable[[Any], Any]) -> Edit:
+    kind = READY[name]
+    values = {field: _field(value, decode) for field, value in fields.items()}
+    known = {field.name for field in dataclasses.fields(kind)}
+    if values.keys() != known:
+        raise ValueError(f"{name} has the fields {', '.join(sorted(known))}; got {', '.join(sorted(values))}")
+    for field, value in values.items():
+        allowed = FIELDS.get((name, field))
+        if allowed is not None and (not isinstance(value, allowed) or (type(value) is bool and bool not in allowed)):
+            raise TypeError(f"{field}= of {name} cannot be a {type(value).__name__}")
+    return kind(**values)
+
+
+def _field(value: Any, decode: Callable[[Any], Any]) -> Any:
+    if value == ELLIPSIS:
+        return ...
+    if isinstance(value, list) and value[0] in ("tuple", "list"):
+        parts = [_field(part, decode) for part in value[1]]
+        return tuple(parts) if value[0] == "tuple" else parts
+    return decode(value)
+
+
+def _moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(device=device, dtype=dtype if dtype is not None and tensor.is_floating_point() else None)

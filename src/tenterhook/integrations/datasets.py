@@ -1,0 +1,67 @@
+"""Datasets of Hugging Face: what passes in a model as columns of a data set.
+
+``dataset.map(features(model, {"h.6": "middle"}), batched=True, batch_size=32)`` adds a column ``middle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook._tree import tensors
+
+__all__ = ["features"]
+
+
+def features(
+    model: nn.Module,
+    points: Mapping[str, str],
+    *,
+    inputs: Sequence[str] = ("input_ids", "attention_mask"),
+    at: Any = None,
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A function for ``Dataset.map(..., batched=True)`` that adds what passes at points as columns.
+
+    The model runs no further than the last of the points, and without gradients.
+
+    Args:
+        model: any ``nn.Module``.
+        points: address to the name of its column.
+        inputs: the columns that the model is given, by name; those that a batch lacks are left out. Examples of
+            different length need a batch size of 1, or a tokenizer that pads.
+        at: which part of each value, such as ``th.at[:, 0]``; the examples stay in front.
+    """
+    for address in points:
+        th.points(model, address)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def run(batch: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: _tensor(batch[name], name).to(device) for name in inputs if name in batch}
+        if not given:
+            has = ", ".join(batch)
+            raise th.UnsupportedModel(f"the batch has none of {', '.join(inputs)}; it has {has}. Say inputs=[...].")
+        with torch.no_grad(), th.record(model, *points, stop=True, device="cpu") as tape:
+            model(**given)
+        return {column: _column(tape[address], address, at) for address, column in points.items()}
+
+    return run
+
+
+def _tensor(values: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (ValueError, TypeError) as error:
+        text = f"the column {name!r} does not make a tensor: {error}"
+        raise ValueError(f"{text}. Pad the examples to one length, or use batch_size=1.") from error
+
+
+def _column(value: Any, address: str, at: Any) -> Any:
+    found = [tensor for _, tensor in tensors(value)]
+    if len(found) != 1:
+        raise th.TapeError(f"{address!r} passes {len(found)} tensors, and a column holds one")
+    tensor = found[0] if at is None else found[0][at]
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

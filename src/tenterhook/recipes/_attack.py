@@ -1,0 +1,89 @@
+"""What an attack found, and how it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Attack"]
+
+SHOWN = 6
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attack:
+    """What an attack found.
+
+    ``examples``: the changed images. ``success``: for each, whether the model is now wrong, or gives the class that was
+    aimed at. ``distance``: how far each was moved, in the attack's norm. ``before`` and ``after``: what the model said.
+    """
+
+    method: str
+    images: Tensor
+    examples: Tensor
+    success: Tensor
+    distance: Tensor
+    before: Tensor
+    after: Tensor
+    labels: Tensor
+    target: Tensor | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """The share of the images for which it worked."""
+        return float(self.success.double().mean())
+
+    @property
+    def accuracy(self) -> tuple[float, float]:
+        """The share of the images that the model reads right, before and after."""
+        return tuple(float((each == self.labels).double().mean()) for each in (self.before, self.after))  # type: ignore[return-value]
+
+    def show(self, count: int = SHOWN) -> Any:
+        """A matplotlib figure: the image, what was added, enlarged, and the result, for the first few."""
+        from matplotlib.figure import Figure
+
+        count = min(count, len(self.images))
+        figure = Figure(figsize=(1.5 * count, 4.6), layout="constrained")
+        axes: Any = figure.subplots(3, count, squeeze=False)
+        change = (self.examples - self.images).float().cpu()
+        far = max(float(change[:count].abs().max()), 1e-12)
+        for place in range(count):
+            first, second = int(self.before[place]), int(self.after[place])
+            _draw(axes[0, place], self.images[place], f"{first}")
+            _draw(axes[1, place], change[place] / far / 2 + 0.5, "")
+            _draw(axes[2, place], self.examples[place], f"{second}")
+        for row, name in enumerate(("image", f"change × {0.5 / far:.3g}", "example")):
+            axes[row, 0].set_ylabel(name, fontsize=8)
+        figure.suptitle(self._title(), fontsize=9)
+        return figure
+
+    def _title(self) -> str:
+        told = ", ".join(f"{name} {_short(value)}" for name, value in self.settings.items())
+        return f"{self.method} ({told}): {int(self.success.sum())} of {len(self.success)}"
+
+    def __repr__(self) -> str:
+        was, now = self.accuracy
+        aim = "reach the class aimed at" if self.target is not None else "deceive the model"
+        moved = (
+            f"moved by {_short(float(self.distance.mean()))} on average, {_short(float(self.distance.max()))} at most"
+        )
+        return f"{self._title()} {aim}\naccuracy {was:.1%} before, {now:.1%} after; {moved}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _draw(axes: Any, image: Tensor, title: str) -> None:
+    plane = image.detach().float().cpu()
+    plane = plane.squeeze(0) if plane.dim() > 2 and plane.shape[0] == 1 else plane  # noqa: PLR2004
+    if plane.dim() == 3:  # noqa: PLR2004
+        axes.imshow(plane.permute(1, 2, 0).clamp(0, 1).numpy())
+    else:
+        axes.imshow((plane[None] if plane.dim() == 1 else plane).numpy(), cmap="gray", vmin=0, vmax=1)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title, fontsize=9)

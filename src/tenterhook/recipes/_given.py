@@ -1,0 +1,132 @@
+"""What recipes are given, looked at once: inputs, points, and the tensor that passes at one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+import tenterhook as th
+
+__all__ = [
+    "arguments",
+    "each",
+    "everywhere",
+    "floats",
+    "live",
+    "lone",
+    "one_point",
+    "output_scores",
+    "restful",
+    "selected",
+]
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments(given: Any) -> Given:
+    """An input as a call takes it: a tensor, a tuple of arguments, or a dict of named ones."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (given if isinstance(given, tuple) else (given,)), {}
+
+
+def each(inputs: Any) -> list[Given]:
+    """Inputs one after the other: a list, or anything else that gives them in turn, or a single one."""
+    if isinstance(inputs, Tensor | Mapping | tuple):
+        return [arguments(inputs)]
+    if not isinstance(inputs, Iterable):
+        raise th.RecipeError(
+            f"an input is a tensor, a tuple of arguments or a dict of named ones, or a list of these; got a "
+            f"{type(inputs).__name__}"
+        )
+    found = [arguments(given) for given in inputs]
+    if not found:
+        raise th.RecipeError("there are no inputs: the list is empty")
+    return found
+
+
+def selected(model: nn.Module, points: Any) -> tuple[str, ...]:
+    """The addresses of some points."""
+    found = tuple(str(point) for point in th.points(model, points))
+    if not found:
+        raise th.RecipeError(f"{points!r:.80} selects no point. Print th.points(model) to see every name.")
+    return found
+
+
+def everywhere(points: Any, change: Any) -> dict[Any, Any]:
+    """The same change at every point of a selector, or of a list of them, as ``th.edit`` takes it."""
+    return dict.fromkeys(points if isinstance(points, list | set) else [points], change)
+
+
+def one_point(model: nn.Module, point: Any) -> str:
+    """The address of a single point."""
+    found = selected(model, point)
+    if len(found) > 1:
+        shown = ", ".join(found[:3])
+        raise th.RecipeError(f"one point is needed; {point!r:.80} selects {len(found)}: {shown}, …")
+    return found[0]
+
+
+def lone(value: Any, point: str) -> Tensor:
+    """The floating-point tensor in a value, where there is one."""
+    found = list(floats(value))
+    if len(found) == 1:
+        return found[0]
+    what = "no floating-point tensor" if not found else f"{len(found)} tensors"
+    raise th.RecipeError(f"{point!r} passes {what}; choose a point with one, such as a variable inside the forward")
+
+
+def live(model: nn.Module, point: str, given: Given) -> Tensor:
+    """The value at a point with its graph, in a run that goes no further."""
+    found: list[Tensor] = []
+
+    def keep(value: Any) -> None:
+        found.append(lone(value, point))
+
+    args, kwargs = given
+    with th.edit(model, {point: keep}), th.record(model, point, stop=True, copy="never"):
+        model(*args, **kwargs)
+    if len(found) > 1:
+        text = f"{point!r} was passed {len(found)} times in one run. Say which call is meant: {point + '#0'!r}, …"
+        raise th.AmbiguousCall(text)
+    return found[0]
+
+
+def output_scores(output: Any) -> Tensor:
+    """The scores in a model's output: the output itself, or its ``logits``."""
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        text = f"the model gives a {type(output).__name__}; scores are a tensor, or an output with .logits"
+        raise th.RecipeError(f"{text}. Wrap the model in one that gives the scores.")
+    return found
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in a value."""
+    return (tensor for tensor in _tensors(value) if tensor.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def restful(model: nn.Module) -> None:
+    """Raise if a run would change the model, or would not be the same a second time."""
+    for name, module in model.named_modules():
+        learns = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats  # noqa: SLF001
+        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0  # noqa: SLF001
+        if module.training and (learns or draws):
+            does = "would learn its statistics from what is tried" if learns else "would draw at random"
+            raise th.RecipeError(
+                f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
+                "Call model.eval() first."
+            )

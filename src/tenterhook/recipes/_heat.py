@@ -1,0 +1,43 @@
+"""A grid of numbers as a matplotlib figure: points down, places along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["heatmap"]
+
+
+def heatmap(
+    grid: Tensor,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    title: str = "",
+    signed: bool = True,
+    words: Sequence[Sequence[str]] | None = None,
+) -> Any:
+    """A heat map; ``words`` stand in its cells."""
+    from matplotlib.figure import Figure
+
+    values = grid.detach().float().cpu()
+    width = 0.75 if words is not None else 0.38
+    figure = Figure(
+        figsize=(max(4.6, 2.8 + width * values.shape[1]), 1.4 + 0.28 * values.shape[0]), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    far = max(float(values.abs().max()), 1e-12)
+    look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -far, "vmax": far} if signed else {"cmap": "Blues", "vmin": 0}
+    drawn = axes.imshow(values.numpy(), aspect="auto", **look)
+    axes.set_xticks(range(len(columns)), columns, rotation=45 if max(map(len, columns), default=0) > 3 else 0)  # noqa: PLR2004
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(labelsize=7)
+    for y, line in enumerate(words or ()):
+        for x, word in enumerate(line):
+            dark = abs(float(values[y, x])) > 0.6 * far
+            axes.text(x, y, word, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(drawn)
+    return figure

@@ -1,0 +1,323 @@
+"""Adversarial examples: images changed by so little that nobody sees it, and by enough for the model to be wrong.
+
+The budget holds to the last bit: no image leaves its ball or its bounds, also where rounding would have it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tenterhook as th
+from tenterhook.recipes import _given as given
+from tenterhook.recipes._attack import Attack
+from tenterhook.recipes._ball import Ball, Norm, distance
+
+__all__ = ["Attack", "bim", "deepfool", "feature_attack", "fgsm", "pgd"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def fgsm(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float = 8 / 255,
+    target: Tensor | int | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    loss: Loss = F.cross_entropy,
+) -> Attack:
+    """One step along the sign of the gradient (Goodfellow et al. 2015)."""
+    ball = Ball(images, eps, "inf", bounds)
+    case = _Case(model, images, labels, target, loss, bounds)
+    return case.attack("fgsm", ball.step(images, case.uphill(images), eps), "inf", {"eps": eps})
+
+
+def bim(  # noqa: PLR0913
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float = 8 / 255,
+    steps: int = 10,
+    step: float | None = None,
+    target: Tensor | int | None = None,
+    norm: Norm = "inf",
+    bounds: tuple[float, float] = (0.0, 1.0),
+    loss: Loss = F.cross_entropy,
+) -> Attack:
+    """Small steps from the image itself (Kurakin et al. 2017): PGD without a random start.
+
+    The arguments are those of :func:`pgd`; ``step`` is ``eps / steps`` if it is not given.
+    """
+    ball = Ball(images, eps, norm, bounds)
+    case = _Case(model, images, labels, target, loss, bounds)
+    size = eps / _counted(steps) if step is None else step
+    found = _climb(case.uphill, ball, images, steps, size)
+    return case.attack("bim", found, norm, {"norm": norm, "eps": eps, "steps": steps, "step": size})
+
+
+def pgd(  # noqa: PLR0913
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float = 8 / 255,
+    steps: int = 10,
+    step: float | None = None,
+    target: Tensor | int | None = None,
+    norm: Norm = "inf",
+    bounds: tuple[float, float] = (0.0, 1.0),
+    start: Literal["random", "image"] = "random",
+    seed: int = 0,
+    loss: Loss = F.cross_entropy,
+) -> Attack:
+    """Projected gradient descent (Madry et al. 2018): small steps, each taken back into the ball.
+
+    >>> import torch, tenterhook as th
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    >>> images = torch.rand(8, 1, 8, 8)
+    >>> adv = th.recipes.pgd(model, images, model(images).argmax(1), eps=0.2)
+    >>> adv.success.sum(), bool(adv.distance.max() <= 0.2)
+    (tensor(8), True)
+
+    Args:
+        model: a classifier: images to scores, ``[batch, classes]``, or an output with ``.logits``.
+        images: floating-point images, the batch in front, within ``bounds``.
+        labels: the right class of each.
+        eps: the radius of the ball.
+        steps: how many steps.
+        step: their size; ``2.5 * eps / steps`` if it is not given.
+        target: a class, or one for each image, that the model should be brought to; if it is not given, any wrong one.
+        norm: ``"inf"``, every pixel by at most ``eps``; or ``2``, the length of the whole change.
+        bounds: the smallest and the largest value of a pixel.
+        start: a random place in the ball, or the image itself.
+        seed: of the random start, which leaves PyTorch's own generator alone.
+        loss: what is climbed (descended, with a target): a function of scores and classes that takes
+            ``reduction="sum"``.
+    """
+    if start not in ("random", "image"):
+        raise th.RecipeError(f'start= is "random" or "image"; got {start!r}')
+    ball = Ball(images, eps, norm, bounds)
+    case = _Case(model, images, labels, target, loss, bounds)
+    size = 2.5 * eps / _counted(steps) if step is None else step
+    first = ball.random(seed) if start == "random" else images
+    found = _climb(case.uphill, ball, first, steps, size)
+    settings = {"norm": norm, "eps": eps, "steps": steps, "step": size, "start": start, "seed": seed}
+    return case.attack("pgd", found, norm, settings)
+
+
+def deepfool(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int = 50,
+    overshoot: float = 0.02,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Attack:
+    """The shortest way over the nearest boundary, as if all were flat, until the class changes (Moosavi-Dezfooli 2016).
+
+    It has no budget: ``.distance`` tells how far each image had to go, and one that the model reads wrongly stays.
+    """
+    case = _Case(model, images, labels, None, F.cross_entropy, bounds)
+    found, low, high = images.clone(), *bounds
+    open_ = torch.ones(len(images), dtype=torch.bool, device=images.device)
+    for _ in range(_counted(steps)):
+        scores, slopes = case.slopes(found[open_])
+        still = scores.argmax(1) == case.labels[open_]
+        open_[open_.clone()] = still
+        if not bool(still.any()):
+            break
+        here = found[open_]
+        way = _over_the_nearest(here, scores[still], slopes[still], case.labels[open_], bounds)
+        found[open_] = (here + (1 + overshoot) * way).clamp(low, high)
+    return case.attack("deepfool", found, 2, {"steps": steps, "overshoot": overshoot})
+
+
+def feature_attack(  # noqa: PLR0913
+    model: nn.Module,
+    images: Tensor,
+    *,
+    point: Any,
+    guide: Tensor | None = None,
+    eps: float = 8 / 255,
+    steps: int = 20,
+    step: float | None = None,
+    norm: Norm = "inf",
+    bounds: tuple[float, float] = (0.0, 1.0),
+    seed: int = 0,
+) -> Attack:
+    """Move what passes at an inner point, towards that of ``guide`` or as far away as possible (Sabour et al. 2016).
+
+    The model runs no further than the point while it is attacked. ``settings`` has the mean distance of the features
+    before and after. Success is, with a guide, that an example's features lie nearer to the guide's than to those of
+    its own image; without one, that the model's answer changed.
+
+    Args:
+        model: a classifier.
+        images: as for :func:`pgd`.
+        point: where the features are: one address.
+        guide: images of the same shape, whose features are aimed at.
+        eps: the radius of the ball.
+        steps: how many steps.
+        step: their size; ``2.5 * eps / steps`` if it is not given.
+        norm: as for :func:`pgd`.
+        bounds: the smallest and the largest value of a pixel.
+        seed: of the random start, which there is without a guide.
+    """
+    address, ball = given.one_point(model, point), Ball(images, eps, norm, bounds)
+    if guide is not None and guide.shape != images.shape:
+        raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, and the images {list(images.shape)}")
+    given.restful(model)
+    with torch.no_grad():
+        before = given.output_scores(model(images)).argmax(1)
+        own = given.live(model, address, ((images,), {})).flatten(1)
+        aim = None if guide is None else given.live(model, address, ((guide,), {})).flatten(1)
+    sign, centre = (1, own) if aim is None else (-1, aim)
+
+    def uphill(found: Tensor) -> Tensor:
+        leaf = found.detach().requires_grad_()
+        with torch.enable_grad():
+            features = given.live(model, address, ((leaf,), {})).flatten(1)
+            value = sign * (features - centre).square().sum()
+        return _gradient(value, leaf, f"the value at {address!r}")
+
+    size = 2.5 * eps / _counted(steps) if step is None else step
+    # At the image itself the distance has no slope, so that a way out has to be chosen at random.
+    found = _climb(uphill, ball, ball.random(seed) if aim is None else images, steps, size)
+    with torch.no_grad():
+        after = given.output_scores(model(found)).argmax(1)
+        features = given.live(model, address, ((found,), {})).flatten(1)
+    far = (features - own).norm(dim=1)
+    near = far if aim is None else (features - aim).norm(dim=1)
+    first = torch.zeros_like(far) if aim is None else (own - aim).norm(dim=1)
+    told = {"point": address, "norm": norm, "eps": eps, "steps": steps}
+    told |= {"features before": float(first.mean()), "features after": float(near.mean())}
+    success = after != before if aim is None else near < far
+    moved = distance(found, images, norm)
+    return Attack("feature attack", images, found, success, moved, before, after, before, None, told)
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+class _Case:
+    """A model, images and classes, checked; and the slope of the loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        target: Tensor | int | None,
+        loss: Loss,
+        bounds: tuple[float, float],
+    ) -> None:
+        given.restful(model)
+        self.model, self.images, self.loss, self.bounds = model, images, loss, bounds
+        with torch.no_grad():
+            scores = given.output_scores(model(images))
+        if scores.dim() != 2 or len(scores) != len(images):  # noqa: PLR2004
+            text = f"a classifier gives one row of scores for each image: [{len(images)}, classes]"
+            raise th.RecipeError(f"{text}; this model gives {list(scores.shape)}")
+        self.classes = scores.shape[1]
+        self.before = scores.argmax(1)
+        self.labels = self._checked(labels, "labels")
+        self.target = None if target is None else self._checked(target, "target")
+
+    def _checked(self, classes: Any, name: str) -> Tensor:
+        found = torch.as_tensor(classes, device=self.images.device)
+        if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+            raise th.RecipeError(f"{name}= are the numbers of classes, whole ones; got {found.dtype}")
+        found = found.expand(len(self.images)) if not found.dim() and name == "target" else found
+        if found.shape != (len(self.images),):
+            text = f"{name}= has the shape {list(found.shape)}; there are {len(self.images)} images"
+            raise th.RecipeError(f"{text}, and each has one class: [{len(self.images)}]")
+        wrong = found[(found < 0) | (found >= self.classes)]
+        if len(wrong):
+            text = f"{name}= has the class {int(wrong[0])}, and the model has {self.classes}"
+            raise th.RecipeError(f"{text}: 0 to {self.classes - 1}")
+        return found.long()
+
+    def uphill(self, images: Tensor) -> Tensor:
+        """The gradient along which the loss grows; towards the target, where there is one."""
+        leaf = images.detach().requires_grad_()
+        with torch.enable_grad():
+            scores = given.output_scores(self.model(leaf))
+            aim = self.labels if self.target is None else self.target
+            # A sum, so that the slope of an image does not depend on how many others there are.
+            value = self.loss(scores, aim, reduction="sum")  # type: ignore[call-arg]
+        slope = _gradient(value, leaf, "the loss")
+        return slope if self.target is None else -slope
+
+    def slopes(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores, and the gradient of every one of them: ``[batch, classes, ...]``."""
+        leaf = images.detach().requires_grad_()
+        with torch.enable_grad():
+            scores = given.output_scores(self.model(leaf))
+            rows = [
+                _gradient(scores[:, k].sum(), leaf, "the scores", retain_graph=k + 1 < self.classes)
+                for k in range(self.classes)
+            ]
+        return scores.detach(), torch.stack(rows, 1)
+
+    def attack(self, method: str, examples: Tensor, norm: Norm, settings: dict[str, Any]) -> Attack:
+        """The result, with what the model makes of it."""
+        with torch.no_grad():
+            after = given.output_scores(self.model(examples)).argmax(1)
+        success = after != self.labels if self.target is None else after == self.target
+        moved = distance(examples, self.images, norm)
+        return Attack(
+            method, self.images, examples, success, moved, self.before, after, self.labels, self.target, settings
+        )
+
+
+def _climb(uphill: Callable[[Tensor], Tensor], ball: Ball, start: Tensor, steps: int, size: float) -> Tensor:
+    found = start
+    for _ in range(_counted(steps)):
+        found = ball.step(found, uphill(found), size)
+    return found
+
+
+def _over_the_nearest(
+    images: Tensor, scores: Tensor, slopes: Tensor, labels: Tensor, bounds: tuple[float, float]
+) -> Tensor:
+    """The step to the nearest boundary, for each image, by the pixels that can still go there.
+
+    Pixels at their bound are left out. Were they only clamped, every step would fall short of the boundary.
+    """
+    rows = torch.arange(len(scores), device=scores.device)
+    gap = (scores - scores[rows, labels][:, None]).abs()
+    way = slopes - slopes[rows, labels][:, None]
+    here = images[:, None]
+    way = way.masked_fill(((here <= bounds[0]) & (way < 0)) | ((here >= bounds[1]) & (way > 0)), 0)
+    length = way.flatten(2).norm(dim=2)
+    far = torch.where(length > 0, gap / length, torch.inf)
+    far[rows, labels] = torch.inf
+    near = far.argmin(1)
+    ratio = (gap / length.square().clamp_min(1e-30))[rows, near]
+    return torch.mul(way[rows, near], ratio.reshape(-1, *[1] * (way.dim() - 2)))
+
+
+def _gradient(value: Tensor, leaf: Tensor, what: str, *, retain_graph: bool = False) -> Tensor:
+    if value.requires_grad:
+        (found,) = torch.autograd.grad(value, leaf, retain_graph=retain_graph, allow_unused=True)
+        if found is not None:
+            return found
+    raise th.RecipeError(
+        f"{what} does not depend on the images in a way that can be differentiated.\n"
+        "Something between them detaches, rounds or takes an argmax; attack a model without it."
+    )
+
+
+def _counted(steps: int) -> int:
+    if type(steps) is not int or steps < 1:
+        raise th.RecipeError(f"steps= is how many steps are taken, 1 or more; got {steps!r}")
+    return steps

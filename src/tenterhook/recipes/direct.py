@@ -1,0 +1,192 @@
+"""Direct logit attribution: how much each part that writes into the stream says for a token.
+
+The stream at its end is a sum of what was written into it, and the readout is linear once the scale of the last norm is
+held. So a score is a sum of contributions. That holds for some architectures only: it is checked, to the score itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook.recipes import _given as given
+from tenterhook.recipes._readout import TOLERANCE, Readout, readout
+
+__all__ = ["DirectLogits", "direct_logits"]
+
+LAST = (slice(None), -1)
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DirectLogits:
+    """Contributions to a score: ``[points, examples]``, and ``bias``, what the readout adds by itself.
+
+    ``contributions.sum(0) + bias`` is ``score``, up to ``error``.
+    """
+
+    points: tuple[str, ...]
+    contributions: Tensor
+    bias: Tensor
+    score: Tensor
+    error: float
+
+    def best(self, count: int = 5) -> list[tuple[str, float]]:
+        """The points with the largest contribution on average, whatever its sign."""
+        mean = self.contributions.mean(1)
+        return [(self.points[i], float(mean[i])) for i in mean.abs().argsort(descending=True)[:count].tolist()]
+
+    def show(self) -> Any:
+        """A matplotlib figure: a bar for each contribution, averaged over the examples."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 1.2 + 0.24 * (len(self.points) + 1)), layout="constrained")
+        axes = figure.add_subplot()
+        values = [*self.contributions.mean(1).tolist(), float(self.bias.mean())]
+        colors = ["tab:red" if value > 0 else "tab:blue" for value in values]
+        axes.barh([*self.points, "bias"], values, color=colors)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=7)
+        axes.set_title(f"direct contributions to the score, {float(self.score.mean()):.3f}", fontsize=9)
+        return figure
+
+    def __repr__(self) -> str:
+        lines = [f"direct contributions to the score {float(self.score.mean()):.3f}, checked to {self.error:.1e}"]
+        return "\n".join([*lines, *(f"  {point:<28} {value:+.3f}" for point, value in self.best())])
+
+
+def direct_logits(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    points: Any,
+    target: int,
+    against: int | None = None,
+    at: Any = LAST,
+    norm: str | None = None,
+    head: str | None = None,
+) -> DirectLogits:
+    """Split a token's score into what each point wrote for it.
+
+    Raises ``th.RecipeError`` where the points do not add up to the stream, or the readout is not linear: then there is
+    no such split.
+
+    Args:
+        model: a language model, or anything whose stream is read by one head.
+        inputs: a tensor, a tuple of arguments or a dict of named ones.
+        points: everything that writes into the stream: embeddings, attention, MLP. In GPT-2
+            ``["transformer.wte", "transformer.wpe", "transformer.h.*.attn", "transformer.h.*.mlp"]``.
+        target: the token whose score is split.
+        against: a token whose score is taken off, for the difference of the two.
+        at: the position, with the examples in front; the last if it is not given.
+        norm: as for ``logit_lens``.
+        head: the same.
+    """
+    reads = readout(model, inputs, norm=norm, head=head)
+    addresses = given.selected(model, points)
+    args, kwargs = given.arguments(inputs)
+    with torch.no_grad(), th.record(model, *addresses, reads.stream, reads.head) as tape:
+        model(*args, **kwargs)
+    whole = given.lone(tape[reads.stream], reads.stream)
+    scores, stream = given.lone(tape[reads.head], reads.head)[at], whole[at].double()
+    parts = [_written(tape[point], point, whole)[at].double() for point in addresses]
+    limit = TOLERANCE.get(whole.dtype, 1e-4)
+    _check_sum(parts, stream, limit)
+    linear, offset = _normed(reads, whole[at], limit)
+    direction, constant = _direction(model.get_submodule(reads.head), target, against, scores.shape[-1])
+    found = torch.stack([linear(part) @ direction for part in parts])
+    bias = (offset @ direction + constant).expand(found.shape[1:])
+    score = scores[..., target].double() - (0 if against is None else scores[..., against].double())
+    error = float((found.sum(0) + bias - score).abs().max())
+    if error > limit * max(1.0, float(scores.double().abs().max())) * 10:
+        raise th.RecipeError(f"the contributions add up to something else than the score, off by {error:.3g}")
+    return DirectLogits(addresses, found.float(), bias.float(), score.float(), error)
+
+
+def _written(value: Any, point: str, stream: Tensor) -> Tensor:
+    """What a point wrote: the tensor in its value that has the stream's shape."""
+    found = [each for each in _tensors(value) if _fits(each, stream)]
+    if len(found) != 1:
+        text = f"{point!r} passes {len(found)} tensors of the stream's shape, {list(stream.shape)}, and one is needed"
+        raise th.RecipeError(text)
+    return found[0].expand_as(stream)
+
+
+def _fits(value: Tensor, stream: Tensor) -> bool:
+    return (
+        value.dim() == stream.dim() and value.shape[-1] == stream.shape[-1]
+        and all(own in (1, whole) for own, whole in zip(value.shape, stream.shape, strict=True))
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _check_sum(parts: Sequence[Tensor], stream: Tensor, limit: float) -> None:
+    gap = float((torch.stack([part.expand_as(stream) for part in parts]).sum(0) - stream).abs().max())
+    if gap <= limit * max(1.0, float(stream.abs().max())) * 10:
+        return
+    share = gap / float(stream.abs().max())
+    raise th.RecipeError(
+        f"what these points write does not add up to the stream: off by {gap:.3g}, {share:.0%} of its largest value.\n"
+        "Give everything that is added to it (embeddings, positions, attention, MLP), each as it is added: after a "
+        "norm that follows it, where the architecture has one.\n"
+        "Where values are scaled on the way, there is no such sum."
+    )
+
+
+def _normed(reads: Readout, value: Tensor, limit: float) -> tuple[Linear, Tensor]:
+    """The norm as a linear map with its scale held at this value, and what it adds; found by trying, and checked."""
+    if not reads.norm:
+        return lambda part: part, torch.zeros(value.shape[-1], dtype=torch.float64, device=value.device)
+    module = reads.model.get_submodule(reads.norm)
+    with torch.no_grad():
+        truth, wide = module(value).double(), value.double()
+    eps = float(getattr(module, "eps", None) or getattr(module, "variance_epsilon", None) or 0.0)
+    offset = _parameter(module, "bias", wide, 0.0)
+    for centred in (True, False):
+        middle = wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[..., :1])
+        scale = ((wide - middle).square().mean(-1, keepdim=True) + eps).rsqrt()
+        for weight in (_parameter(module, "weight", wide, 1.0), 1 + _parameter(module, "weight", wide, 0.0)):
+            gap = ((wide - middle) * scale * weight + offset - truth).abs().max()
+            if float(gap) <= limit * max(1.0, float(truth.abs().max())):
+                return _held(scale, weight, centred=centred), offset
+    text = f"{reads.norm!r} is a {type(module).__name__}, which is not linear even with its scale held"
+    raise th.RecipeError(f"{text}: the score cannot be split into contributions")
+
+
+def _held(scale: Tensor, weight: Tensor, *, centred: bool) -> Linear:
+    def linear(part: Tensor) -> Tensor:
+        return (part - part.mean(-1, keepdim=True) if centred else part) * scale * weight
+
+    return linear
+
+
+def _parameter(module: nn.Module, name: str, like: Tensor, otherwise: float) -> Tensor:
+    found = getattr(module, name, None)
+    filled = torch.full_like(like[..., :1].flatten()[:1], otherwise).expand(like.shape[-1])
+    return found.detach().double() if isinstance(found, Tensor) else filled
+
+
+def _direction(head: nn.Module, target: int, against: int | None, vocabulary: int) -> tuple[Tensor, Tensor]:
+    for token in (target, *([] if against is None else [against])):
+        if not 0 <= token < vocabulary:
+            raise th.RecipeError(f"a token is 0 to {vocabulary - 1}; got {token}")
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or len(weight) != vocabulary:  # noqa: PLR2004
+        raise th.RecipeError(f"the head is a {type(head).__name__}, and a linear one is needed")
+    rows = weight.detach().double()
+    added = bias.detach().double() if isinstance(bias, Tensor) else torch.zeros(vocabulary).to(rows)
+    if against is None:
+        return rows[target], added[target]
+    return rows[target] - rows[against], added[target] - added[against]

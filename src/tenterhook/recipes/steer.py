@@ -1,0 +1,179 @@
+"""Steering: the direction that tells two sets of inputs apart at a point, added where you like.
+
+The vector is the difference of the means. It is data: ``found.edits(scale)`` is a dict of ready edits that ``th.edit``
+takes, ``th.save_edits`` writes and somebody else applies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook.recipes import _given as given
+
+__all__ = ["Steering", "steering"]
+
+POSITIONS = ("all", "last", "prompt")
+LAST = (slice(None), -1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Steering:
+    """A steering vector, and what it was made of.
+
+    ``vector``: the mean of the positive examples less that of the negative ones, at ``point``. ``positive`` and
+    ``negative``: where each example lies along the vector, in units of the vector's length; 0 is half-way between the
+    two means. ``auc``: how often a positive example lies further along than a negative one; 0.5 is chance.
+    """
+
+    vector: Tensor
+    point: str
+    positive: Tensor
+    negative: Tensor
+    at: Any = None
+    pool: tuple[int, ...] = ()
+
+    @property
+    def norm(self) -> float:
+        """The vector's length."""
+        return float(self.vector.float().norm())
+
+    @property
+    def auc(self) -> float:
+        """How often a positive example lies further along the vector than a negative one; ties count half."""
+        gap = self.positive[:, None] - self.negative[None]
+        return float(((gap > 0).double() + 0.5 * (gap == 0)).mean())
+
+    def unit(self) -> Steering:
+        """The same with a vector of length one, so that scales can be compared between points."""
+        return dataclasses.replace(self, vector=self.vector / self.vector.float().norm().to(self.vector.dtype))
+
+    def edits(
+        self, scale: float = 1.0, *, point: str | Sequence[str] | None = None, positions: Any = "all", part: Any = None
+    ) -> dict[str, Any]:
+        """Ready edits that add the vector, as ``th.edit`` and ``th.save_edits`` take them.
+
+        Args:
+            scale: how often the vector is added; negative to steer the other way.
+            point: where, if not at the point that the vector is from; several get a vector each.
+            positions: ``"all"``; ``"last"``, the last position of every call, which in generation with a cache is the
+                end of the prompt and every token from there on; ``"prompt"``, the first call alone; or an index.
+            part: which tensor is meant, where the value at the point has several.
+        """
+        if isinstance(positions, str) and positions not in POSITIONS:
+            known = ", ".join(map(repr, POSITIONS))
+            raise th.RecipeError(f"positions= is {known} or an index such as th.at[:, 2:5]; got {positions!r}")
+        if not math.isfinite(scale):
+            raise th.RecipeError(f"scale= is a finite number; got {scale!r}")
+        at = {"all": None, "last": LAST, "prompt": None}[positions] if isinstance(positions, str) else positions
+        points = [self.point] if point is None else [point] if isinstance(point, str) else list(point)
+        calls = "#0" if isinstance(positions, str) and positions == "prompt" else ""
+        return {f"{each}{calls}": th.add(self.vector, float(scale), at=at, part=part) for each in points}
+
+    def apply(self, model: nn.Module, scale: float = 1.0, **where: Any) -> Any:
+        """A session in which the model is steered: ``with found.apply(model, 4): model.generate(...)``.
+
+        The vector goes to the device and the type of the model's parameters. More keywords are those of :meth:`edits`.
+        """
+        like = next((p for p in model.parameters() if p.is_floating_point()), self.vector)
+        moved = dataclasses.replace(self, vector=self.vector.to(device=like.device, dtype=like.dtype))
+        return th.edit(model, moved.edits(scale, **where))
+
+    def show(self) -> Any:
+        """A matplotlib figure: where the examples of both sets lie along the vector."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        both = torch.cat([self.positive, self.negative]).float()
+        bins = torch.linspace(float(both.min()), float(both.max()) + 1e-6, 25).tolist()
+        for values, label, color in ((self.negative, "negative", "tab:blue"), (self.positive, "positive", "tab:red")):
+            axes.hist(values.float().tolist(), bins=bins, alpha=0.6, label=label, color=color)
+        axes.axvline(0, color="grey", linewidth=0.8)
+        axes.set(xlabel=f"along the vector at {self.point}", ylabel="examples", title=f"AUC {self.auc:.3f}")
+        axes.legend(frameon=False)
+        return figure
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.positive)} positive, {len(self.negative)} negative examples"
+        vector = f"{list(self.vector.shape)}, length {self.norm:.3g}"
+        return f"steering at {self.point!r}: {vector}, {sizes}, auc {self.auc:.3f}"
+
+
+def steering(
+    model: nn.Module, positive: Any, negative: Any, *, point: Any, at: Any = None, pool: int | tuple[int, ...] = ()
+) -> Steering:
+    """The difference of the means of two sets of inputs, at a point.
+
+    >>> import torch, tenterhook as th
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> found = th.recipes.steering(model, torch.randn(20, 2) + 3, torch.randn(20, 2) - 3, point="1")
+    >>> found.vector.shape, found.auc
+    (torch.Size([3]), 1.0)
+    >>> with found.apply(model, scale=2):
+    ...     steered = model(torch.zeros(1, 2))
+
+    The model runs no further than the point, and without gradients.
+
+    Args:
+        model: any ``nn.Module``.
+        positive: an input (a tensor, a tuple of arguments, a dict of named ones), its first dimension the examples; or
+            a list of inputs, which may differ in length.
+        negative: the others.
+        point: where: one address.
+        at: which part of the value, such as ``th.at[:, -1]`` for the last position; the first dimension must stay.
+        pool: dimensions to average over within an example, after ``at``: 1 for the positions of a sentence. The
+            average is over padding too; give a list of inputs without any.
+    """
+    address = given.one_point(model, point)
+    dims = (pool,) if isinstance(pool, int) else tuple(pool)
+    sets = [_examples(model, inputs, address, at, dims) for inputs in (positive, negative)]
+    shapes = sorted({tuple(each.shape[1:]) for each in sets})
+    if len(shapes) > 1:
+        raise th.RecipeError(_LENGTHS.format(point=address, shapes=" and ".join(map(str, map(list, shapes)))))
+    wide = [each.double() for each in sets]
+    means = [each.mean(0) for each in wide]
+    vector, middle = means[0] - means[1], (means[0] + means[1]) / 2
+    if not bool(vector.isfinite().all()):
+        raise th.RecipeError(f"the values at {address!r} are not all finite, so that they have no mean")
+    size = vector.norm()
+    if float(size) == 0:
+        raise th.RecipeError(f"both sets have the same mean at {address!r}: there is nothing to steer by")
+    along = [((each - middle) * vector).flatten(1).sum(1) / size for each in wide]
+    return Steering(vector.to(sets[0].dtype), address, along[0].float(), along[1].float(), at, dims)
+
+
+_LENGTHS = (
+    "the values at {point!r} have the shapes {shapes}, and a mean needs one.\n"
+    "Take one position, at=th.at[:, -1], or average over them, pool=1."
+)
+
+
+def _examples(model: nn.Module, inputs: Any, point: str, at: Any, pool: tuple[int, ...]) -> Tensor:
+    """The values at a point, one row for each example."""
+    rows = []
+    for args, kwargs in given.each(inputs):
+        with torch.no_grad(), th.record(model, point, stop=True) as tape:
+            model(*args, **kwargs)
+        value = given.lone(tape[point], point)
+        try:
+            value = value if at is None else value[at]
+            value = value.mean(pool) if pool else value
+        except (IndexError, RuntimeError) as error:
+            text = f"at={at!r}, pool={pool!r} do not fit the value at {point!r}, {list(value.shape)}: {error}"
+            raise th.RecipeError(text) from error
+        if not value.dim():
+            raise th.RecipeError(f"the value at {point!r} has no examples in front; keep the first dimension in at=")
+        rows.append(value)
+    if len({row.shape[1:] for row in rows}) > 1:
+        shapes = " and ".join(str(list(shape)) for shape in sorted({tuple(row.shape[1:]) for row in rows}))
+        raise th.RecipeError(_LENGTHS.format(point=point, shapes=shapes))
+    return torch.cat(rows)

@@ -1,0 +1,210 @@
+"""Training helpers: gradients clipped, scaled and reversed on their way, parts held still, activations kept small.
+
+Each is a session: ``with th.recipes.freeze(model, "encoder"): …``. Nothing stays on the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook.recipes import _given as given
+
+__all__ = ["Penalty", "activation_penalty", "clip_gradient", "freeze", "reverse_gradient", "scale_gradient"]
+
+Kind = Literal["l1", "l2"] | Callable[[Tensor], Tensor]
+
+
+def clip_gradient(
+    model: nn.Module, points: Any, *, norm: float | None = None, value: float | None = None, per_example: bool = False
+) -> Any:
+    """Bound the gradient as it passes back through some points.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> with th.recipes.clip_gradient(model, "0", norm=0.1), th.record(model, "0", grad=True) as tape:
+    ...     (model(torch.ones(8, 4)) * 100).sum().backward()
+    >>> round(float(model[0].bias.grad.norm()), 3) <= 0.3
+    True
+
+    Args:
+        model: any ``nn.Module``.
+        points: where; ``"head:in"`` is what flows back from that module alone.
+        norm: the largest length of the gradient at a point; its direction stays.
+        value: or the largest size of each of its numbers.
+        per_example: the length is that of each example, the first dimension.
+    """
+    if (norm is None) == (value is None):
+        raise th.RecipeError("give norm=, the largest length, or value=, the largest size of a number: one of them")
+    limit = _positive(norm if norm is not None else value, "norm" if norm is not None else "value")
+
+    def clip(grad: Any) -> Any:
+        return _mapped(grad, lambda g: g.clamp(-limit, limit) if norm is None else _shortened(g, limit, per_example))
+
+    return th.edit(model, grad=given.everywhere(points, clip))
+
+
+def scale_gradient(model: nn.Module, points: Any, factor: float) -> Any:
+    """Multiply the gradient as it passes back through some points: what lies before learns so much faster."""
+    return th.edit(model, grad=given.everywhere(points, th.scale(_finite(factor, "factor"))))
+
+
+def reverse_gradient(model: nn.Module, points: Any, strength: float = 1.0) -> Any:
+    """Turn the gradient round as it passes back (Ganin et al. 2016).
+
+    At ``"domain:in"``, what lies before learns to make the domain head wrong, while the head itself learns to be right.
+    """
+    return th.edit(model, grad=given.everywhere(points, th.scale(-_positive(strength, "strength"))))
+
+
+def freeze(model: nn.Module, *selectors: Any) -> Any:
+    """Hold parameters still while the session is open: they are used as constants, and get no gradient.
+
+    ``requires_grad`` and the optimizer are left alone. A ``.grad`` that is there from before stays, and an optimizer
+    would use it: ``zero_grad(set_to_none=True)`` first.
+
+    Args:
+        model: any ``nn.Module``.
+        *selectors: modules, with all that is in them (``"encoder"``), and parameters (``"head.bias"``).
+    """
+    changes: dict[str, Any] = {}
+    for point in th.points(model, *selectors):
+        if point.site.value == "parameter":
+            changes[str(point)] = _constant
+        elif point.site.value == "return":
+            changes.update(dict.fromkeys(_parameters_in(model, point), _constant))
+        else:
+            text = f"{point} is a {point.site.value}; modules and parameters can be frozen"
+            raise th.RecipeError(text)
+    if not changes:
+        raise th.RecipeError(f"{', '.join(map(repr, selectors))}: there is no parameter in it to freeze")
+    return th.edit(model, changes)
+
+
+def activation_penalty(model: nn.Module, points: Any, *, kind: Kind = "l1", weight: float = 1.0) -> Penalty:
+    """A term for the loss that keeps what passes at some points small.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 1))
+    >>> with th.recipes.activation_penalty(model, "1", weight=0.01) as penalty:
+    ...     loss = model(torch.ones(2, 4)).square().mean() + penalty()
+    ...     loss.backward()
+
+    Args:
+        model: any ``nn.Module``.
+        points: where; each call of each counts alike.
+        kind: ``"l1"``, the mean size; ``"l2"``, the mean square; or a function from the value to one number.
+        weight: a factor.
+    """
+    if not callable(kind) and kind not in ("l1", "l2"):
+        raise th.RecipeError(f'kind= is "l1", "l2" or a function; got {kind!r}')
+    return Penalty(model, points, kind, _finite(weight, "weight"))
+
+
+class Penalty:
+    """Gathers a term for each call that passes; calling it gives their sum and begins anew."""
+
+    def __init__(self, model: nn.Module, points: Any, kind: Kind, weight: float) -> None:
+        self._measure = kind if callable(kind) else MEASURES[kind]
+        self._weight = weight
+        self._terms: list[Tensor] = []
+        self._seen: set[tuple[str, int]] = set()
+        self._session = th.edit(model, given.everywhere(points, self._gather))
+
+    def _gather(self, value: Any, ctx: Any) -> None:
+        # Of a copy: an activation in place may follow, and backward needs the value as it is now.
+        term: Any = self._measure(given.lone(value, ctx.address).clone())
+        if not isinstance(term, Tensor) or term.numel() != 1:
+            got = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
+            raise th.RecipeError(f"a penalty is one number for each value; at {ctx.address!r} the function gave {got}")
+        # When activation checkpointing recomputes a call, the same is computed, and counted already.
+        place = (ctx.address, ctx.call)
+        if place not in self._seen:
+            self._seen.add(place)
+            self._terms.append(term.reshape(()))
+
+    def __call__(self) -> Tensor:
+        """The term for all that has passed since the last time."""
+        if not self._terms:
+            raise th.RecipeError("no value has passed the points since the last time; call the model first")
+        found = torch.stack(self._terms).sum() * self._weight
+        self._terms.clear()
+        return found
+
+    def start(self) -> Self:
+        """Begin to gather."""
+        self._session.start()
+        return self
+
+    def close(self) -> None:
+        """End it, and let go of what was not asked for."""
+        self._terms.clear()
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        self._session.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._terms.clear()
+        return self._session.__exit__(kind, error, trace)
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "l1": lambda value: value.abs().mean(),
+    "l2": lambda value: value.square().mean(),
+}
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _constant(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+def _parameters_in(model: nn.Module, point: Any) -> list[str]:
+    """Selectors of every parameter of a module: one glob if it finds just these, so that unused ones do no harm."""
+    prefix = "" if str(point) == ":return" else f"{point}."
+    names = [name for name, _ in point.module.named_parameters()]
+    if not names:
+        return []
+    glob = f"{prefix}**.{{{','.join(sorted({name.rpartition('.')[2] for name in names}))}}}"
+    found = th.points(model, glob)
+    alone = all(each.site.value == "parameter" and isinstance(each.tensor, nn.Parameter) for each in found)
+    return [glob] if alone else [f"{prefix}{name}" for name in names]
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(part, function) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(part, function) for part in value)
+    return value
+
+
+def _shortened(grad: Tensor, limit: float, per_example: bool) -> Tensor:  # noqa: FBT001
+    size = grad.flatten(1).norm(dim=1).reshape(-1, *[1] * (grad.dim() - 1)) if per_example else grad.norm()
+    return torch.where(size > limit, grad * (limit / size), grad)
+
+
+def _positive(number: Any, name: str) -> float:
+    if _finite(number, name) <= 0:
+        raise th.RecipeError(f"{name}= is a positive number; got {number!r}")
+    return float(number)
+
+
+def _finite(number: Any, name: str) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise th.RecipeError(f"{name}= is a number; got {number!r}")
+    return float(number)

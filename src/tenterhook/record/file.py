@@ -1,0 +1,164 @@
+"""One file of tensors and texts: safetensors, checked by a checksum, written whole or not at all.
+
+What the file is about is a :class:`Kind`: a tape is one, a set of edits another. Nothing here knows what is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+
+from tenterhook._version import __version__
+from tenterhook.errors import TenterhookError
+
+__all__ = ["MALFORMED", "Kind", "checksum", "read", "replacing", "target_of", "write"]
+
+VERSION = re.compile("[1-9][0-9]{0,8}")
+# What a wrong description can make of reading it.
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file: its format and version, and how it is spoken of.
+
+    ``one``: what such a file is ("a tape"). ``no``: what another file is not ("no tape"). ``example``: a name for one.
+    """
+
+    format: str
+    version: int
+    one: str
+    no: str
+    example: str
+    error: type[TenterhookError]
+
+
+def write(kind: Kind, target: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write a file, or leave what was there; the format, the versions and the checksum are added to the texts."""
+    own = {"format": kind.format, "format_version": str(kind.version), "tenterhook": __version__}
+    texts = {**own, "torch": str(torch.__version__), **texts}
+    texts["checksum"] = checksum(texts, tensors)
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in tensors.items()
+    }
+    try:
+        with replacing(target) as temporary:
+            serialize_file(specs, temporary, texts)
+    except (OSError, SafetensorError) as error:
+        raise kind.error(f"{target} could not be written, and nothing was changed: {error}") from error
+
+
+def read(kind: Kind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file, if it is of this kind and whole."""
+    texts, tensors = _read(kind, file)
+    if texts.get("checksum") != checksum(texts, tensors):
+        raise kind.error(f"{file} is damaged: its checksum does not match what it holds.")
+    return texts, tensors
+
+
+def target_of(kind: Kind, path: str | os.PathLike[str]) -> Path:
+    """Where a file will be written; an error if nothing can be."""
+    # Through a symbolic link, so that the link stays and the file behind it is replaced.
+    target = Path(path).resolve()
+    if target.is_dir():
+        named = str(target / kind.example)
+        raise kind.error(f"{target} is a directory; {kind.one} is one file. Add a name: {named!r}")
+    if not target.parent.is_dir():
+        raise kind.error(f"{target} cannot be written: there is no directory {target.parent}. Make it first.")
+    return target
+
+
+def checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of all that a file holds."""
+    digest = xxhash.xxh3_128(_line(sorted((key, text) for key, text in texts.items() if key != "checksum")))
+    for name, tensor in sorted(tensors.items()):
+        digest.update(_line([name, str(tensor.dtype), list(tensor.shape)]))
+        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        digest.update(raw)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def _line(parts: list[Any]) -> bytes:
+    return json.dumps(parts).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A name to write to; what is there at the end takes the place of ``target``, unless there was an error."""
+    temporary = target.parent / f".tenterhook-{secrets.token_hex(8)}.tmp"
+    try:
+        temporary.touch(exist_ok=False)
+        # safetensors makes files that only their owner can read; ours are as open as any new file, or as the old one.
+        mode = (target if target.exists() else temporary).stat().st_mode
+        yield temporary
+        temporary.chmod(mode)
+        _sync(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # The file is in its place; not every system can sync a directory.
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(kind: Kind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        _check_file(kind, file)
+        # Read, not mapped: what was checked must stay what it is when somebody else writes to the file.
+        with safe_open(file, framework="pt", device="cpu", backend="pread") as opened:
+            texts = opened.metadata() or {}
+            _check_format(kind, file, texts)
+            return texts, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except kind.error:
+        raise
+    except (SafetensorError, *MALFORMED) as error:
+        raise kind.error(f"{file} is cut short, damaged, or {kind.no} at all: {error}") from error
+    except OSError as error:
+        raise kind.error(f"{file} cannot be read: {error}") from error
+
+
+def _check_file(kind: Kind, file: Path) -> None:
+    if file.is_dir():
+        raise kind.error(f"{file} is a directory; {kind.one} is one file.")
+    if not file.is_file():
+        raise kind.error(f"{file} is no file." if file.exists() else f"there is no file {file}.")
+
+
+def _check_format(kind: Kind, file: Path, texts: dict[str, str]) -> None:
+    if texts.get("format") != kind.format:
+        raise kind.error(
+            f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged."
+        )
+    version = texts.get("format_version", "")
+    if VERSION.fullmatch(version) and int(version) > kind.version:
+        raise kind.error(
+            f"{file} has format version {version}, and this tenterhook ({__version__}) reads up to {kind.version}. "
+            "Upgrade tenterhook: pip install -U tenterhook"
+        )
+    if version != str(kind.version):
+        raise kind.error(f"{file} is damaged: {version!r:.40} is no format version.")

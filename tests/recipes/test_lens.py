@@ -1,0 +1,147 @@
+"""The lenses, compared with hooks by hand, and with a model whose basis turns from layer to layer."""
+
+import lm_toys
+import pytest
+import torch
+from torch import nn
+
+import tenterhook as th
+from tenterhook.testing import untouched
+
+MODELS = {
+    "gpt2": (lm_toys.gpt2, "transformer.h.*", "transformer.ln_f"),
+    "llama": (lm_toys.llama, "model.layers.*", "model.norm"),
+    "gemma": (lm_toys.gemma, "model.layers.*", "model.norm"),
+    "neox": (lm_toys.neox, "gpt_neox.layers.*", "gpt_neox.final_layer_norm"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    build, points, norm = MODELS[request.param]
+    return build(), points, norm
+
+
+def head_of(model):
+    return model.get_output_embeddings()
+
+
+def test_it_is_the_norm_and_the_head_at_every_block(case):
+    model, points, norm = case
+    ids, kept = lm_toys.ids(), []
+    blocks = model.get_submodule(points.removesuffix(".*"))
+    handles = [block.register_forward_hook(lambda _m, _a, out: kept.append(out)) for block in blocks]
+    with torch.no_grad():
+        final = model(ids).logits
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        truth = torch.stack([head_of(model)(model.get_submodule(norm)(value)) for value in kept])
+    with untouched(model):
+        found = th.recipes.logit_lens(model, ids, points=points)
+    torch.testing.assert_close(found.logits, truth)
+    torch.testing.assert_close(found.final, final)
+    torch.testing.assert_close(found.logits[-1], final)  # After the last block it is what the model says.
+    assert found.points == tuple(points.replace("*", str(layer)) for layer in range(3))
+    assert not torch.allclose(found.logits[0], final)
+
+
+def test_what_is_read_off_it(case):
+    model, points, _ = case
+    found = th.recipes.logit_lens(model, lm_toys.ids(), points=points, at=th.at[:, -1:])
+    assert found.logits.shape == (3, 2, 1, 50)
+    first, last = found.logits[0].log_softmax(-1), found.final.log_softmax(-1)
+    truth = nn.functional.kl_div(first, last, reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(found.divergence[0], truth)
+    assert found.divergence[-1].abs().max() < 1e-5
+    assert found.agreement[-1] == 1
+    token = int(found.final[0, 0].argmax())
+    assert found.rank(token)[-1, 0, 0] == 0
+    order = found.logits[0, 1, 0].argsort(descending=True).tolist()
+    assert found.rank(token)[0, 1, 0] == order.index(token)
+    assert torch.equal(found.top(3)[0, 1, 0], torch.tensor(order[:3]))
+
+
+def test_a_cap_on_the_scores_is_refused():
+    model = lm_toys.gemma2()
+    model.config.final_logit_softcapping = 0.5
+    with pytest.raises(th.RecipeError, match=r"does not give the model's scores, and is off by .*cap on the scores"):
+        th.recipes.logit_lens(model, lm_toys.ids(), points="model.layers.*")
+
+
+class Turning(nn.Module):
+    """Each layer turns the stream by a fixed rotation; the head reads the end. Linear, so that the truth is known."""
+
+    def __init__(self, width=6, layers=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(30, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)
+        self.head = nn.Linear(width, 30)
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_tuned_lens_learns_the_turn_that_a_logit_lens_misses():
+    model = Turning()
+    ids = torch.randint(0, 30, (40, 8), generator=torch.Generator().manual_seed(1))
+    batches = list(ids[:32].split(8))
+    with untouched(model, rng=False):
+        lens = th.recipes.tuned_lens(model, batches, points="layers.*", epochs=150, lr=0.03, head="head")
+    held = ids[32:]
+    plain = th.recipes.logit_lens(model, held, points="layers.*", head="head").divergence.flatten(1).mean(1)
+    tuned = lens(model, held).divergence.flatten(1).mean(1)
+    assert plain[0] > 0.5
+    assert bool((tuned[:2] < 0.02 * plain[:2]).all())
+    assert tuned[2] < 1e-3
+    # The truth: after layer 1 only the last rotation is missing.
+    with torch.no_grad():
+        x = torch.randn(5, 6)
+        scores = model.head(x + lens.maps[1](x)).log_softmax(-1)
+        truth = model.head(model.layers[2](x)).log_softmax(-1)
+    torch.testing.assert_close(scores, truth, atol=0.25, rtol=0.1)
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *lens.parameters()))
+
+
+def test_an_untrained_tuned_lens_is_the_logit_lens_and_a_trained_one_is_nearer():
+    model = lm_toys.gpt2()
+    batches = [lm_toys.ids(seed, 8, 8) for seed in range(6)]
+    plain = th.recipes.logit_lens(model, lm_toys.ids(99, 8, 8), points="transformer.h.*")
+    start = th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=0)
+    torch.testing.assert_close(start(model, lm_toys.ids(99, 8, 8)).logits, plain.logits)
+    with untouched(model, rng=False):
+        lens = th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=40, lr=1e-2)
+    tuned = lens(model, lm_toys.ids(99, 8, 8))
+    assert tuned.tuned
+    before, after = plain.divergence.flatten(1).mean(1), tuned.divergence.flatten(1).mean(1)
+    assert bool((after[:2] < 0.8 * before[:2]).all())
+    assert lens.losses[-1] < lens.losses[0]
+    again = th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=0)
+    again.load_state_dict(lens.state_dict())
+    assert torch.equal(again(model, lm_toys.ids()).logits, lens(model, lm_toys.ids()).logits)
+
+
+def test_bad_input_is_told(case):
+    model, points, norm = case
+    first = next(name for name, each in model.named_modules() if type(each) is type(model.get_submodule(norm)))
+    with pytest.raises(th.RecipeError, match="the stream that is read is"):
+        th.recipes.logit_lens(model, lm_toys.ids(), points="lm_head" if hasattr(model, "lm_head") else "embed_out")
+    with pytest.raises(th.RecipeError, match="does not tell which module makes its scores"):
+        th.recipes.logit_lens(Turning(), lm_toys.ids() % 30, points="layers.*")
+    with pytest.raises(th.RecipeError, match="does not give the model's scores"):
+        th.recipes.logit_lens(model, lm_toys.ids(), points=points, norm=first)
+    with pytest.raises(th.RecipeError, match="no batches"):
+        th.recipes.tuned_lens(model, [], points=points)
+    found = th.recipes.logit_lens(model, lm_toys.ids(), points=points)
+    with pytest.raises(th.RecipeError, match="token 50 is not in the vocabulary: 0 to 49"):
+        found.rank(50)
+    assert "same first choice" in repr(found)
+    assert len(found.show(decode=lambda token: f"<{token}>").axes[0].texts) == 18
+    assert len(th.recipes.logit_lens(model, lm_toys.ids(), points=points, at=th.at[:, -1]).show().axes[0].texts) == 3
