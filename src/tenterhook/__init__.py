@@ -61,10 +61,8 @@ from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
 from tenterhook.replay.cases import grid
-from tenterhook.replay.middle import run_from
 from tenterhook.replay.result import Sweep
-from tenterhook.replay.sweep import sweep
-from tenterhook.replay.verb import replay
+from tenterhook.replay.verb import replay, run_from, sweep
 from tenterhook.report.verb import page
 from tenterhook.sinks.board import TensorBoard
 from tenterhook.sinks.lines import JsonLines

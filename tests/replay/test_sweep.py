@@ -344,12 +344,12 @@ class Drifting(nn.Module):
 
 
 def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatch):
-    from tenterhook.replay import serve, sweep
+    from tenterhook.replay import runner, serve
 
     monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
     again = []
-    settle = sweep._Runner._settle
-    monkeypatch.setattr(sweep._Runner, "_settle", lambda self: (again.append(len(self._unsettled)), settle(self))[1])
+    settle = runner.Runner._settle
+    monkeypatch.setattr(runner.Runner, "_settle", lambda self: (again.append(len(self._unsettled)), settle(self))[1])
     model = Drifting()
     cases = [{point: th.scale(float(factor))} for point in ("two", "out") for factor in range(1, 5)]
     RUNS.clear()

@@ -1,4 +1,4 @@
-"""``th.sweep``: many edits of one input, with nothing computed twice and the cases run as batches."""
+"""Running a sweep: the unedited run, the cases in groups, batches where they are no other than single runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,63 +18,18 @@ from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
-from tenterhook.replay.cases import Case, Prepared, prepare
+from tenterhook.replay.cases import Case, Prepared
 from tenterhook.replay.result import Sweep
-from tenterhook.replay.verb import Replay
+from tenterhook.replay.session import Replay
 
-__all__ = ["sweep"]
+__all__ = ["Runner"]
 
 # How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 WITH_CASE = 2
 
 
-def sweep(
-    model: nn.Module,
-    cases: Iterable[Any],
-    metric: Callable[..., Any],
-    *args: Any,
-    read: str | None = None,
-    batch: int | None = None,
-    progress: bool | None = None,
-    **kwargs: Any,
-) -> Sweep:
-    """Run one input with many different edits, and measure each.
-
-    >>> import torch, tenterhook as th
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    >>> cases = th.grid(lambda unit: {"1": th.zero(at=th.at[:, unit])}, unit=range(8))
-    >>> found = th.sweep(model, cases, lambda output: output.mean(), torch.ones(2, 4))
-    >>> found.values.shape, found.grid.shape
-    (torch.Size([8]), torch.Size([8]))
-
-    The model runs once unedited. Then, for each case, what lies before its first edit is served from that run and not
-    computed again. Cases that edit at the same points run as one batch; the first such batch is compared with cases run
-    one by one, and if they part, or the model cannot take the batch, all run one by one, and ``.how`` says so. No
-    gradients are computed.
-
-    Args:
-        model: any ``nn.Module``.
-        cases: dicts of edits, as for :func:`tenterhook.edit`, or :func:`tenterhook.grid`.
-        metric: a function of the model's output, or ``(output, case)``, that gives a number or a tensor.
-        *args: the input of the model.
-        read: a point; the metric is given its value instead of the output, and nothing after it runs.
-        batch: how many cases run at once; chosen by the free memory if it is not given, and 1 runs them one by one.
-        progress: whether to show a bar; by default, where there is a terminal.
-        **kwargs: more input of the model, by name.
-    """
-    if not callable(metric):
-        raise SweepError(f"the metric is a function of the model's output; got a {type(metric).__name__}")
-    if batch is not None and (type(batch) is not int or batch < 1):
-        raise SweepError(f"batch= is how many cases run at once, a positive number; got {batch!r}")
-    prepared = prepare(model, cases)
-    axes = getattr(cases, "axes", {})
-    runner = _Runner(model, prepared, axes, metric, (args, kwargs), read=read, batch=batch, progress=progress)
-    runner.result._runner = runner
-    return runner.go()
-
-
-class _Runner:
+class Runner:
     """What is known while a sweep runs."""
 
     def __init__(

@@ -1,0 +1,276 @@
+"""A replay: it stands at the modules whose calls can be served, run by run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from tenterhook.engine.install import Lane, attach, detach
+from tenterhook.engine.session import Session, open_here
+from tenterhook.errors import ReplayError, TenterhookWarning
+from tenterhook.replay.scribe import Scribe
+from tenterhook.replay.script import Run, Script
+from tenterhook.replay.serve import Served, Server
+from tenterhook.replay.state import ambient, digest, in_the_way
+from tenterhook.sites.module import MISSING, can_be_called
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape import Tape
+
+__all__ = ["Replay", "opened"]
+
+NO_SCRIPT = (
+    "this tape holds values, but not what it takes to serve them again. Record the run with replay=True: "
+    "th.record(model, ..., replay=True); or leave the tape out, and the first run is recorded: th.replay(model)."
+)
+OTHER_MODEL = "this tape was recorded on another model, a {kind}; it can only be replayed on the very same object."
+OTHER_INPUTS = (
+    "nothing was served, because the model was never called with the inputs of the recorded run. Call it with the same "
+    "arguments, given in the same way (by place or by name), or record a run with the new ones."
+)
+
+
+def opened(model: nn.Module, tape: Tape | None, *, grad: bool, verify: bool) -> Replay:
+    """The session that ``th.replay`` gives, if the tape can be replayed."""
+    script = None
+    if tape is not None:
+        script = getattr(tape, "script", None)
+        if script is None:
+            raise ReplayError(NO_SCRIPT)
+        if script.model is not model:
+            kind = type(script.model).__name__ if script.model is not None else "model that is gone"
+            raise ReplayError(OTHER_MODEL.format(kind=kind))
+        if not script.runs:
+            raise ReplayError(f"this tape has no run that could be served: {script.refused or 'the model never ran'}.")
+    return Replay(model, script, grad=grad, verify=verify)
+
+
+class Replay(Session):
+    """A session that serves. ``.served`` tells what was served, what was computed, and why."""
+
+    verb = "replay"
+
+    def __init__(self, model: nn.Module, script: Script | None, *, grad: bool = False, verify: bool = True) -> None:
+        super().__init__(model, [], [])
+        self.script = script if script is not None else Script(model)
+        self.served = Served()
+        self.server = Server(self.served, model, gradients=grad)
+        self._learns, self._verify = script is None, verify
+        self._plans: dict[Any, tuple[dict[nn.Module, str], list[tuple[str, str]]]] = {}
+        self._standing: dict[nn.Module, str] | None = None
+        self._scribe: Scribe | None = None
+        self._strange = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is kept for serving."""
+        return self.script.nbytes
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        if self._verify and self.script.digest and self._state == "new":
+            check_weights(self.model, self.script)
+        return super().start()
+
+    def _plan(self) -> None:
+        self._lane(self.model, "").guard = _Root(self)
+        super()._plan()
+
+    def _undo(self) -> list[str]:
+        self._standing = None
+        self._plans.clear()
+        return super()._undo()
+
+    def _say_what_was_missed(self) -> None:
+        super()._say_what_was_missed()
+        if not self.served.runs or len(self.served) or (self._learns and self.served.runs == 1):
+            return
+        if self._strange == self.served.runs:
+            raise ReplayError(OTHER_INPUTS)
+        reasons = sorted({f"{path}: {why}" for path, why in self.served.computed.items()})
+        if reasons:
+            shown = "\n  ".join(reasons[:3])
+            warnings.warn(
+                f"nothing could be served, everything was computed.\n  {shown}", TenterhookWarning, stacklevel=4
+            )
+
+    # -- a run of the whole model -------------------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model is called: find the recorded run, and stand where its calls can be served."""
+        self.served.runs += 1
+        run = self._find(args, kwargs)
+        others = [each for each in open_here() if each is not self]
+        if run is None:
+            if self._learns:
+                self._learn()
+                return self._scribe.before(self.model, args, kwargs) if self._scribe is not None else MISSING
+            self._strange += 1
+            return MISSING
+        why = run.why or in_the_way()
+        if not why and run.ambient != ambient():
+            why = "PyTorch's modes (autocast, inference mode, determinism, threads …) are not those of the recorded run"
+        if why:
+            self.served.compute("", why)
+            return MISSING
+        self._stand(run, others)
+        self.server.begin(run)
+        return self.server.before(self.model, args, kwargs) if self.model in (self._standing or ()) else MISSING
+
+    def end(self, value: Any) -> None:
+        """The model's call is over."""
+        self.server.begin(None)
+        if self._scribe is not None:
+            scribe, self._scribe = self._scribe, None
+            scribe.after(self.model, value)
+            self._leave()
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+        self.server.begin(None)
+        for run in self.script.runs:
+            given = run.root.given
+            if given is not None and not given.changed and self.server.matches(given, (args, kwargs)):
+                return run
+        return None
+
+    # -- where it stands ----------------------------------------------------------------------------------------------
+
+    def _stand(self, run: Run, others: list[Session]) -> None:
+        """Have a guard at each module whose calls are to be served, given what other sessions do."""
+        lanes = [lane for each in others for lane in each.lanes.values()]
+        key = (run, *map(_what, lanes))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = frontier(run, lanes)
+        found, passed_over = plan
+        for path, why in passed_over:
+            self.served.compute(path, why)
+        if found is not self._standing:
+            self._leave()
+            for module, path in found.items():
+                if module is not self.model:
+                    self._guard(module, path, self.server)
+            self._standing = found
+
+    def _learn(self) -> None:
+        """Write this run's script, in the place of an earlier one."""
+        self._leave()
+        self.script.runs.clear()
+        self._scribe = Scribe(self.script, self.model, self.model.modules())
+        for path, module in self.model.named_modules():
+            if module is not self.model:
+                self._guard(module, path, self._scribe)
+
+    def _guard(self, module: nn.Module, path: str, guard: Any) -> None:
+        if can_be_called(module):
+            lane = self._lane(module, path)
+            lane.guard = guard
+            attach(lane)
+
+    def _leave(self) -> None:
+        """Take the guards out, but for the one at the model itself."""
+        self._standing = None
+        for module in [module for module in self.lanes if module is not self.model]:
+            lane = self.lanes.pop(module)
+            lane.rest()
+            detach(lane)
+
+
+class _Root:
+    """The guard at the model itself."""
+
+    def __init__(self, session: Replay) -> None:
+        self._session, self._depth = session, 0
+
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        return self._session.begin(args, kwargs) if self._depth == 1 else MISSING
+
+    def after(self, _module: nn.Module, value: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._session.end(value)
+
+
+def frontier(run: Run, lanes: list[Lane]) -> tuple[dict[nn.Module, str], list[tuple[str, str]]]:
+    """The modules with the largest calls that end before the first edit and that no session looks into.
+
+    Also those calls that would have been among them, with the reason why they are not.
+    """
+    limit = first_edit(run, lanes)
+    touched = {lane.module for lane in lanes}
+    entered = {lane.module for lane in lanes if lane.inner}
+    found: dict[nn.Module, str] = {}
+    passed_over: list[tuple[str, str]] = []
+    waiting = [run.root]
+    while waiting:
+        call = waiting.pop()
+        if call.begin >= limit:
+            continue
+        module = call.module
+        whole = call.end <= limit and module not in entered
+        if whole and not (
+            touched and any(own.module in touched for own in run.below(module) if own.module is not module)
+        ):
+            if not call.why:
+                found[module] = call.path
+                continue
+            passed_over.append((call.path, call.why))
+        waiting.extend(reversed(call.children))
+    return found, passed_over
+
+
+def first_edit(run: Run, lanes: list[Lane]) -> float:
+    """When, in the recorded run, the first value passed that is now edited."""
+    limit = math.inf
+    for lane in lanes:
+        calls = [call for (module, _), call in run.calls.items() if module is lane.module]
+        if not calls:
+            continue
+        if lane.edits_in or any(not binding.action.observes for binding in lane.inner) or _owns_swap(lane, lanes):
+            limit = min(limit, *(call.begin for call in calls))
+        for binding in lane.edits_out:
+            index = binding.point.call
+            of_it = [call for call in calls if call.index == index] or calls
+            limit = min(limit, *(call.end for call in of_it))
+    return limit
+
+
+def _owns_swap(lane: Lane, lanes: list[Lane]) -> bool:
+    """Whether an edited parameter stands in this module, and not only below it."""
+    own = [swap for swap in lane.swaps if swap.changes]
+    below = [
+        other for other in lanes if other is not lane and other.path.startswith(f"{lane.path}." if lane.path else "")
+    ]
+    return any(all(swap not in other.swaps for other in below) for swap in own)
+
+
+def check_weights(model: nn.Module, script: Script) -> None:
+    """Raise if the parameters or buffers are not those of the recorded run, bit for bit."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    now = digest(list(named.values()))
+    if len(now) != len(script.digest):
+        raise ReplayError("the model has other parameters or buffers than when the tape was recorded; record again.")
+    changed = [name for name, one, other in zip(named, now, script.digest, strict=False) if one != other]
+    if changed:
+        shown = ", ".join(repr(name) for name in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""  # noqa: PLR2004
+        text = f"the weights have changed since the tape was recorded: {shown}{more}."
+        raise ReplayError(f"{text}\nRecord the run again, with th.record(model, replay=True).")
+
+
+def _what(lane: Lane) -> tuple[Any, ...]:
+    """What there is about a lane that decides which calls can be served."""
+    edits = any(not binding.action.observes for binding in lane.inner)
+    return (
+        lane.module,
+        bool(lane.edits_in),
+        bool(lane.inner),
+        edits,
+        tuple([binding.point.call for binding in lane.edits_out]),
+        tuple([id(swap) for swap in lane.swaps if swap.changes]),
+    )
