@@ -15,7 +15,7 @@ ROOMS = [
     {"address"},
     {"sites"},
     {"engine"},
-    {"record", "edit", "replay", "sinks"},
+    {"record", "edit", "replay", "sinks", "features"},
     {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
@@ -23,10 +23,10 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook ReplayError Selection SelectorError SessionError
+    AddressError AmbiguousCall Audit ClosedSession EditError Features GradientError HookError ModelChanged NeverReached
+    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError
     Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit clamp edit grid hooks load mean noise points project
+    UnsupportedModel ValueChanged __version__ add at audit clamp edit features grid hooks load mean noise points project
     recipes record replay run_from scale set sweep zero
 """
 

@@ -36,6 +36,7 @@ from tenterhook.errors import (
     NoSource,
     NotRecorded,
     ReadonlyHook,
+    RecipeError,
     ReplayError,
     SelectorError,
     SessionError,
@@ -49,6 +50,7 @@ from tenterhook.errors import (
     UnsupportedModel,
     ValueChanged,
 )
+from tenterhook.features import Features, features
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
 from tenterhook.record.verb import record
@@ -64,6 +66,7 @@ __all__ = [
     "Audit",
     "ClosedSession",
     "EditError",
+    "Features",
     "GradientError",
     "HookError",
     "ModelChanged",
@@ -74,6 +77,7 @@ __all__ = [
     "NotRecorded",
     "Point",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "Selection",
     "SelectorError",
@@ -95,6 +99,7 @@ __all__ = [
     "audit",
     "clamp",
     "edit",
+    "features",
     "grid",
     "hooks",
     "load",

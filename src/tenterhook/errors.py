@@ -21,6 +21,7 @@ The tree::
     ├── EditError (ValueError)            an edit that does not fit the value at its point
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot be run as it was asked for
+    ├── RecipeError (ValueError)          something that a recipe cannot work with, and what it needs
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
     └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
@@ -51,6 +52,7 @@ __all__ = [
     "NoSource",
     "NotRecorded",
     "ReadonlyHook",
+    "RecipeError",
     "ReplayError",
     "SelectorError",
     "SessionError",
@@ -140,6 +142,10 @@ class ReplayError(TenterhookError, RuntimeError):
 
 class SweepError(ReplayError):
     """A sweep that cannot be run as it was asked for."""
+
+
+class RecipeError(TenterhookError, ValueError):
+    """Something that a recipe cannot work with, and what it needs."""
 
 
 class HookError(TenterhookError, TypeError):

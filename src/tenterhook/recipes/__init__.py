@@ -1,8 +1,35 @@
 """What people use hooks for, each in one line. Built on the public names alone.
 
+Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
+``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
+``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``.
 ``patching``: activation, attribution and path patching.
 """
 
 from tenterhook.recipes import patching
+from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
+from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
+from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
+from tenterhook.recipes.result import Attribution
 
-__all__ = ["patching"]
+__all__ = [
+    "Attribution",
+    "channel_ablation",
+    "conductance",
+    "deconvnet",
+    "feature_ablation",
+    "gradcam",
+    "gradcam_plus_plus",
+    "guided_backprop",
+    "guided_gradcam",
+    "input_x_gradient",
+    "integrated_gradients",
+    "layer_integrated_gradients",
+    "layercam",
+    "occlusion",
+    "patching",
+    "saliency",
+    "scorecam",
+    "smoothgrad",
+]
