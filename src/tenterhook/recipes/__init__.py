@@ -2,7 +2,7 @@
 
 Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
 ``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
-``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``.
+``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``, ``lrp``.
 ``patching``: activation, attribution and path patching.
 """
 
@@ -11,6 +11,7 @@ from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, l
 from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
 from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
 from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
+from tenterhook.recipes.relevance import deeplift, lrp
 from tenterhook.recipes.result import Attribution
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "channel_ablation",
     "conductance",
     "deconvnet",
+    "deeplift",
     "feature_ablation",
     "gradcam",
     "gradcam_plus_plus",
@@ -27,6 +29,7 @@ __all__ = [
     "integrated_gradients",
     "layer_integrated_gradients",
     "layercam",
+    "lrp",
     "occlusion",
     "patching",
     "saliency",

@@ -194,7 +194,7 @@ def baseline_like(given: Given, baseline: Any, x: Tensor) -> Tensor:
     """A baseline for ``x``: a number, or what broadcasts to it; zeros if there is none."""
     if baseline is None:
         return torch.zeros_like(x)
-    found = torch.as_tensor(baseline, device=x.device).detach().to(x.dtype)
+    found = torch.as_tensor(baseline, dtype=x.dtype, device=x.device).detach()
     try:
         return found.expand_as(x)
     except RuntimeError as error:
