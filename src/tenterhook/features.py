@@ -20,8 +20,8 @@ from tenterhook.sites.facts import facts
 __all__ = ["Features", "features"]
 
 CHANGED = (
-    "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code foretold "
-    "that. Say that it does, by module.inplace = True on the module that follows, so that the feature is copied."
+    "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code "
+    "foretold that. Say that it does, by module.inplace = True on the module that follows: then the feature is copied."
 )
 SEVERAL = (
     "{address!r} was called {count} times, and a feature is the value of one call.\n"
@@ -54,6 +54,8 @@ def features(model: nn.Module, points: Mapping[str, str] | Selector | Iterable[S
 
 class Features(nn.Module):
     """What :func:`features` returns. ``.model`` is the model, ``.points`` the names by address."""
+
+    model: nn.Module
 
     def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class _Tap:
     def reached(self) -> bool:
         return self.calls > 0
 
-    def __call__(self, value: Any, _context: Context) -> None:
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002
         self.calls += 1
         if self.calls > 1:
             return

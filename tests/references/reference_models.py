@@ -1,4 +1,4 @@
-"""The models on which tenterhook and the references are compared: small, trained on nothing, with all that is common."""
+"""The models on which tenterhook and the references are compared."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Net(nn.Module):
-    """What every library can do: no module is used twice, nothing is in place, no function has a derivative of its own."""
+    """What every library can do: no module twice, nothing in place, no functions."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Attribution, compared with captum on the same model and input; ``make references`` runs it.
 
-Both compute in float64 and agree to 1e-9 of the largest value; where captum holds its weights or its noise in float32
+Both compute in float64 and agree to 1e-9 of the largest value; where captum holds its weights, sums or noise in float32
 (``ROUGHER``), to 1e-6.
 """
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 TARGET = 3
-ROUGHER = {"integrated_gradients", "layer_integrated_gradients"}
+ROUGHER = {"integrated_gradients", "layer_integrated_gradients", "occlusion"}
 R = th.recipes
 
 
@@ -64,7 +64,9 @@ SAME = {
     ),
     "feature_ablation by mask": lambda attr, model, x: (
         functools.partial(R.feature_ablation, mask=torch.arange(100).reshape(10, 10) // 7, baseline=0.5),
-        attr.FeatureAblation(model).attribute(x, 0.5, TARGET, feature_mask=torch.arange(100).reshape(1, 1, 10, 10) // 7),
+        attr.FeatureAblation(model).attribute(
+            x, 0.5, TARGET, feature_mask=torch.arange(100).reshape(1, 1, 10, 10) // 7
+        ),
     ),
 }
 
@@ -78,7 +80,9 @@ def test_it_is_what_captum_finds(attr, name):
 def test_the_error_of_integrated_gradients_is_captums_delta(attr):
     model, x = made(Net), images()
     _, delta = attr.IntegratedGradients(model).attribute(x, target=TARGET, n_steps=10, return_convergence_delta=True)
-    agree(R.integrated_gradients(model, x, target=TARGET, steps=10).error, delta, 1e-3)  # A small difference of rounded numbers.
+    agree(
+        R.integrated_gradients(model, x, target=TARGET, steps=10).error, delta, 1e-3
+    )  # A small difference of rounded numbers.
 
 
 def test_channel_ablation_is_what_captum_finds(attr):
@@ -110,7 +114,7 @@ def test_deeplift_is_what_captum_finds(attr):
     agree(R.deeplift(model, x, target=TARGET, baseline=0.1).attribution, wanted)
 
 
-# -- where captum is not right, a model that was unrolled by hand is the truth ------------------------------------------
+# -- where captum is not right, a model that was unrolled by hand is the truth -----------------------------------------
 
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])

@@ -2,7 +2,8 @@
 
 Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
 ``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
-``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``, ``lrp``.
+``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
+``lrp``, ``attention_rollout``. ``probe``: linear probes.
 ``patching``: activation, attribution and path patching.
 """
 
@@ -11,11 +12,15 @@ from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, l
 from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
 from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
 from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
+from tenterhook.recipes.probes import Probes, probe
 from tenterhook.recipes.relevance import deeplift, lrp
 from tenterhook.recipes.result import Attribution
+from tenterhook.recipes.rollout import attention_rollout
 
 __all__ = [
     "Attribution",
+    "Probes",
+    "attention_rollout",
     "channel_ablation",
     "conductance",
     "deconvnet",
@@ -32,6 +37,7 @@ __all__ = [
     "lrp",
     "occlusion",
     "patching",
+    "probe",
     "saliency",
     "scorecam",
     "smoothgrad",

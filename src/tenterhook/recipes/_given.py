@@ -26,8 +26,8 @@ NO_FLOAT = (
     "th.recipes.layer_integrated_gradients(model, ids, point='embed', target=...)."
 )
 NO_GRADIENT = (
-    "{recipe} needs a target that depends on {what} by differentiable operations, and no gradient leads from the one to "
-    "the other.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
+    "{recipe} needs a target that depends on {what} by differentiable operations, and no gradient leads from the one "
+    "to the other.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
 )
 TRAINING = (
     "the model is in training mode and has {kind}: it will give another answer each time, or mix the examples of a "
@@ -70,7 +70,9 @@ class Score:
 
     def __init__(self, given: Given, target: Target) -> None:
         self._recipe, self._examples, self.target = given.recipe, given.examples, target
-        if isinstance(target, bool) or not (target is None or callable(target) or isinstance(target, int | tuple | Tensor)):
+        if isinstance(target, bool) or not (
+            target is None or callable(target) or isinstance(target, int | tuple | Tensor)
+        ):
             raise th.RecipeError(
                 f"{self._recipe}: target= is a class, a tensor of one for each example, an index into one example's "
                 f"output, or a function of the output; got a {type(target).__name__}"
@@ -108,7 +110,9 @@ class Score:
             raise th.RecipeError(f"{text}; got {list(target.shape)} of {target.dtype}")
         if int(target.max()) >= classes or int(target.min()) < 0:
             wrong = int(target.max()) if int(target.max()) >= classes else int(target.min())
-            raise th.RecipeError(f"{self._recipe}: there is no class {wrong}; the model has {classes}, 0 to {classes - 1}")
+            raise th.RecipeError(
+                f"{self._recipe}: there is no class {wrong}; the model has {classes}, 0 to {classes - 1}"
+            )
         if not target.dim():
             return scores[:, int(target)]
         target = target if rows is None else target[rows]
@@ -116,7 +120,7 @@ class Score:
 
     def _indexed(self, scores: Tensor, index: tuple[int, ...]) -> Tensor:
         try:
-            found = scores[(slice(None), *index)]
+            found = scores[(slice(None), *index)]  # type: ignore[index]
         except (IndexError, TypeError) as error:
             text = f"{self._recipe}: target={index} is no index into an example's output, {list(scores.shape[1:])}"
             raise th.RecipeError(text) from error
@@ -128,11 +132,13 @@ class Score:
     def _tensor(self, output: Any) -> Tensor:
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor):
-            text = f"{self._recipe}: the model returns a {type(output).__name__}, and target= has to say what of it counts"
+            text = (
+                f"{self._recipe}: the model returns a {type(output).__name__}, and target= has to say what of it counts"
+            )
             raise th.RecipeError(f"{text}: a function, such as target=lambda output: output[0][:, 3]")
         if not output.dim():
-            raise th.RecipeError(f"{self._recipe}: the model returns a single number for the whole batch, and it needs one"
-                                 " for each example, in front")  # fmt: skip
+            text = f"{self._recipe}: the model returns a single number for the whole batch"
+            raise th.RecipeError(f"{text}, and it needs one for each example, in front")
         return output
 
     def _checked(self, found: Any, rows: Tensor | None) -> Tensor:
@@ -148,7 +154,9 @@ class Score:
     def _which(self, scores: Tensor) -> th.RecipeError:
         text = f"{self._recipe}: each example's output is {list(scores.shape[1:])}, and one number of it is explained."
         index = (0,) * (scores.dim() - 1)
-        return th.RecipeError(f"{text}\nGive an index, such as target={index}, or a function: target=lambda output: ...")
+        return th.RecipeError(
+            f"{text}\nGive an index, such as target={index}, or a function: target=lambda output: ..."
+        )
 
 
 def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floating: bool = True) -> Given:

@@ -10,32 +10,26 @@ from torch import Tensor
 __all__ = ["LINEAR", "ROUTES", "first_stranger"]
 
 # Operations that hand each element on as it is, or not at all: what comes back goes where it came from.
-ROUTES = frozenset(
-    """
+_ROUTES = """
     View UnsafeView ReshapeAlias Permute Transpose T Slice Select Squeeze Unsqueeze Expand Cat Stack Clone Alias
     ConstantPadNd Index IndexSelect Gather Split SplitWithSizes Unbind Flip Roll CopyBackwards CopySlices AsStrided
     MaxPool2DWithIndices MaxPool3DWithIndices Relu AccumulateGrad ToCopy SqueezeDims Narrow Detach
-    """.split()
-)
-# And operations that are linear in what comes from the input, if that is one of their operands only where they multiply.
-LINEAR = (
-    ROUTES
-    - {"Relu", "MaxPool2DWithIndices", "MaxPool3DWithIndices"}
-    | frozenset(
-        """
-        Add Sub Neg Mean Sum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D Repeat
-        UpsampleNearest2D UpsampleBilinear2D ReflectionPad2D ReplicationPad2D NativeBatchNorm CudnnBatchNorm Rsub
-        Mul Mm Bmm Addmm Baddbmm Convolution MkldnnConvolution Linear Mv Div Cumsum PixelShuffle
-        """.split()
-    )
-)
+    """
+ROUTES = frozenset(_ROUTES.split())
+# And operations that are linear in what comes from the input, if they do not multiply it with itself.
+_LINEAR = """
+    Add Sub Neg Mean Sum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D Repeat
+    UpsampleNearest2D UpsampleBilinear2D ReflectionPad2D ReplicationPad2D NativeBatchNorm CudnnBatchNorm Rsub
+    Mul Mm Bmm Addmm Baddbmm Convolution MkldnnConvolution Linear Mv Div Cumsum PixelShuffle
+    """
+LINEAR = ROUTES - {"Relu", "MaxPool2DWithIndices", "MaxPool3DWithIndices"} | frozenset(_LINEAR.split())
 PRODUCTS = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Convolution", "MkldnnConvolution", "Linear", "Mv", "Div"}
 
 HINTS = {
     "Relu": "Use an nn.ReLU module in place of F.relu or torch.relu.",
     "Softmax": "Explain logits and not probabilities; attention has no such rule.",
     "LogSoftmax": "Explain logits and not probabilities.",
-    "NativeBatchNorm": "Fold it into the layer before it (torch.nn.utils.fusion.fuse_conv_bn_eval), in evaluation mode.",
+    "NativeBatchNorm": "Fold it into the layer before it (torch.nn.utils.fusion.fuse_conv_bn_eval), in eval mode.",
     "Add": "Two branches meet there (a residual connection), and how they share is no module's rule.",
 }
 

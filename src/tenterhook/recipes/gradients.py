@@ -70,7 +70,9 @@ def guided_backprop(model: nn.Module, inputs: Tensor, *, target: Target = None, 
     All ReLUs between the score and the input take part: modules, reused ones, in place or not, and functions.
     Springenberg et al., *Striving for Simplicity*, 2014. Arguments as for :func:`saliency`.
     """
-    return _ruled("guided_backprop", "guided backprop", model, inputs, target, more, lambda own, _came: own.clamp(min=0))
+    return _ruled(
+        "guided_backprop", "guided backprop", model, inputs, target, more, lambda own, _came: own.clamp(min=0)
+    )
 
 
 def deconvnet(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
@@ -173,7 +175,9 @@ def _at_relus(given: Given, scores: Tensor, rule: Rule) -> list[Any]:
     """Put a rule at every ReLU of a graph: it is one operation there, whoever called it, and each call has its own."""
     found = [node for node in nodes(scores) if node.name() == RELU]
     if not found:
-        hidden = sorted({node.name() for node in nodes(scores) if "Compiled" in node.name() or "Checkpoint" in node.name()})
+        hidden = sorted(
+            {node.name() for node in nodes(scores) if "Compiled" in node.name() or "Checkpoint" in node.name()}
+        )
         hint = f" that can be seen: {hidden[0].removesuffix('Backward')} hides what is inside it" if hidden else ""
         raise th.RecipeError(HIDDEN.format(recipe=given.recipe, hint=hint))
     return [node.register_hook(lambda own, came: (rule(own[0], came[0]),)) for node in found]

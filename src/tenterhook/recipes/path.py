@@ -16,7 +16,7 @@ from tenterhook.recipes.result import Attribution
 __all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients"]
 
 
-def integrated_gradients(  # noqa: PLR0913
+def integrated_gradients(
     model: nn.Module,
     inputs: Tensor,
     *,
@@ -68,7 +68,7 @@ def integrated_gradients(  # noqa: PLR0913
     return Attribution("integrated gradients", found, x, score.target, settings, error)
 
 
-def layer_integrated_gradients(  # noqa: PLR0913
+def layer_integrated_gradients(
     model: nn.Module,
     inputs: Tensor,
     *,
@@ -109,7 +109,7 @@ def layer_integrated_gradients(  # noqa: PLR0913
     return Attribution("integrated gradients", found, x, score.target, settings, error, kind="point")
 
 
-def conductance(  # noqa: PLR0913
+def conductance(
     model: nn.Module,
     inputs: Tensor,
     *,
@@ -120,7 +120,7 @@ def conductance(  # noqa: PLR0913
     batch: int = 50,
     more: Any = (),
 ) -> Attribution:
-    """How much of the change of the score flows through each unit at a point, as the *input* goes from a baseline to it.
+    """How much of the change of the score flows through each unit at a point, as the input leaves a baseline.
 
     Dhamdhere et al., *How Important Is a Neuron?*, 2018. Arguments as for :func:`layer_integrated_gradients`.
     """
@@ -163,7 +163,9 @@ def _change(given: Given, score: Score, start: Tensor) -> Tensor:
             score.settle(given.run(given.x))
         scores = score(given.run(torch.cat([given.x, start]), everyone), everyone)
     if not scores.is_floating_point():
-        raise th.RecipeError(f"{given.recipe}: the target gives {scores.dtype}, which has no gradient; it needs a score")
+        raise th.RecipeError(
+            f"{given.recipe}: the target gives {scores.dtype}, which has no gradient; it needs a score"
+        )
     here, there = scores.detach().chunk(2)
     return here - there
 

@@ -65,11 +65,11 @@ def occlusion(  # noqa: PLR0913
     windows = _sides("window", window, sizes)
     strides = _sides("stride", stride, sizes) if stride is not None else tuple(max(1, side // 2) for side in windows)
     base = baseline_like(given, baseline, given.x)
-    places = list(_windows(sizes, windows, strides))
+    places: list[Any] = list(_windows(sizes, windows, strides))
     cases: list[dict[str, Any]] = [
         {":in": th.set(base[(..., *place)], at=th.at[(slice(None), slice(None), *place)])} for place in places
     ]
-    falls, target, how = _falls(given, Score(given, target), cases, batch, progress)
+    falls, target, how = _falls(given, Score(given, target), cases, batch=batch, progress=progress)
     total, times = torch.zeros_like(given.x), torch.zeros(sizes, dtype=given.x.dtype, device=given.x.device)
     for place, fall in zip(places, falls, strict=True):
         total[(..., *place)] += fall.reshape(-1, *[1] * (total.dim() - 1))
@@ -112,7 +112,7 @@ def feature_ablation(
         cases: list[dict[str, Any]] = [{":in": th.set(base[index], at=index)} for index in indices]
     else:
         cases = [{":in": _Without(owner == feature, base)} for feature in range(count)]
-    falls, target, how = _falls(given, Score(given, target), cases, batch, progress)
+    falls, target, how = _falls(given, Score(given, target), cases, batch=batch, progress=progress)
     found = falls.T[:, owner.flatten()].reshape(x.shape)
     settings = {"features": count, "baseline": 0 if baseline is None else baseline}
     return Attribution("feature ablation", found, x, target, settings, how=how)
@@ -155,7 +155,9 @@ def channel_ablation(  # noqa: PLR0913
     shapes = [lone(each, given.recipe, point).shape for each in calls]
     if any(len(shape) <= (dim if dim >= 0 else -dim) or shape[dim] != shapes[0][dim] for shape in shapes):
         shown = ", ".join(str(list(shape)) for shape in shapes)
-        text = f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, and there passes {shown}"
+        text = (
+            f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, and there passes {shown}"
+        )
         raise th.RecipeError(f"{text}.\nChoose another dim=, or one call: point='{point}#0'.")
     wanted = range(shapes[0][dim]) if channels is None else [int(each) for each in channels]
     front = (slice(None),) * dim if dim > 0 else (...,)
@@ -163,7 +165,7 @@ def channel_ablation(  # noqa: PLR0913
     cases = th.grid(
         lambda channel: {point: th.set(value, at=th.at[(*front, slice(channel, channel + 1), *back)])}, channel=wanted
     )
-    falls, target, how = _falls(given, score, cases, batch, progress)
+    falls, target, how = _falls(given, score, cases, batch=batch, progress=progress)
     how = (f"{point} is passed {len(calls)} times: each time without the channel", *how) if len(calls) > 1 else how
     settings = {"point": point, "channels": len(falls), "value": value}
     return Attribution("channel ablation", falls.T.contiguous(), given.x, target, settings, how=how)
@@ -183,15 +185,14 @@ class _Without:
 
 
 def _falls(
-    given: Given, score: Score, cases: Any, batch: int | None, progress: bool | None
+    given: Given, score: Score, cases: Any, *, batch: int | None, progress: bool | None
 ) -> tuple[Tensor, Any, tuple[str, ...]]:
     """For each case and example, how far the score falls; what was explained; and how it was run."""
     if score.target is None:
         with torch.no_grad():
             score.settle(given.run(given.x))
-    swept = th.sweep(
-        given.model, cases, score, given.x, *given.args, batch=batch, progress=progress, **given.kwargs
-    )
+    swept = th.sweep(given.model, cases, score, given.x, *given.args, batch=batch, progress=progress, **given.kwargs)
+    assert swept.base is not None  # noqa: S101  A sweep that has run has one.
     return swept.base - swept.values, score.target, tuple(swept.how)
 
 
@@ -204,9 +205,7 @@ def _sides(name: str, given: int | Sequence[int], sizes: tuple[int, ...]) -> tup
     return sides
 
 
-def _windows(
-    sizes: Sequence[int], windows: Sequence[int], strides: Sequence[int]
-) -> Iterator[tuple[slice, ...]]:
+def _windows(sizes: Sequence[int], windows: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     """Where the windows lie; those at the end are cut where the input ends."""
     along = [
         [slice(at * step, min(at * step + side, size)) for at in range(math.ceil((size - side) / step) + 1)]

@@ -97,8 +97,8 @@ def lrp(
 
     It is right for stacks of linear layers, convolutions, average and max pooling and activations, all of them modules;
     reused and in-place ones count call by call. Sums of two branches (residual connections), products, attention and
-    batch norms are refused: they need rules that are not a module's alone. Fold a batch norm into its convolution first,
-    by ``torch.nn.utils.fusion.fuse_conv_bn_eval``. Bach et al., 2015; Montavon et al., 2017.
+    batch norms are refused: they need rules that are not a module's alone. Fold a batch norm into its convolution, by
+    ``torch.nn.utils.fusion.fuse_conv_bn_eval``. Bach et al., 2015; Montavon et al., 2017.
 
     Args:
         model: any ``nn.Module`` of that kind.
@@ -160,7 +160,7 @@ def _ruled(model: nn.Module, rules: Mapping[str, Back]) -> Iterator[None]:
     def replace(back: Back) -> Callable[[Tensor, Any], Tensor]:
         def replaced(value: Tensor, ctx: Any) -> Tensor:
             x = inputs.pop((ctx.module, ctx.call))
-            return Ruled.apply(x, value.detach(), ctx.module, back)  # type: ignore[no-any-return]
+            return Ruled.apply(x, value.detach(), ctx.module, back)  # type: ignore[no-any-return, no-untyped-call]
 
         return replaced
 
@@ -204,11 +204,12 @@ def _z_plus(module: nn.Module, x: Tensor, _output: Tensor, came: Tensor, epsilon
     """Positive input through positive weights, and negative through negative ones."""
     up, down = x.clamp(min=0).requires_grad_(), x.clamp(max=0).requires_grad_()
     if isinstance(module, MEANS):
-        speaks = type(module).forward(module, up) + 0 * down.sum()
+        speaks = _plain(module, up) + 0 * down.sum()
     else:
-        weight, bias = module.weight.detach(), module.bias  # type: ignore[union-attr, operator]
-        positive = bias.detach().clamp(min=0) if bias is not None else None  # type: ignore[operator, union-attr]
-        speaks = _linear(module, up, weight.clamp(min=0), positive) + _linear(module, down, weight.clamp(max=0), None)
+        weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+        positive = bias.detach().clamp(min=0) if bias is not None else None
+        speaks = _linear(module, up, weight.detach().clamp(min=0), positive)
+        speaks = speaks + _linear(module, down, weight.detach().clamp(max=0), None)
     one, other = torch.autograd.grad(speaks, (up, down), came / _away(speaks.detach(), epsilon))
     return up.detach() * one + down.detach() * other
 
@@ -222,7 +223,11 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def _pulled(module: nn.Module, x: Tensor, came: Tensor) -> Tensor:
     """What the module's own backward hands back; its class's forward is called, past any hook."""
     leaf = x.detach().requires_grad_()
-    return torch.autograd.grad(type(module).forward(module, leaf.clone()), leaf, came)[0]
+    return torch.autograd.grad(_plain(module, leaf.clone()), leaf, came)[0]
+
+
+def _plain(module: nn.Module, x: Tensor) -> Tensor:
+    return type(module).forward(module, x)  # type: ignore[no-any-return]
 
 
 def _away(value: Tensor, epsilon: float) -> Tensor:

@@ -82,7 +82,9 @@ class Attribution:
         if found.dim() == STRIP:
             return _strip(found, labels, title or self._title())
         if found.dim() != IMAGE:
-            text = f"a map of {list(found.shape[1:])} is no picture; choose a part of .map, such as a slice, and draw that"
+            text = (
+                f"a map of {list(found.shape[1:])} is no picture; choose a part of .map, such as a slice, and draw that"
+            )
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         made = Figure(figsize=(6.4, 2.9 * count + 0.3), layout="constrained")
