@@ -25,7 +25,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards clean
+.PHONY: help setup demo lint format types test test-slow bench bench-peers soak hazards references bench-recipes clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,5 +82,19 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 	@$(subst $(BIN),.venv-zoo/bin,$(PIP_INSTALL)) --no-deps timm torchvision peft accelerate
 	@touch $@
 
+references: .venv-references/.ready ## compare the recipes with other libraries, in an environment of its own
+	@OMP_NUM_THREADS=1 .venv-references/bin/python -m pytest tests/references -m references $(PYTEST_ARGS)
+
+bench-recipes: .venv-references/.ready ## the same work by captum, measured
+	@.venv-references/bin/python -m benchmarks recipes $(BENCH_ARGS)
+
+# The references come without what they depend on, for the same reason.
+.venv-references/.ready: pyproject.toml constraints.txt
+	@echo "making .venv-references (a minute or two)"
+	@$(PYTHON) -m venv .venv-references
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[page]' pytest tqdm
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps captum zennit
+	@touch $@
+
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers .venv-zoo .venv-references build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ __all__ = ["deeplift", "lrp"]
 
 Rule = Literal["epsilon", "z+"]
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""what a module hands back, from itself, its input, its output and what came"""
+"""what a module hands back: from itself, its input and output, which have a graph between them, and from what came"""
 
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
@@ -63,12 +63,14 @@ def deeplift(
     given = prepared("deeplift", model, inputs, more)
     x, score = given.x, Score(given, target)
     start = baseline_like(given, baseline, x)
-    called = _called(given, score, lambda _name, module: isinstance(module, (*ELEMENTWISE, *POOLS)))
+    if target is None:
+        with torch.no_grad():
+            score.settle(given.run(x))
+    rules = {path: _rescaled for path, module in model.named_modules() if isinstance(module, (*ELEMENTWISE, *POOLS))}
     both = torch.arange(given.examples, device=x.device).repeat(2)
     with differentiable(given):
         leaf = torch.cat([x, start]).requires_grad_()
-        with _ruled(model, dict.fromkeys(called, _rescaled)):
-            scores = score(given.run(leaf.clone(), both), both)
+        scores = score(_run(given, leaf, both, rules), both)
         _check(given, scores, leaf, LINEAR, "acts on values in a way that is neither linear nor one of its modules")
         slope = torch.autograd.grad(scores[: given.examples].sum(), leaf)[0][: given.examples]
     found = slope.mul_(x - start)
@@ -111,16 +113,16 @@ def lrp(
     """
     given = prepared("lrp", model, inputs, more)
     x, score = given.x, Score(given, target)
-    called = _called(given, score, lambda _name, module: isinstance(module, (*LAYERS, *ELEMENTWISE)))
     chosen = _chosen(given, rule)
     rules: dict[str, Back] = {}
-    for path, module in called.items():
-        shared = {"epsilon": _epsilon, "z+": _z_plus}[chosen.get(path, "epsilon")]
-        rules[path] = _passed if isinstance(module, ELEMENTWISE) else _with(shared, epsilon)
+    for path, module in model.named_modules():
+        if isinstance(module, ELEMENTWISE):
+            rules[path] = _passed
+        elif isinstance(module, LAYERS):
+            rules[path] = _with({"epsilon": _epsilon, "z+": _z_plus}[chosen.get(path, "epsilon")], epsilon)
     with differentiable(given):
         leaf = x.clone().requires_grad_()
-        with _ruled(model, rules):
-            scores = score(given.run(leaf.clone()))
+        scores = score(_run(given, leaf, None, rules))
         _check(given, scores, leaf, ROUTES, "shares out no relevance by a rule")
         found = torch.autograd.grad(scores, leaf, scores.detach())[0]
     shown = rule if isinstance(rule, str) else "by selector"
@@ -134,83 +136,97 @@ class Ruled(torch.autograd.Function):
     """A module's output, as it is, with a rule for what goes back to its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output: Tensor, module: nn.Module, back: Back) -> Tensor:
+    def forward(ctx: Any, _x: Tensor, leaf: Tensor, output: Tensor, module: nn.Module, back: Back) -> Tensor:
         """The output, in a tensor of its own: what follows may change it in place."""
-        ctx.save_for_backward(x, output)
-        ctx.module, ctx.back = module, back
-        return output.clone()
+        # Attributes, because these two have a graph of their own, which saved tensors would lose.
+        ctx.kept, ctx.rule = (leaf, output), (module, back)
+        return output.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, came: Tensor) -> Any:
         """What the rule hands back."""
-        x, output = ctx.saved_tensors
-        with torch.enable_grad():
-            return ctx.back(ctx.module, x.detach(), output.detach(), came).detach(), None, None, None
+        (leaf, output), (module, back) = ctx.kept, ctx.rule
+        return back(module, leaf, output, came), None, None, None, None
+
+
+def _run(given: Given, x: Tensor, rows: Tensor | None, rules: Mapping[str, Back]) -> Any:
+    """Run the model with rules at modules, by path; those that this run does not call are left out."""
+    try:
+        with _ruled(given.model, rules):
+            return given.run(x.clone(), rows)
+    except th.NeverReached:
+        pass
+    with torch.no_grad(), th.record(given.model, lambda name, _module: name in rules, copy="never") as tape:
+        given.run(x.detach(), rows)
+    reached = {address.split("#")[0].removeprefix(":return") for address in tape}
+    with _ruled(given.model, {path: back for path, back in rules.items() if path in reached}):
+        return given.run(x.clone(), rows)
 
 
 @contextlib.contextmanager
 def _ruled(model: nn.Module, rules: Mapping[str, Back]) -> Iterator[None]:
-    """Put rules at modules, by path, for the calls inside."""
-    inputs: dict[tuple[nn.Module, int], Tensor] = {}
+    """Put rules at modules for the calls inside. Each call is cut out of the graph, and has one of its own."""
+    inputs: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
 
-    def keep(value: Tensor, ctx: Any) -> Tensor:
-        inputs[ctx.module, ctx.call] = value
-        return value.detach().clone()  # The module may change it in place, and its own graph is not needed.
+    def cut(value: Tensor, ctx: Any) -> Tensor:
+        leaf = value.detach().clone().requires_grad_()
+        inputs[ctx.module, ctx.call] = value, leaf
+        return leaf.clone() if getattr(ctx.module, "inplace", False) else leaf
 
-    def replace(back: Back) -> Callable[[Tensor, Any], Tensor]:
-        def replaced(value: Tensor, ctx: Any) -> Tensor:
-            x = inputs.pop((ctx.module, ctx.call))
-            return Ruled.apply(x, value.detach(), ctx.module, back)  # type: ignore[no-any-return, no-untyped-call]
+    def join(back: Back) -> Callable[[Tensor, Any], Tensor]:
+        def joined(output: Tensor, ctx: Any) -> Tensor:
+            x, leaf = inputs.pop((ctx.module, ctx.call))
+            return Ruled.apply(x, leaf, output, ctx.module, back)  # type: ignore[no-any-return, no-untyped-call]
 
-        return replaced
+        return joined
 
-    edits: dict[str, Any] = {f"{path}:in": keep for path in rules}
-    edits |= {path or ":return": replace(back) for path, back in rules.items()}
-    if not edits:
-        yield
-        return
-    with th.edit(model, edits):
+    edits: dict[str, Any] = {f"{path}:in": cut for path in rules}
+    edits |= {path or ":return": join(back) for path, back in rules.items()}
+    with th.edit(model, edits) if edits else contextlib.nullcontext():
         yield
 
 
-def _rescaled(module: nn.Module, x: Tensor, output: Tensor, came: Tensor) -> Tensor:
+def _rescaled(module: nn.Module, leaf: Tensor, output: Tensor, came: Tensor) -> Tensor:
     """What came, times the quotient of the differences of output and input, in place of the slope."""
-    (here, there), (out, base) = x.chunk(2), output.chunk(2)
+    (here, there), (out, base) = leaf.detach().chunk(2), output.detach().chunk(2)
     gap, came = here - there, came.chunk(2)[0]
+    still = gap.abs() < TINY
     if isinstance(module, POOLS):
         # The larger of the two maxima wins: where the input rose it is the input's own place, else the baseline's.
         top = torch.maximum(out, base)
-        moved = _pulled(module, here, came * (top - base)) + _pulled(module, there, came * (out - top))
-        found = torch.where(gap.abs() < TINY, 0, moved / torch.where(gap.abs() < TINY, 1, gap))
+        moved = sum(_pulled(leaf, output, torch.cat([came * (top - base), came * (out - top)])).chunk(2))
+        found = torch.where(still, 0, moved / torch.where(still, 1, gap))
     else:
-        slope = _pulled(module, here, came)
-        found = torch.where(gap.abs() < TINY, slope, came * (out - base) / torch.where(gap.abs() < TINY, 1, gap))
+        found = came * (out - base) / torch.where(still, 1, gap)
+        if bool(still.any()):
+            found = torch.where(still, _pulled(leaf, output, torch.cat([came, came])).chunk(2)[0], found)
     return torch.cat([found, torch.zeros_like(found)])
 
 
-def _passed(_module: nn.Module, _x: Tensor, _output: Tensor, came: Tensor) -> Tensor:
+def _passed(_module: nn.Module, _leaf: Tensor, _output: Tensor, came: Tensor) -> Tensor:
     return came
 
 
 def _with(shared: Callable[..., Tensor], epsilon: float) -> Back:
-    return lambda module, x, output, came: shared(module, x, output, came, epsilon)
+    return lambda module, leaf, output, came: shared(module, leaf, output, came, epsilon)
 
 
-def _epsilon(module: nn.Module, x: Tensor, output: Tensor, came: Tensor, epsilon: float) -> Tensor:
-    return x * _pulled(module, x, came / _away(output, epsilon))
+def _epsilon(_module: nn.Module, leaf: Tensor, output: Tensor, came: Tensor, epsilon: float) -> Tensor:
+    return _pulled(leaf, output, came / _away(output.detach(), epsilon)).mul_(leaf.detach())
 
 
-def _z_plus(module: nn.Module, x: Tensor, _output: Tensor, came: Tensor, epsilon: float) -> Tensor:
+def _z_plus(module: nn.Module, leaf: Tensor, _output: Tensor, came: Tensor, epsilon: float) -> Tensor:
     """Positive input through positive weights, and negative through negative ones."""
-    up, down = x.clamp(min=0).requires_grad_(), x.clamp(max=0).requires_grad_()
-    if isinstance(module, MEANS):
-        speaks = _plain(module, up) + 0 * down.sum()
-    else:
-        weight, bias = (getattr(module, name) for name in ("weight", "bias"))
-        positive = bias.detach().clamp(min=0) if bias is not None else None
-        speaks = _linear(module, up, weight.detach().clamp(min=0), positive)
-        speaks = speaks + _linear(module, down, weight.detach().clamp(max=0), None)
-    one, other = torch.autograd.grad(speaks, (up, down), came / _away(speaks.detach(), epsilon))
+    with torch.enable_grad():
+        up, down = (leaf.detach().clamp(**side).requires_grad_() for side in ({"min": 0}, {"max": 0}))
+        if isinstance(module, MEANS):
+            speaks = type(module).forward(module, up) + 0 * down.sum()  # type: ignore[arg-type]
+        else:
+            weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+            positive = bias.detach().clamp(min=0) if bias is not None else None
+            speaks = _linear(module, up, weight.detach().clamp(min=0), positive)
+            speaks = speaks + _linear(module, down, weight.detach().clamp(max=0), None)
+        one, other = torch.autograd.grad(speaks, (up, down), came / _away(speaks.detach(), epsilon))
     return up.detach() * one + down.detach() * other
 
 
@@ -220,14 +236,9 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return module._conv_forward(x, weight, bias)  # type: ignore[no-any-return, operator]  # noqa: SLF001  Pads as it does.
 
 
-def _pulled(module: nn.Module, x: Tensor, came: Tensor) -> Tensor:
-    """What the module's own backward hands back; its class's forward is called, past any hook."""
-    leaf = x.detach().requires_grad_()
-    return torch.autograd.grad(_plain(module, leaf.clone()), leaf, came)[0]
-
-
-def _plain(module: nn.Module, x: Tensor) -> Tensor:
-    return type(module).forward(module, x)  # type: ignore[no-any-return]
+def _pulled(leaf: Tensor, output: Tensor, came: Tensor) -> Tensor:
+    """What the module's own backward hands back."""
+    return torch.autograd.grad(output, leaf, came, retain_graph=True)[0]
 
 
 def _away(value: Tensor, epsilon: float) -> Tensor:
@@ -236,19 +247,6 @@ def _away(value: Tensor, epsilon: float) -> Tensor:
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _called(given: Given, score: Score, wanted: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
-    """The wanted modules that a run calls, by path; the run also settles the target."""
-    found = {path: module for path, module in given.model.named_modules() if wanted(path, module)}
-    if not found:
-        with torch.no_grad():
-            score.settle(given.run(given.x))
-        return {}
-    with torch.no_grad(), th.record(given.model, wanted, copy="never") as tape:
-        score.settle(given.run(given.x))
-    reached = {address.split("#")[0] for address in tape}
-    return {path: module for path, module in found.items() if (path or ":return") in reached}
 
 
 def _chosen(given: Given, rule: Any) -> dict[str, Rule]:
