@@ -70,9 +70,12 @@ class Features(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model on its own arguments as far as the last feature; the features by name."""
         session = _Taking(self.model, self._resolved(), stop=self._counted)
-        with session:
-            session.run(*args, **kwargs)
-        values = {name: session.value(address, name) for address, name in self.points.items()}
+        try:
+            with session:
+                session.run(*args, **kwargs)
+            values = {name: session.value(address, name) for address, name in self.points.items()}
+        finally:
+            session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
         self._counted = True
         return values
 

@@ -50,7 +50,7 @@ def saliency(model: nn.Module, inputs: Tensor, *, target: Target = None, more: A
     given = prepared("saliency", model, inputs, more)
     score = Score(given, target)
     found = gradient(given, score)
-    return Attribution("saliency", found.abs_(), given.x, score.target, unsigned=True)
+    return Attribution("saliency", found.abs(), given.x, score.target, unsigned=True)
 
 
 def input_x_gradient(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
@@ -61,7 +61,7 @@ def input_x_gradient(model: nn.Module, inputs: Tensor, *, target: Target = None,
     given = prepared("input_x_gradient", model, inputs, more)
     score = Score(given, target)
     found = gradient(given, score)
-    return Attribution("input × gradient", found.mul_(given.x), given.x, score.target)
+    return Attribution("input × gradient", found * given.x, given.x, score.target)
 
 
 def guided_backprop(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
@@ -127,7 +127,7 @@ def smoothgrad(  # noqa: PLR0913
         found = gradient(given, score, drawn.mul_(width[rows]).add_(x[rows]), rows)
         total.index_add_(0, rows, found)
         if kind != "plain":
-            squares.index_add_(0, rows, found.square_())
+            squares.index_add_(0, rows, found.square())
     mean, square = total.div_(samples), squares.div_(samples)
     found = {"plain": mean, "squared": square, "variance": square - mean.square()}[kind]
     settings = {"samples": samples, "noise": noise, "kind": kind, "seed": seed}

@@ -61,7 +61,7 @@ def integrated_gradients(
         places.split(batch), weights.split(batch), strict=True,
     ):  # fmt: skip
         found = gradient(given, score, torch.addcmul(start[rows], gap[rows], _across(place, x)), rows)
-        total.index_add_(0, rows, found.mul_(_across(weight, x)))
+        total.index_add_(0, rows, found * _across(weight, x))
     found = total.mul_(gap)
     error = found.flatten(1).sum(1) - change
     settings = {"steps": steps, "baseline": 0 if baseline is None else baseline}
@@ -102,7 +102,7 @@ def layer_integrated_gradients(
             with th.edit(model, {point: th.set(leaf)}):
                 scores = score(given.run(x[rows], rows), rows)
             found = torch.autograd.grad(scores.sum(), leaf)[0]
-        total.index_add_(0, rows, found.mul_(_across(weight, end)))
+        total.index_add_(0, rows, found * _across(weight, end))
     found = total.mul_(gap)
     error = found.flatten(1).sum(1) - change
     settings = {"point": point, "steps": steps, "baseline": 0 if baseline is None else baseline}

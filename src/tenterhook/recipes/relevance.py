@@ -73,7 +73,7 @@ def deeplift(
         scores = score(_run(given, leaf, both, rules), both)
         _check(given, scores, leaf, LINEAR, "acts on values in a way that is neither linear nor one of its modules")
         slope = torch.autograd.grad(scores[: given.examples].sum(), leaf)[0][: given.examples]
-    found = slope.mul_(x - start)
+    found = slope * (x - start)
     here, there = scores.detach().chunk(2)
     settings = {"rule": "rescale", "baseline": 0 if baseline is None else baseline}
     return Attribution("DeepLIFT", found, x, score.target, settings, found.flatten(1).sum(1) - (here - there))
@@ -212,7 +212,7 @@ def _with(shared: Callable[..., Tensor], epsilon: float) -> Back:
 
 
 def _epsilon(_module: nn.Module, leaf: Tensor, output: Tensor, came: Tensor, epsilon: float) -> Tensor:
-    return _pulled(leaf, output, came / _away(output.detach(), epsilon)).mul_(leaf.detach())
+    return _pulled(leaf, output, came / _away(output.detach(), epsilon)) * leaf.detach()
 
 
 def _z_plus(module: nn.Module, leaf: Tensor, _output: Tensor, came: Tensor, epsilon: float) -> Tensor:
