@@ -23,11 +23,11 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession EditError Features GradientError HookError ModelChanged NeverReached
-    NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError
-    Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit clamp edit features grid hooks load mean noise points project
-    recipes record replay run_from scale set sweep zero
+    AddressError AmbiguousCall Audit ClosedSession EditError Features GradientError HookError ModelChanged
+    NeverReached NoBackward NoGradient NoSource NotRecorded Point ReadonlyHook RecipeError ReplayError Selection
+    SelectorError SessionError Stopped Sweep SweepError SweepInterrupted Tape TapeError TapeFileError
+    TenterhookError TenterhookWarning UnsupportedModel ValueChanged __version__ add at audit clamp edit features
+    grid hooks load mean noise points project recipes record replay run_from scale set sweep zero
 """
 
 

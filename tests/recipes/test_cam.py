@@ -136,7 +136,7 @@ def test_an_image_without_a_batch_is_said():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(1), nn.Linear(36, 4))
     with pytest.raises(th.RecipeError, match=r"give image\[None\]"):
         R.gradcam(model, torch.rand(3, 8, 8), point="0", target=lambda out: out[:3, 0])
-    with pytest.raises(th.RecipeError, match="one image.*batch of 2"):
+    with pytest.raises(th.RecipeError, match=r"one image.*batch of 2"):
         R.scorecam(reused(), images(2), point="conv2", target=TARGET)
 
 

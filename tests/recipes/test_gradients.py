@@ -242,13 +242,13 @@ def test_a_target_that_cannot_be_explained_is_said(recipe, options, text):
 
 
 def test_inputs_that_have_no_gradient_are_said():
-    with pytest.raises(th.RecipeError, match="needs a floating-point input.*\n.*layer_integrated_gradients"):
+    with pytest.raises(th.RecipeError, match=r"needs a floating-point input.*\n.*layer_integrated_gradients"):
         R.saliency(Tokens(), torch.tensor([[1, 2]]))
     with pytest.raises(th.RecipeError, match="got a list"):
         R.saliency(reused(), [1, 2])
     with pytest.raises(th.RecipeError, match="examples in front"):
         R.saliency(nn.Identity(), torch.tensor(1.0))
-    with pytest.raises(th.RecipeError, match="nn.Module; got a function"):
+    with pytest.raises(th.RecipeError, match=r"nn\.Module; got a function"):
         R.saliency(argmax, images())
     with pytest.raises(th.RecipeError, match=r"broadcasts to the input, \[2, 3, 8, 8\]"):
         R.integrated_gradients(reused(), images(), baseline=torch.zeros(5), target=0)

@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AlbertConfig, AlbertForSequenceClassification, BertConfig, BertForSequenceClassification, GPT2Config,
-    GPT2LMHeadModel, ViTConfig, ViTForImageClassification,
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
 )  # fmt: skip
 
 import tenterhook as th

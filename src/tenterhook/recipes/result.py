@@ -87,7 +87,8 @@ class Attribution:
             )
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
-        made = Figure(figsize=(6.4, 2.9 * count + 0.3), layout="constrained")
+        height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
+        made = Figure(figsize=(6.8, (height + 0.4) * count + 0.4), layout="constrained")
         made.suptitle(title or self._title(), fontsize=11)
         axes: Any = made.subplots(count, 2, squeeze=False)
         for row in range(count):
