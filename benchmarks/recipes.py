@@ -20,7 +20,7 @@ from benchmarks.resnet import ResNet18
 
 SIDE, TARGET = 64, 5
 SAME, FASTER = Goal("ratio", at_most=1.05), Goal("ratio", at_most=1 / 3)
-FEW = 6  # rounds of what takes a second or more
+FEW = 4  # rounds of what takes a second or more
 R = th.recipes
 
 Find = Callable[[], Tensor]

@@ -207,7 +207,7 @@ def test_it_can_be_compiled():
     body = th.features(net(), POINTS)
     wanted = by_hand(body.model, X)
     compiled = torch.compile(body, backend="eager")
-    for _ in range(3):
+    for _ in range(2):
         found = compiled(X)
         assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
     found["high"].sum().backward()

@@ -96,7 +96,19 @@ def test_every_room_has_a_place_in_the_line():
     assert rooms <= known
 
 
-HEAVY = ["rich", "safetensors", "xxhash", "transformers", "sklearn", "pandas", "matplotlib", "click", "typer", "ray"]
+HEAVY = [
+    "tenterhook.recipes.cam",
+    "rich",
+    "safetensors",
+    "xxhash",
+    "transformers",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "click",
+    "typer",
+    "ray",
+]
 
 
 def test_importing_loads_nothing_but_torch():

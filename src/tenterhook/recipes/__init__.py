@@ -7,15 +7,22 @@ Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvne
 ``patching``: activation, attribution and path patching.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tenterhook.recipes import patching
-from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
-from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
-from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
-from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
-from tenterhook.recipes.probes import Probes, probe
-from tenterhook.recipes.relevance import deeplift, lrp
-from tenterhook.recipes.result import Attribution
-from tenterhook.recipes.rollout import attention_rollout
+
+if TYPE_CHECKING:
+    from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
+    from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+    from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
+    from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
+    from tenterhook.recipes.probes import Probes, probe
+    from tenterhook.recipes.relevance import deeplift, lrp
+    from tenterhook.recipes.result import Attribution
+    from tenterhook.recipes.rollout import attention_rollout
 
 __all__ = [
     "Attribution",
@@ -42,3 +49,28 @@ __all__ = [
     "scorecam",
     "smoothgrad",
 ]
+
+# Each file and what it has; it is loaded when one of them is asked for, which keeps `import tenterhook` fast.
+_FILES = {
+    "cam": ("gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorecam"),
+    "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
+    "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
+    "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
+    "probes": ("Probes", "probe"),
+    "relevance": ("deeplift", "lrp"),
+    "result": ("Attribution",),
+    "rollout": ("attention_rollout",),
+}
+_HOME = {name: file for file, names in _FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
