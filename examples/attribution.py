@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,24 +70,9 @@ def main(picture: Path = Path("attribution.png")) -> list[th.recipes.Attribution
     ]
     for each in found:
         print(each)
-    draw(image, target, found).savefig(picture, dpi=80)
+    recipes.side_by_side(found).savefig(picture, dpi=80)
     print(f"drawn to {picture}")
     return found
-
-
-def draw(image: Tensor, target: int, found: list[th.recipes.Attribution]) -> Figure:
-    """The digit and every map of it."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    shown = [("a digit", image[0, 0]), *((each.method, each.map[0]) for each in found)]
-    for axes, (title, values) in zip(figure.subplots(2, 6).flat, shown, strict=False):
-        far = float(values.abs().max()) or 1.0
-        signed = bool((values < 0).any())
-        axes.imshow(values.numpy(), cmap="RdBu_r" if signed else "inferno", vmin=-far if signed else 0, vmax=far)
-        axes.set_title(title, fontsize=9)
-    for axes in figure.axes:
-        axes.set_axis_off()
-    figure.suptitle(f"Which pixels speak for a {target}")
-    return figure
 
 
 if __name__ == "__main__":

@@ -67,6 +67,19 @@ def test_many_examples_and_volumes_are_kept_within_reason():
     assert volume._repr_html_().startswith("<pre>")
 
 
+def test_several_stand_side_by_side_each_with_its_scale():
+    model, x = reused(), images()
+    found = [R.saliency(model, x, target=3), R.input_x_gradient(model, x, target=3), R.gradcam(model, x, point="conv2")]
+    figure = R.side_by_side(found, example=1, columns=2)
+    assert [axes.get_title() for axes in figure.axes[:4]] == [
+        "target 3", "saliency", "input × gradient", "Grad-CAM at conv2",
+    ]  # fmt: skip
+    assert len(figure.axes) == 4 + 3
+    assert [name for name, *_ in scales(figure)] == ["inferno", "RdBu_r", "inferno"]
+    with pytest.raises(th.RecipeError, match="height and width"):
+        R.side_by_side([])
+
+
 def test_words():
     found = R.gradcam(reused(), images(1), point="conv2", target=3)
     assert repr(found) == "Grad-CAM at conv2: [1, 8, 8]\n  target    3"

@@ -4,6 +4,7 @@ Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvne
 ``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
 ``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
 ``lrp``, ``attention_rollout``. ``probe``: linear probes.
+``side_by_side``: several attributions in one picture.
 ``patching``: activation, attribution and path patching.
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
     from tenterhook.recipes.probes import Probes, probe
     from tenterhook.recipes.relevance import deeplift, lrp
-    from tenterhook.recipes.result import Attribution
+    from tenterhook.recipes.result import Attribution, side_by_side
     from tenterhook.recipes.rollout import attention_rollout
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "probe",
     "saliency",
     "scorecam",
+    "side_by_side",
     "smoothgrad",
 ]
 
@@ -58,7 +60,7 @@ _FILES = {
     "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
     "probes": ("Probes", "probe"),
     "relevance": ("deeplift", "lrp"),
-    "result": ("Attribution",),
+    "result": ("Attribution", "side_by_side"),
     "rollout": ("attention_rollout",),
 }
 _HOME = {name: file for file, names in _FILES.items() for name in names}

@@ -20,7 +20,7 @@ import tenterhook as th
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Attribution"]
+__all__ = ["Attribution", "side_by_side"]
 
 MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
 SHOWN = 8  # examples in a picture
@@ -74,10 +74,7 @@ class Attribution:
             alpha: how much the map covers of the image; 1 is all of it.
             title: what stands above it instead of the method's name.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ModuleNotFoundError(MISSING, name="matplotlib") from None
+        figure = _figures()
         found = self.map.detach().float().cpu()
         if found.dim() == STRIP:
             return _strip(found, labels, title or self._title())
@@ -88,7 +85,7 @@ class Attribution:
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
-        made = Figure(figsize=(6.8, (height + 0.4) * count + 0.4), layout="constrained")
+        made: Figure = figure(figsize=(6.8, (height + 0.4) * count + 0.4), layout="constrained")
         made.suptitle(title or self._title(), fontsize=11)
         axes: Any = made.subplots(count, 2, squeeze=False)
         for row in range(count):
@@ -151,6 +148,44 @@ class Attribution:
         return "\n".join([*lines, *(f"  {line}" for line in self.how)])
 
 
+def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int = 6, alpha: float = 1.0) -> Figure:
+    """A matplotlib figure of several attributions of one input, each with a scale of its own, beside the input.
+
+    Args:
+        found: what recipes found for the same inputs.
+        example: which of the inputs.
+        columns: how many stand in a row.
+        alpha: how much each map covers of the input; 1 is all of it.
+    """
+    maps = [each.map[example].detach().float().cpu() for each in found]
+    if not maps or any(each.dim() != IMAGE - 1 for each in maps):
+        shapes = [list(each.shape) for each in maps]
+        raise th.RecipeError(f"side by side stand maps with height and width, one at least; got {shapes}")
+    image, count = _image(found[0].inputs[example]), len(maps) + 1
+    rows = -(-count // columns)
+    wide = min(count, columns)
+    made: Figure = _figures()(figsize=(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3))
+    made.set_layout_engine("constrained")
+    axes: Any = made.subplots(rows, wide, squeeze=False)
+    for each in axes.flat:
+        each.set_axis_off()
+    axes.flat[0].imshow(image.numpy(), cmap="gray")
+    axes.flat[0].set_title(found[0]._named(example) or "input", fontsize=8)  # noqa: SLF001  Of this file.
+    for place, one, values in zip(axes.flat[1:], found, maps, strict=False):
+        _over(place, image, values, alpha)
+        place.set_title(one._title(), fontsize=8)  # noqa: SLF001  Of this file.
+    return made
+
+
+def _figures() -> Any:
+    """Matplotlib's class of figures, which is loaded when a picture is wanted."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ModuleNotFoundError(MISSING, name="matplotlib") from None
+    return Figure
+
+
 def _resized(found: Tensor, size: Sequence[int]) -> Tensor:
     mode = {1: "linear", 2: "bilinear", 3: "trilinear"}.get(len(size))
     if mode is None:
@@ -182,24 +217,27 @@ def _pair(axes: Any, image: Tensor, found: Tensor, title: str, alpha: float) -> 
     left, right = axes
     left.imshow(image.numpy(), cmap="gray")
     left.set_title(title, fontsize=9)
-    right.imshow(image.mean(-1).numpy() if image.dim() == IMAGE else image.numpy(), cmap="gray")
-    height, width = image.shape[:2]
-    drawn = right.imshow(
-        found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
-        **_scale(found),
-    )  # fmt: skip
-    bar = right.figure.colorbar(drawn, ax=right, fraction=0.046)
-    bar.ax.tick_params(labelsize=7)
+    _over(right, image, found, alpha)
     for each in axes:
         each.set_axis_off()
 
 
-def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
-    from matplotlib.figure import Figure
+def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
+    """A map over an image in grey, with its scale."""
+    axes.imshow(image.mean(-1).numpy() if image.dim() == IMAGE else image.numpy(), cmap="gray")
+    height, width = image.shape[:2]
+    drawn = axes.imshow(
+        found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
+        **_scale(found),
+    )  # fmt: skip
+    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.046)
+    bar.ax.tick_params(labelsize=6)
 
+
+def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
     found = found[:SHOWN]
     width = min(14.0, 2.5 + 0.45 * found.shape[1])
-    made = Figure(figsize=(width, 1.3 + 0.35 * len(found)), layout="constrained")
+    made: Figure = _figures()(figsize=(width, 1.3 + 0.35 * len(found)), layout="constrained")
     axes = made.add_subplot()
     drawn = axes.imshow(found.numpy(), aspect="auto", **_scale(found))
     axes.set_yticks([])
