@@ -86,6 +86,8 @@ def test_a_frozen_model_and_no_gradients_around():
     model.requires_grad_(False)
     with torch.no_grad():
         torch.testing.assert_close(R.gradcam(model, x, point="conv2", target=TARGET).attribution, wanted)
+    model.fc.requires_grad_(True)  # As in transfer learning: a new head on a frozen body.
+    torch.testing.assert_close(R.gradcam(model, x, point="conv2", target=TARGET).attribution, wanted)
 
 
 def test_the_map_lies_where_the_class_is():

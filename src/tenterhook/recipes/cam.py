@@ -189,9 +189,8 @@ def _cam(  # noqa: PLR0913, PLR0917
     given = prepared(recipe, model, inputs, more)
     score = Score(given, target)
     with differentiable(given, f"{point!r}"), th.record(model, point, grad=True) as tape:
-        # Where the model is frozen, there is a graph only if the input has one.
-        x = given.x if any(each.requires_grad for each in model.parameters()) else given.x.clone().requires_grad_()
-        scores = score(given.run(x.clone()))
+        # Where what comes before the point is frozen, there is a graph only if the input has one.
+        scores = score(given.run(given.x.clone().requires_grad_().clone()))
         value = _with_map(given, lone(tape[point], recipe, point), point, reshape)
         try:
             tape.backward(scores.sum())
