@@ -340,9 +340,14 @@ def check_that_an_edit_of_one_stage_reaches_the_next():
 
 
 def check_that_features_train_under_ddp():
-    body = th.features(net(), {"act": "low", "b": "high"})
-    body.head.requires_grad_(False)  # What lies after the last feature gets no gradient.
-    model = DistributedDataParallel(body)
+    # What lies after the last feature gets no gradient: it is frozen, or DDP is told to look for such.
+    for frozen in (True, False):
+        body = th.features(net(), {"act": "low", "b": "high"})
+        body.head.requires_grad_(not frozen)
+        train_features(body, DistributedDataParallel(body, find_unused_parameters=not frozen))
+
+
+def train_features(body, model):
     for _ in range(3):
         model.zero_grad()
         found = model(mine())
