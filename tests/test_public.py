@@ -20,15 +20,16 @@ ROOMS = [
     {"integrations", "cli", "__main__"},
 ]
 # What stands beside the line: the room after which it comes.
-BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine"}
+BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine", "features": "record"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError EditFileError GradientError HarvestError
-    HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point
-    ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped StoreError Sweep SweepError
-    SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel
-    ValueChanged __version__ add at audit blackbox clamp edit grid harvest hooks load load_edits mean noise open page
-    points project recipes record replay run_from save_edits scale set sweep watch zero
+    AddressError AmbiguousCall Audit ClosedSession DifferentHarvest EditError EditFileError Features GradientError
+    HarvestError HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded
+    Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped StoreError Sweep
+    SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning
+    UnsupportedModel ValueChanged __version__ add at audit blackbox clamp edit features grid harvest hooks load
+    load_edits mean noise open page points project recipes record replay run_from save_edits scale set sweep watch
+    zero
 """
 
 
@@ -98,6 +99,7 @@ def test_every_room_has_a_place_in_the_line():
 
 
 HEAVY = [
+    "tenterhook.recipes.cam",
     "rich",
     "safetensors",
     "xxhash",

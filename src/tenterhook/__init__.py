@@ -56,6 +56,7 @@ from tenterhook.errors import (
     UnsupportedModel,
     ValueChanged,
 )
+from tenterhook.features import Features, features
 from tenterhook.harvest.verb import harvest, open
 from tenterhook.record.points import points
 from tenterhook.record.tape import Tape, load
@@ -76,6 +77,7 @@ __all__ = [
     "DifferentHarvest",
     "EditError",
     "EditFileError",
+    "Features",
     "GradientError",
     "HarvestError",
     "HookError",
@@ -114,6 +116,7 @@ __all__ = [
     "blackbox",
     "clamp",
     "edit",
+    "features",
     "grid",
     "harvest",
     "hooks",

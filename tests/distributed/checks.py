@@ -407,4 +407,31 @@ def check_that_an_edit_of_one_stage_reaches_the_next():
         assert torch.allclose(found, torch.tanh(whole[2].bias).expand(4, 4))
 
 
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def check_that_features_train_under_ddp():
+    # What lies after the last feature gets no gradient: it is frozen, or DDP is told to look for such.
+    for frozen in (True, False):
+        body = th.features(net(), {"act": "low", "b": "high"})
+        body.head.requires_grad_(not frozen)
+        train_features(body, DistributedDataParallel(body, find_unused_parameters=not frozen))
+
+
+def train_features(body, model):
+    for _ in range(3):
+        model.zero_grad()
+        found = model(mine())
+        (found["high"].sum() + found["low"].square().sum()).backward()
+    assert list(found) == ["low", "high"]
+    gradients = []
+    for rank in range(2):
+        twin = net()
+        low = twin.act(twin.a(inputs(rank)))
+        (twin.b(low).sum() + low.square().sum()).backward()
+        gradients.append(twin.a.weight.grad)
+    assert torch.allclose(body.a.weight.grad, (gradients[0] + gradients[1]) / 2, atol=1e-6)
+    assert same_everywhere(body.a.weight.grad)
+
+
 CHECKS = {name: function for name, function in globals().items() if name.startswith("check_that_")}

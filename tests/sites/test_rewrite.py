@@ -368,3 +368,27 @@ def test_sessions_inside_one_forward_compose():
     ):
         model(X)
     assert torch.equal(outer[":plain"], torch.ones_like(X))
+
+
+def halve(x):
+    half = x / 2 if callable(halve) else x
+    return half
+
+
+class Itself(nn.Module):
+    def forward(self, x):
+        named = halve(x) if isinstance(self, Itself) else x
+        return named
+
+
+def test_functions_and_methods_that_name_themselves_are_reached():
+    x = torch.randn(3, 4)
+    model = Itself()
+    with th.record(model, ":halve():half", ":named") as tape:
+        model(x)
+    assert torch.equal(tape[":halve():half"], x / 2)
+    assert torch.equal(tape[":named"], x / 2)
+    relu = nn.ReLU()
+    with th.record(relu, ":relu():relu()") as tape:  # F.relu names itself, for tensors of other kinds.
+        relu(x)
+    assert torch.equal(tape[":relu():relu()"], x.relu())

@@ -86,6 +86,9 @@ def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str |
     body: list[ast.stmt] = [bare]
     if source.class_name is not None:
         body = [ast.ClassDef(name=source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
+    own = source.class_name if source.class_name is not None else bare.name
+    if own not in free:  # What it calls itself by is a global name, and would be the outer function's.
+        body = [ast.Global(names=[own]), *body]
     arguments = ast.arguments(
         posonlyargs=[], args=[ast.arg(arg=name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
     )

@@ -1,5 +1,10 @@
 """What people use hooks for, each in one line. Built on the public names alone.
 
+Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
+``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
+``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
+``lrp``, ``attention_rollout``. ``probe``: linear probes.
+``side_by_side``: several attributions in one picture.
 ``patching``: activation, attribution and path patching.
 
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
@@ -17,8 +22,16 @@ if TYPE_CHECKING:
     from tenterhook.recipes import patching
     from tenterhook.recipes.ablation import ablate
     from tenterhook.recipes.adversarial import bim, deepfool, feature_attack, fgsm, pgd
+    from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
     from tenterhook.recipes.direct import direct_logits
+    from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
     from tenterhook.recipes.lens import logit_lens, tuned_lens
+    from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
+    from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
+    from tenterhook.recipes.probes import Probes, probe
+    from tenterhook.recipes.relevance import deeplift, lrp
+    from tenterhook.recipes.result import Attribution, side_by_side
+    from tenterhook.recipes.rollout import attention_rollout
     from tenterhook.recipes.samples import per_sample_gradients
     from tenterhook.recipes.signal import learning_signal
     from tenterhook.recipes.steer import steering
@@ -26,23 +39,46 @@ if TYPE_CHECKING:
     from tenterhook.recipes.training import activation_penalty, clip_gradient, freeze, reverse_gradient, scale_gradient
 
 __all__ = [
+    "Attribution",
+    "Probes",
     "ablate",
     "activation_penalty",
+    "attention_rollout",
     "bim",
     "causal_trace",
+    "channel_ablation",
     "clip_gradient",
+    "conductance",
+    "deconvnet",
     "deepfool",
+    "deeplift",
     "direct_logits",
+    "feature_ablation",
     "feature_attack",
     "fgsm",
     "freeze",
+    "gradcam",
+    "gradcam_plus_plus",
+    "guided_backprop",
+    "guided_gradcam",
+    "input_x_gradient",
+    "integrated_gradients",
+    "layer_integrated_gradients",
+    "layercam",
     "learning_signal",
     "logit_lens",
+    "lrp",
+    "occlusion",
     "patching",
     "per_sample_gradients",
     "pgd",
+    "probe",
     "reverse_gradient",
+    "saliency",
     "scale_gradient",
+    "scorecam",
+    "side_by_side",
+    "smoothgrad",
     "steering",
     "tuned_lens",
 ]
@@ -51,8 +87,16 @@ __all__ = [
 MODULES = {
     "ablation": ("ablate",),
     "adversarial": ("bim", "deepfool", "feature_attack", "fgsm", "pgd"),
+    "cam": ("gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorecam"),
     "direct": ("direct_logits",),
+    "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
     "lens": ("logit_lens", "tuned_lens"),
+    "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
+    "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
+    "probes": ("Probes", "probe"),
+    "relevance": ("deeplift", "lrp"),
+    "result": ("Attribution", "side_by_side"),
+    "rollout": ("attention_rollout",),
     "samples": ("per_sample_gradients",),
     "signal": ("learning_signal",),
     "steer": ("steering",),

@@ -1,0 +1,212 @@
+"""``th.features``: a model that gives the values at some of its points, as a module that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import map_tensors, tensors
+from tenterhook.address import Point, Selector, Site, resolve
+from tenterhook.address.suggest import listed
+from tenterhook.address.walk import find
+from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.session import Session
+from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
+from tenterhook.sites.facts import facts
+
+__all__ = ["Features", "features"]
+
+CHANGED = (
+    "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code "
+    "foretold that. Say that it does, by module.inplace = True on the module that follows: then the feature is copied."
+)
+SEVERAL = (
+    "{address!r} was called {count} times, and a feature is the value of one call.\n"
+    "Ask for one of {calls}: th.features(model, {{{first!r}: {name!r}}})."
+)
+
+
+def features(model: nn.Module, points: Mapping[str, str] | Selector | Iterable[Selector]) -> Features:
+    """A module that runs ``model`` as far as needed and returns a dict of the values at some points.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> body = th.features(model, {"0": "low", "1": "high"})
+    >>> {name: value.shape for name, value in body(torch.ones(3, 4)).items()}
+    {'low': torch.Size([3, 8]), 'high': torch.Size([3, 8])}
+
+    Gradients flow back into the model, whose modules, parameters, buffers and names are those of the result too: its
+    ``state_dict`` is the model's own, and ``body.requires_grad_(False)`` freezes it.
+
+    The first call goes on to the end, from the last feature on without gradients and as in evaluation, to see whether
+    a point is passed several times; then it has to be said which call is meant (``"relu#1"``). Where every point names
+    its call, and in all calls after the first, nothing runs after the last feature.
+
+    Args:
+        model: any ``nn.Module``.
+        points: address to name; or selectors, and each value has its address for a name.
+    """
+    return Features(model, _named(model, points))
+
+
+class Features(nn.Module):
+    """What :func:`features` returns. ``.model`` is the model, ``.points`` the names by address."""
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
+        super().__init__()
+        # The tables of the model itself: what is moved, loaded, frozen or added in one is so in the other, by its name.
+        vars(self).update(_modules=model._modules, _parameters=model._parameters, _buffers=model._buffers)
+        vars(self).update(_non_persistent_buffers_set=model._non_persistent_buffers_set, model=model)
+        self.points = dict(points)
+        self.training = model.training
+        self._found: tuple[Point, ...] | None = None
+        self._counted = all(point.call is not None for point in self._resolved())
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the model on its own arguments as far as the last feature; the features by name."""
+        session = _Taking(self.model, self._resolved(), stop=self._counted)
+        try:
+            with session:
+                session.run(*args, **kwargs)
+            values = {name: session.value(address, name) for address, name in self.points.items()}
+        finally:
+            session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
+        self._counted = True
+        return values
+
+    def _resolved(self) -> tuple[Point, ...]:
+        if self._found is None or any(find(self.model, each.path) is not each.module for each in self._found):
+            self._found = tuple(resolve(self.model, list(self.points)))
+        return self._found
+
+    # -- as the model itself ------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002
+        """Training or evaluation, of the model too."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.model._load_from_state_dict(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": None}  # Found again by name, in whatever the model has become.
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{address} -> {name}" for address, name in self.points.items())
+
+
+class _Taking(Session):
+    """One run of a model that takes values with their graph."""
+
+    verb = "features"
+
+    def __init__(self, model: nn.Module, points: tuple[Point, ...], *, stop: bool) -> None:
+        self.taps = {str(point): _Tap(self, copy=facts(model).in_place) for point in points}
+        bindings = [Binding(point, self.taps[str(point)]) for point in points]
+        super().__init__(model, bindings, [[binding] for binding in bindings])
+        self._stop, self._left = stop, len(points)
+        self._modes: list[nn.Module] = []
+        self._grad = torch.is_grad_enabled()
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Run the model; what fails after the last feature is of no interest."""
+        try:
+            self.model(*args, **kwargs)
+        except Exception:
+            if self._left:
+                raise
+        finally:
+            torch.set_grad_enabled(self._grad)
+            for module in self._modes:
+                module.training = True
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one more value is wanted, and nothing runs after it."""
+        return self._stop and self._left == 1
+
+    def took_one(self) -> None:
+        """A feature is there. After the last one the run stops, or goes on as something that leaves no trace."""
+        self._left -= 1
+        if self._left:
+            return
+        if self._stop:
+            self.done = True
+            return
+        torch.set_grad_enabled(False)
+        self._modes = [module for module in self.model.modules() if module.training]
+        for module in self._modes:
+            module.training = False
+
+    def value(self, address: str, name: str) -> Any:
+        """The value at a point, which must be that of one call, and still be it."""
+        tap = self.taps[address]
+        if tap.calls > 1 and "#" not in address:
+            calls = [f"{address}#{call}" for call in range(tap.calls)]
+            text = SEVERAL.format(address=address, count=tap.calls, calls=listed(calls), first=calls[0], name=name)
+            raise AmbiguousCall(text)
+        if any(tensor._version != version for tensor, version in tap.versions):
+            raise ValueChanged(CHANGED.format(name=name, address=address))
+        return tap.value
+
+
+class _Tap:
+    """The action that takes a value: as it is, or as a copy where what follows may change it in place."""
+
+    observes = True
+    again = False
+
+    def __init__(self, session: _Taking, *, copy: bool) -> None:
+        self._session, self._copy = session, copy
+        self.calls = 0
+        self.value: Any = None
+        self.versions: list[tuple[Tensor, int]] = []
+
+    @property
+    def reached(self) -> bool:
+        return self.calls > 0
+
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002
+        self.calls += 1
+        if self.calls > 1:
+            return
+        if self._copy and not self._session.is_last:
+            value = map_tensors(torch.clone, value)
+        elif not self._session.is_last:
+            self.versions = [(tensor, tensor._version) for _, tensor in tensors(value) if not tensor.is_inference()]
+        self.value = value
+        self._session.took_one()
+
+
+def _named(model: nn.Module, points: Any) -> dict[str, str]:
+    if not isinstance(points, Mapping):
+        named = {str(point): str(point) for point in resolve(model, [points])}
+    else:
+        named = {}
+        for selector, name in points.items():
+            found = [str(point) for point in resolve(model, [selector])]
+            if len(found) != 1:
+                text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a feature is one of them."
+                raise SelectorError(f"{text}\nGive a list of selectors, and each value has its address for a name.")
+            if not isinstance(name, str) or name in named.values():
+                raise SelectorError(f"each feature has a name of its own, which is a str; {selector!r} has {name!r}")
+            named[found[0]] = name
+    if not named:
+        raise SelectorError("give at least one point: th.features(model, {'layer4': 'top'})")
+    for point in resolve(model, list(named)):
+        if point.site is Site.PARAMETER:
+            raise SelectorError(f"{point} is a parameter, which every run has; a feature is a value of a run")
+        if point.call is not None and point.call < 0:
+            raise AddressError(f"{point}: a run cannot know which call will be the last; count from the first, #0")
+    return named

@@ -1,0 +1,151 @@
+"""Linear probes: what can be read from the values at each point by a linear classifier, cross-validated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook.recipes._target import lone
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Probes", "probe"]
+
+MISSING = "probes need scikit-learn: pip install scikit-learn"
+PLAIN = 2  # dimensions of values that are vectors already
+Pool = Literal["mean", "max", "flatten"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Probes:
+    """What probes found: ``accuracy`` for each point and fold, ``classifiers`` fitted to all examples, by point.
+
+    ``chance`` is the share of the commonest class.
+    """
+
+    points: tuple[str, ...]
+    accuracy: Tensor
+    chance: float
+    classifiers: Mapping[str, Any]
+    widths: tuple[int, ...]
+
+    @property
+    def best(self) -> str:
+        """The point from which most can be read."""
+        return self.points[int(self.accuracy.mean(1).argmax())]
+
+    def show(self) -> Figure:
+        """A matplotlib figure: the accuracy at each point, with the spread over the folds."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ModuleNotFoundError('pictures need matplotlib: pip install "tenterhook[page]"') from None
+        made = Figure(figsize=(2.5 + 0.6 * len(self.points), 3.2), layout="constrained")
+        axes = made.add_subplot()
+        along = range(len(self.points))
+        axes.errorbar(along, self.accuracy.mean(1).numpy(), self.accuracy.std(1).numpy(), fmt="o-", capsize=3)
+        axes.axhline(self.chance, linestyle=":", color="gray")
+        axes.set_xticks(along, list(self.points), rotation=45, ha="right")
+        axes.set(ylabel="accuracy", title="linear probes")
+        return made
+
+    def __repr__(self) -> str:
+        lines = [f"linear probes, {self.accuracy.shape[1]} folds; the commonest class is {self.chance:.1%}"]
+        width = max(map(len, self.points))
+        for point, folds, size in zip(self.points, self.accuracy, self.widths, strict=True):
+            lines.append(f"  {point:<{width}}  {float(folds.mean()):.1%} ± {float(folds.std()):.1%}  ({size} numbers)")
+        return "\n".join(lines)
+
+
+def probe(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Any,
+    *,
+    points: Any,
+    folds: int = 5,
+    pool: Pool = "mean",
+    batch: int = 128,
+    seed: int = 0,
+    **options: Any,
+) -> Probes:
+    """Fit a linear classifier to the values at each point, and say how well it reads examples that it has not seen.
+
+    >>> import torch, tenterhook as th
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(60, 4)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> found = th.recipes.probe(model, x, (x[:, 0] > 0).long(), points=["0", "1"], folds=3)
+    >>> found.accuracy.shape
+    torch.Size([2, 3])
+
+    The values are recorded once, without gradients, and the model runs no further than the last point. Folds keep the
+    shares of the classes; numbers are standardised by the training part of each fold alone.
+
+    Args:
+        model: any ``nn.Module``; it is run as it is, so call ``model.eval()`` first.
+        inputs: the examples.
+        labels: a class for each.
+        points: which points, as for ``th.points``; a point that is passed several times has to be told apart.
+        folds: into how many parts the examples are divided, each of which is left out once.
+        pool: how values with more than one dimension become vectors: the ``mean`` or ``max`` over places (dimensions
+            after the channels, or the tokens of ``[examples, tokens, width]``), or all of it (``flatten``).
+        batch: how many examples run at once.
+        seed: of the division into folds.
+        **options: for scikit-learn's ``LogisticRegression``.
+    """
+    try:
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import StratifiedKFold, cross_val_score
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError:
+        raise ModuleNotFoundError(MISSING, name="sklearn") from None
+
+    wanted = torch.as_tensor(labels).cpu()
+    if wanted.shape != (len(inputs),) or wanted.is_floating_point():
+        text = f"probe: labels= has one class for each of the {len(inputs)} examples"
+        raise th.RecipeError(f"{text}; got {list(wanted.shape)} of {wanted.dtype}")
+    fewest = int(wanted.unique(return_counts=True)[1].min())
+    if len(wanted.unique()) < 2 or fewest < folds:  # noqa: PLR2004
+        text = f"probe: {folds} folds need two classes or more with {folds} examples each"
+        raise th.RecipeError(f"{text}; there are {len(wanted.unique())}, and the smallest has {fewest}")
+    kept = _vectors(model, inputs, points, pool, batch)
+    accuracy, classifiers = [], {}
+    for point, vectors in kept.items():
+        made = make_pipeline(StandardScaler(), LogisticRegression(**{"max_iter": 1000, **options}))
+        parts = StratifiedKFold(folds, shuffle=True, random_state=seed)
+        accuracy.append(torch.as_tensor(cross_val_score(made, vectors.numpy(), wanted.numpy(), cv=parts)))
+        classifiers[point] = made.fit(vectors.numpy(), wanted.numpy())
+    chance = float(wanted.unique(return_counts=True)[1].max()) / len(wanted)
+    widths = tuple(each.shape[1] for each in kept.values())
+    return Probes(tuple(kept), torch.stack(accuracy), chance, classifiers, widths)
+
+
+def _vectors(model: nn.Module, inputs: Tensor, points: Any, pool: Pool, batch: int) -> dict[str, Tensor]:
+    if pool not in ("mean", "max", "flatten"):
+        raise th.RecipeError(f'probe: pool= is "mean", "max" or "flatten"; got {pool!r}')
+    body = th.features(model, points)
+    parts: dict[str, list[Tensor]] = {address: [] for address in body.points.values()}
+    for address, value in _run(body, inputs, batch):
+        parts[address].append(_pooled(lone(value, "probe", address), pool).float().cpu())
+    return {address: torch.cat(each) for address, each in parts.items()}
+
+
+def _run(body: nn.Module, inputs: Tensor, batch: int) -> Iterator[tuple[str, Any]]:
+    with torch.no_grad():
+        for part in inputs.split(batch):
+            yield from body(part).items()
+
+
+def _pooled(value: Tensor, pool: Pool) -> Tensor:
+    if pool == "flatten" or value.dim() <= PLAIN:
+        return value.flatten(1)
+    places = value.mT if value.dim() == PLAIN + 1 else value.flatten(2)  # [examples, tokens, width] or channels first
+    return places.mean(-1) if pool == "mean" else places.amax(-1)

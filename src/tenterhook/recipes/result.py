@@ -1,0 +1,250 @@
+"""What an attribution found: its tensors, its settings, and a picture."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tenterhook as th
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Attribution", "side_by_side"]
+
+MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
+SHOWN = 8  # examples in a picture
+STRIP, IMAGE, VOLUME = 2, 3, 4  # dimensions of a map with the examples in front
+CUT = 0.995  # of the values that a colour scale covers, so that a few pixels do not make the rest pale
+
+Kind = Literal["input", "point", "map"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attribution:
+    """What an attribution found.
+
+    ``attribution``: how much each element of the input, or of the value at the point, counts for the target, with the
+    examples in front. ``map``: the same as a map over the input, for pictures. ``target``: what was explained, for each
+    example where it is a class. ``error``: by how much the attributions miss the change of the score that they have to
+    add up to, for methods that promise so. ``how``: what is worth knowing of how it was found.
+    """
+
+    method: str
+    attribution: Tensor
+    inputs: Tensor
+    target: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: Tensor | None = None
+    how: tuple[str, ...] = ()
+    kind: Kind = "input"
+    unsigned: bool = False
+
+    @property
+    def map(self) -> Tensor:
+        """One value for each place of the input: channels are added up (for saliency, the largest one counts)."""
+        found = self.attribution
+        if self.kind == "map" or (self.kind == "point" and found.dim() >= VOLUME):
+            found = found if self.kind == "map" else found.sum(1)
+            return _resized(found, self.inputs.shape[2:]) if self.inputs.dim() == found.dim() + 1 else found
+        if found.dim() >= VOLUME:
+            return found.abs().amax(1) if self.unsigned else found.sum(1)
+        return found.sum(-1) if self.kind == "point" and found.dim() == IMAGE else found
+
+    # -- pictures -----------------------------------------------------------------------------------------------------
+
+    def show(self, *, labels: Sequence[str] | None = None, alpha: float = 0.6, title: str = "") -> Figure:
+        """A matplotlib figure: each example beside the map that is laid over it, with a scale.
+
+        Red counts for the target and blue against it; what cannot be negative goes from dark to bright. A map without
+        height and width is a strip. The figure belongs to nobody else: pyplot does not know it.
+
+        Args:
+            labels: names of the places along a strip, such as tokens.
+            alpha: how much the map covers of the image; 1 is all of it.
+            title: what stands above it instead of the method's name.
+        """
+        figure = _figures()
+        found = self.map.detach().float().cpu()
+        if found.dim() == STRIP:
+            return _strip(found, labels, title or self._title())
+        if found.dim() != IMAGE:
+            text = (
+                f"a map of {list(found.shape[1:])} is no picture; choose a part of .map, such as a slice, and draw that"
+            )
+            raise th.RecipeError(text)
+        count = min(len(found), SHOWN)
+        height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
+        made: Figure = figure(figsize=(6.8, (height + 0.4) * count + 0.4), layout="constrained")
+        made.suptitle(title or self._title(), fontsize=11)
+        axes: Any = made.subplots(count, 2, squeeze=False)
+        for row in range(count):
+            _pair(axes[row], _image(self.inputs[row]), found[row], self._named(row), alpha)
+        return made
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the picture: ``.png``, ``.svg``, ``.pdf``, or ``.html`` with the settings beside it.
+
+        Args:
+            path: where to; the file appears whole or not at all.
+            **options: as for :meth:`show`.
+        """
+        path = Path(path)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            if path.suffix == ".html":
+                text = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self._title())}</title>'
+                part.write_text(text + self._html(self.show(**options)), encoding="utf-8")
+            else:
+                self.show(**options).savefig(part, format=path.suffix.removeprefix(".") or "png", dpi=110)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        return path
+
+    def _repr_html_(self) -> str:
+        try:
+            return self._html(self.show())
+        except (ModuleNotFoundError, th.RecipeError):  # Without a picture, what can be said in words.
+            return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def _html(self, figure: Figure) -> str:
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=90)
+        data = base64.b64encode(out.getvalue()).decode()
+        image = f'<img alt="{html.escape(self._title())}" src="data:image/png;base64,{data}">'
+        return f'<div>{image}<pre style="opacity:.7">{html.escape(repr(self))}</pre></div>'
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        point = self.settings.get("point")
+        return f"{self.method} at {point}" if point else self.method
+
+    def _named(self, row: int) -> str:
+        target = self.target
+        if isinstance(target, Tensor):
+            target = int(target[row]) if target.dim() else int(target)
+        return f"target {target}" if isinstance(target, int | tuple) else ""
+
+    def __repr__(self) -> str:
+        lines = [f"{self._title()}: {list(self.attribution.shape)}"]
+        target = self.target.tolist() if isinstance(self.target, Tensor) else self.target
+        if target is not None:
+            lines.append(f"  target    {target if not callable(target) else getattr(target, '__name__', 'a function')}")
+        lines += [f"  {name:<9} {_short(value)}" for name, value in self.settings.items() if name != "point"]
+        if self.error is not None:
+            lines.append(f"  error     {float(self.error.abs().max()):.2g} at most")
+        return "\n".join([*lines, *(f"  {line}" for line in self.how)])
+
+
+def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int = 6, alpha: float = 1.0) -> Figure:
+    """A matplotlib figure of several attributions of one input, each with a scale of its own, beside the input.
+
+    Args:
+        found: what recipes found for the same inputs.
+        example: which of the inputs.
+        columns: how many stand in a row.
+        alpha: how much each map covers of the input; 1 is all of it.
+    """
+    maps = [each.map[example].detach().float().cpu() for each in found]
+    if not maps or any(each.dim() != IMAGE - 1 for each in maps):
+        shapes = [list(each.shape) for each in maps]
+        raise th.RecipeError(f"side by side stand maps with height and width, one at least; got {shapes}")
+    image, count = _image(found[0].inputs[example]), len(maps) + 1
+    rows = -(-count // columns)
+    wide = min(count, columns)
+    made: Figure = _figures()(figsize=(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3))
+    made.set_layout_engine("constrained")
+    axes: Any = made.subplots(rows, wide, squeeze=False)
+    for each in axes.flat:
+        each.set_axis_off()
+    axes.flat[0].imshow(image.numpy(), cmap="gray")
+    axes.flat[0].set_title(found[0]._named(example) or "input", fontsize=8)  # noqa: SLF001  Of this file.
+    for place, one, values in zip(axes.flat[1:], found, maps, strict=False):
+        _over(place, image, values, alpha)
+        place.set_title(one._title(), fontsize=8)  # noqa: SLF001  Of this file.
+    return made
+
+
+def _figures() -> Any:
+    """Matplotlib's class of figures, which is loaded when a picture is wanted."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ModuleNotFoundError(MISSING, name="matplotlib") from None
+    return Figure
+
+
+def _resized(found: Tensor, size: Sequence[int]) -> Tensor:
+    mode = {1: "linear", 2: "bilinear", 3: "trilinear"}.get(len(size))
+    if mode is None:
+        return found
+    return F.interpolate(found[:, None].float(), tuple(size), mode=mode, align_corners=False)[:, 0].to(found.dtype)
+
+
+def _short(value: Any) -> str:
+    return f"{list(value.shape)}" if isinstance(value, Tensor) else str(value)
+
+
+def _image(x: Tensor) -> Tensor:
+    """An example as a picture: its channels as red, green and blue where there are three, else their mean."""
+    x = x.detach().float().cpu()
+    x = x if x.dim() == IMAGE else x[None]
+    x = x.permute(1, 2, 0) if x.shape[0] == 3 else x.mean(0)  # noqa: PLR2004
+    low, high = float(x.min()), float(x.max())
+    return (x - low) / (high - low) if high > low else torch.zeros_like(x)
+
+
+def _scale(found: Tensor) -> dict[str, Any]:
+    far = float(found.abs().flatten().quantile(CUT)) or float(found.abs().max()) or 1.0
+    if float(found.min()) >= 0:
+        return {"cmap": "inferno", "vmin": 0.0, "vmax": far}
+    return {"cmap": "RdBu_r", "vmin": -far, "vmax": far}
+
+
+def _pair(axes: Any, image: Tensor, found: Tensor, title: str, alpha: float) -> None:
+    left, right = axes
+    left.imshow(image.numpy(), cmap="gray")
+    left.set_title(title, fontsize=9)
+    _over(right, image, found, alpha)
+    for each in axes:
+        each.set_axis_off()
+
+
+def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
+    """A map over an image in grey, with its scale."""
+    axes.imshow(image.mean(-1).numpy() if image.dim() == IMAGE else image.numpy(), cmap="gray")
+    height, width = image.shape[:2]
+    drawn = axes.imshow(
+        found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
+        **_scale(found),
+    )  # fmt: skip
+    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.046)
+    bar.ax.tick_params(labelsize=6)
+
+
+def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
+    found = found[:SHOWN]
+    width = min(14.0, 2.5 + 0.45 * found.shape[1])
+    made: Figure = _figures()(figsize=(width, 1.3 + 0.35 * len(found)), layout="constrained")
+    axes = made.add_subplot()
+    drawn = axes.imshow(found.numpy(), aspect="auto", **_scale(found))
+    axes.set_yticks([])
+    if labels is not None:
+        if len(labels) != found.shape[1]:
+            raise th.RecipeError(f"there are {found.shape[1]} places along the strip, and {len(labels)} labels")
+        axes.set_xticks(range(len(labels)), list(labels), rotation=60, ha="right", fontsize=8)
+    axes.set_title(title, fontsize=11)
+    made.colorbar(drawn)
+    return made

@@ -1,0 +1,243 @@
+"""Features: what comes out is what passes, and what is made of the model is still the model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tenterhook as th
+from tenterhook.testing import Mixed, Residual, no_leak, untouched
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.norm, self.relu = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)
+        self.high, self.drop, self.head = nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 2)
+        self.ran = []
+
+    def forward(self, x):
+        x = self.relu(self.norm(self.low(x)))
+        x = self.relu(self.high(x))
+        self.ran.append("head")
+        return self.head(self.drop(x))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def by_hand(model, x):
+    """The low and high features, without anything in place."""
+    low = model.norm(model.low(x))
+    return {"low": low, "high": model.high(low.relu())}
+
+
+POINTS = {"norm": "low", "high": "high"}
+
+
+def test_the_values_are_those_that_pass_although_they_are_overwritten_later():
+    model = net()
+    body = th.features(model, POINTS)
+    wanted = by_hand(model, X)
+    for _ in range(3):
+        found = body(X)
+        assert list(found) == ["low", "high"]
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_nothing_runs_after_the_last_feature():
+    model = net()
+    named = th.features(model, {"norm#0": "low", "high#0": "high"})
+    named(X)
+    assert not model.ran
+    unnamed = th.features(model, POINTS)
+    unnamed(X)
+    assert model.ran == ["head"]  # To see whether a point is passed again.
+    unnamed(X)
+    assert model.ran == ["head"]
+
+
+def test_the_look_at_the_rest_leaves_no_trace():
+    model = net().train()
+    model.tail = nn.BatchNorm1d(2)
+    forward = model.forward
+    model.forward = lambda x: model.tail(forward(x))
+    body = th.features(model, {"low": "low"})
+    state = torch.get_rng_state()
+    before = model.tail.running_mean.clone()
+    assert body(X)["low"].requires_grad
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)  # The dropout drew nothing.
+    assert torch.equal(model.tail.running_mean, before)
+    assert all(module.training for module in model.modules())
+
+
+def test_what_fails_after_the_last_feature_does_not_matter_and_what_fails_before_does():
+    model = net()
+    model.head = nn.Linear(7, 2)
+    body = th.features(model, {"high": "high"})
+    assert body(X)["high"].shape == body(X)["high"].shape == (3, 5)
+    with pytest.raises(RuntimeError, match="mat1"):
+        body(X[:, :3])
+
+
+def test_it_trains_as_the_model_does():
+    model, twin = net(), net()
+    body = th.features(model, POINTS)
+    for _ in range(2):
+        loss = sum(value.square().sum() for value in body(X).values())
+        loss.backward()
+    for _ in range(2):
+        sum(value.square().sum() for value in by_hand(twin, X).values()).backward()
+    for name in ("low.weight", "norm.bias", "high.weight"):
+        assert torch.allclose(model.get_parameter(name).grad, twin.get_parameter(name).grad)
+    assert model.head.weight.grad is None
+
+
+def test_a_head_on_a_frozen_body_learns_and_the_body_stays():
+    body = th.features(net(), {"high": "high"}).requires_grad_(False)
+    head = nn.Linear(5, 1)
+    before = copy.deepcopy(body.state_dict())
+    optimizer = torch.optim.SGD([each for each in (*body.parameters(), *head.parameters()) if each.requires_grad], 0.1)
+    losses = []
+    for _ in range(5):
+        loss = (head(body(X)["high"]) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert all(torch.equal(value, before[name]) for name, value in body.state_dict().items())
+
+
+def test_its_names_and_its_state_are_the_models_own():
+    model = net()
+    body = th.features(model, POINTS)
+    assert list(body.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in body.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert body.low is model.low
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    body.load_state_dict(other)
+    assert torch.equal(model.low.weight, other["low.weight"])
+    with pytest.raises(RuntimeError, match="Missing"):
+        body.load_state_dict({})
+    whole = nn.Sequential(body, nn.Identity())
+    assert list(whole.state_dict()) == [f"0.{name}" for name in model.state_dict()]
+    whole.load_state_dict({f"0.{name}": value - 1 for name, value in other.items()})
+    assert torch.allclose(model.low.weight, other["low.weight"] - 1)
+    body.double()
+    assert model.low.weight.dtype == torch.float64
+    body.train()
+    assert model.training
+    assert model.drop.training
+    body.eval()
+    assert not model.training
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda body: pickle.loads(pickle.dumps(body))])
+def test_a_copy_is_a_model_of_its_own(again):
+    body = th.features(net(), POINTS)
+    wanted = body(X)
+    made = again(body)
+    assert all(torch.equal(value, wanted[name]) for name, value in made(X).items())
+    with torch.no_grad():
+        made.low.weight.zero_()
+    assert all(torch.equal(value, wanted[name]) for name, value in body(X).items())
+    assert not torch.equal(made(X)["low"], wanted["low"])  # Its names and its model are still the same thing.
+
+
+def test_a_point_that_is_passed_several_times_has_to_be_told_apart():
+    model = net()
+    body = th.features(model, {"relu": "act"})
+    with pytest.raises(th.AmbiguousCall, match=r"called 2 times.*\n.*relu#0.*relu#1"):
+        body(X)
+    with pytest.raises(th.AmbiguousCall):
+        body(X)  # And again: it is not forgotten.
+    second = th.features(model, {"relu#1": "act"})
+    assert torch.equal(second(X)["act"], by_hand(model, X)["high"].relu())
+
+
+def test_variables_inside_and_structures_are_features_too():
+    model = Mixed()
+    found = th.features(model, {"part": "part", "part:y": "y"})(X)
+    assert torch.equal(found["part"]["y"], found["y"] * 2)
+    assert found["part"]["rest"][1] is None
+    inside = th.features(Residual(), [":out[0]", "norm1"])
+    assert set(inside(X)) == {":out[0]", "norm1"}
+
+
+def test_the_model_is_left_as_it_was_and_nothing_is_kept():
+    model = Residual()
+    body = th.features(model, {"norm1": "n", "norm2": "m"})
+    with untouched(model):
+        body(X)
+        body(X)
+    with no_leak():
+        body(X)["n"].sum().backward()
+    with th.record(model, "norm2") as tape:
+        body(X)  # Other sessions see the same run.
+    assert tape["norm2"].shape == (3, 4)
+
+
+def test_a_change_in_place_that_nothing_foretold_is_said():
+    class Sneaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.a(x)
+            getattr(x, "mul" + "_")(2)
+            return self.b(x)
+
+    body = th.features(Sneaky(), {"a": "first", "b": "second"})
+    with pytest.raises(th.ValueChanged, match="'first'"), torch.no_grad():
+        body(X)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_it_can_be_compiled():
+    torch._dynamo.reset()
+    body = th.features(net(), POINTS)
+    wanted = by_hand(body.model, X)
+    compiled = torch.compile(body, backend="eager")
+    for _ in range(2):
+        found = compiled(X)
+        assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
+    found["high"].sum().backward()
+    assert body.low.weight.grad is not None
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("points", "error", "text"),
+    [
+        ({"lo": "x"}, th.AddressError, "low"),
+        ({"*": "x"}, th.SelectorError, "selects 6 points"),
+        ({"low": "x", "high": "x"}, th.SelectorError, "name of its own"),
+        ({"low": 3}, th.SelectorError, "which is a str"),
+        ({"low.weight": "x"}, th.SelectorError, "is a parameter"),
+        ({"relu#-1": "x"}, th.AddressError, "count from the first"),
+        ({}, th.SelectorError, "at least one"),
+    ],
+)
+def test_what_cannot_be_a_feature_is_said_at_once(points, error, text):
+    with pytest.raises(error, match=text):
+        th.features(net(), points)
+
+
+def test_a_point_that_is_never_reached_is_an_error():
+    model = net()
+    model.unused = nn.Linear(1, 1)
+    with pytest.raises(th.NeverReached, match="unused"):
+        th.features(model, {"unused": "x"})(X)
+
+
+def test_it_shows_what_it_gives():
+    assert "norm -> low" in repr(th.features(net(), POINTS))
