@@ -73,8 +73,9 @@ class Job:
         if not points:
             raise HarvestError('name the points to harvest: th.harvest(model, batches, "h.6", to="acts")')
         self.addresses = tuple(dict.fromkeys(str(point) for point in points))
-        parameter = next(self.model.parameters(), None)
-        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        # Of an offloaded model some are elsewhere until they are used; its own hooks move what passes.
+        devices = (each.device for each in self.model.parameters() if each.device.type != "meta")
+        self.device = next(devices, torch.device("cpu"))
         self.gather = any(hasattr(type(each), "full_tensor") for each in self.model.parameters())
         if self.model.training and any(True for _ in self.model.modules()):
             self._warn_of_training()
