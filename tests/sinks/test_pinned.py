@@ -10,8 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
+import tenterhook as th
+from tenterhook.harvest.job import Job
 from tenterhook.sinks.pinned import Budget, HostStage, PinnedStage, _Ring
+from tenterhook.sinks.shards_write import Writer
 
 LIMIT = 1000
 
@@ -115,12 +119,13 @@ class Stream:
 
 
 @pytest.fixture
-def stage(monkeypatch):
+def device(monkeypatch):
+    """Whatever is asked of CUDA is answered, and done at once."""
     empty = torch.empty
 
-    def pageable(size, dtype, *, pin_memory):
-        assert pin_memory
-        return empty(size, dtype=dtype)
+    def pageable(*size, pin_memory=False, **more):
+        del pin_memory
+        return empty(*size, **more)
 
     monkeypatch.setattr(torch, "empty", pageable)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -128,6 +133,10 @@ def stage(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+@pytest.fixture
+def stage(device):
     return PinnedStage(Budget(1 << 10), torch.device("cpu"))
 
 
@@ -156,3 +165,24 @@ def test_what_is_not_in_one_piece_is_copied_as_it_reads(stage):
     assert bytes(stage.ahead(tensor).data) == tensor.contiguous().numpy().tobytes()
     assert stage.ahead(torch.zeros(1 << 9)) is None  # More than a quarter of the ring.
     assert stage.ahead(torch.zeros(0)) is None
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("width", [64, 1024, 9000])
+def test_a_harvest_through_a_ring_that_is_full_again_and_again(tmp_path, monkeypatch, width):
+    """Of 64 KiB. At 64 a batch fits several times, at 1024 not once, at 9000 not even one point of it in one piece."""
+
+    def stage_of(writer, device):
+        return writer._stages.setdefault(device, PinnedStage(writer.budget, device))
+
+    monkeypatch.setattr(Writer, "_stage", stage_of)
+    monkeypatch.setattr(Job, "begins", lambda _, begin: begin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 40), nn.Sigmoid())
+    rows = torch.randn(200, 8)
+    th.harvest(model, rows, "*", to=tmp_path, batch_size=4, shard_rows=40, memory=1 << 16)
+    store, value = th.open(tmp_path), [*rows.split(4)]
+    for address, layer in model.named_children():
+        value = [layer(part) for part in value]
+        assert torch.equal(store[address][:], torch.cat(value)), address
+    assert store.sample[:].tolist() == list(range(200))
