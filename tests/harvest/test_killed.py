@@ -47,7 +47,7 @@ def kill_at_random_points(folder, draw, most):
     """Kill a harvest again and again, until one comes through. Give how often it was killed half-way."""
     kills = during = 0
     for _ in range(most):
-        process = start(folder, "0.002")
+        process = start(folder, "0.01")  # 1.8 s for all writes: nobody finishes before the second kill.
         try:
             process.communicate(timeout=draw.uniform(0.05, 0.6))
         except subprocess.TimeoutExpired:
