@@ -47,7 +47,7 @@ def kill_at_random_points(folder, draw, most):
     """Kill a harvest again and again, until one comes through. Give how often it was killed half-way."""
     kills = during = 0
     for _ in range(most):
-        process = start(folder, "0.002")
+        process = start(folder, "0.01")  # 1.8 s for all writes: nobody finishes before the second kill.
         try:
             process.communicate(timeout=draw.uniform(0.05, 0.6))
         except subprocess.TimeoutExpired:
@@ -97,7 +97,10 @@ def test_killed_at_many_more_points(tmp_path, whole, seed):
 
 
 # Every instant at which a save can be cut off: before and after each call by which it touches the disk.
-STEPS = ["spool", "write", "finish", "publish", "replace", "commit"]
+STEPS = [
+    *(pytest.param(step, marks=pytest.mark.slow) for step in ("spool", "write", "finish", "replace", "commit")),
+    "publish",
+]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -133,7 +136,8 @@ killed.run({str(tmp_path / "acts")!r})
     ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     there = check_what_is_committed(tmp_path / "acts")
-    assert there == (5 if step == "commit" else 4)
+    # While the fifth is written, the fourth may still be on its way to its commit.
+    assert there in {"commit": [5], "spool": [3, 4], "write": [3, 4]}.get(step, [4])
     done = killed.run(tmp_path / "acts")
     assert (done.found, done.made) == (there, 15 - there)
     assert files(tmp_path / "acts") == files(whole)
@@ -276,7 +280,7 @@ def test_what_a_killed_process_left_is_told_and_goes(copied):
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes", [64, 512])
+@pytest.mark.parametrize("megabytes", [64, pytest.param(512, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_what_is_harvested(tmp_path, megabytes):
     """In a process of its own: the most memory that it ever had, beyond what it had at the start."""
     code = f"""

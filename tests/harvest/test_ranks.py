@@ -70,6 +70,7 @@ def test_processes_share_the_shards_and_make_the_same_files(tmp_path, whole, kin
     assert mine == data_files(whole)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_goes_on_with_its_own_share(tmp_path, whole):
     folder = tmp_path / "acts"
     processes = start("plain", folder, SLOW="0.01")

@@ -1,5 +1,6 @@
 """The ring and the budget, without a GPU: what is copied to where, and who waits."""
 
+import contextlib
 import random
 import threading
 import time
@@ -9,8 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
+import tenterhook as th
+from tenterhook.harvest.job import Job
 from tenterhook.sinks.pinned import Budget, HostStage, PinnedStage, _Ring
+from tenterhook.sinks.shards_write import Writer
 
 LIMIT = 1000
 
@@ -79,3 +84,105 @@ def test_from_a_gpu_bytes_arrive_in_order_through_a_ring_that_is_smaller_than_th
         piece.release()
     assert len(out) == 16
     assert b"".join(out) == tensor.cpu().numpy().tobytes()
+
+
+# -- a GPU's stage, with what stands in for the GPU -------------------------------------------------------------------
+
+
+class Event:
+    """Of a device that is always done."""
+
+    def __init__(self, **_):
+        pass
+
+    def record(self, *_):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, _):
+        return 1500.0
+
+
+class Stream:
+    """Of a device that does everything at once."""
+
+    def __init__(self, *_):
+        pass
+
+    def wait_event(self, event):
+        assert isinstance(event, Event)
+
+    def record_event(self):
+        return Event()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Whatever is asked of CUDA is answered, and done at once."""
+    empty = torch.empty
+
+    def pageable(*size, pin_memory=False, **more):
+        del pin_memory
+        return empty(*size, **more)
+
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+@pytest.fixture
+def stage(device):
+    return PinnedStage(Budget(1 << 10), torch.device("cpu"))
+
+
+def test_pieces_of_the_ring_hold_the_bytes_of_the_tensor(stage):
+    tensor, out = torch.arange(100, dtype=torch.int64), bytearray()
+    for piece in stage.stage(tensor):
+        assert piece.ready() == 1.5
+        out += piece.data
+        piece.release()
+    assert bytes(out) == tensor.numpy().tobytes()
+    assert stage.budget.used == 0
+
+
+def test_what_begins_ahead_never_waits_and_comes_back_in_order(stage):
+    parts = [torch.full((25,), number, dtype=torch.int64) for number in range(6)]
+    pieces = [stage.ahead(part) for part in parts]
+    assert [piece is not None for piece in pieces] == [True] * 5 + [False]  # Five times 200 bytes of 1024.
+    for part, piece in zip(parts, pieces[:5], strict=False):
+        assert bytes(piece.data) == part.numpy().tobytes()
+    with pytest.raises(AssertionError, match="in the order"):
+        pieces[1].release()
+
+
+def test_what_is_not_in_one_piece_is_copied_as_it_reads(stage):
+    tensor = torch.arange(24).reshape(4, 6).t()
+    assert bytes(stage.ahead(tensor).data) == tensor.contiguous().numpy().tobytes()
+    assert stage.ahead(torch.zeros(1 << 9)) is None  # More than a quarter of the ring.
+    assert stage.ahead(torch.zeros(0)) is None
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("width", [64, 1024, 9000])
+def test_a_harvest_through_a_ring_that_is_full_again_and_again(tmp_path, monkeypatch, width):
+    """Of 64 KiB. At 64 a batch fits several times, at 1024 not once, at 9000 not even one point of it in one piece."""
+
+    def stage_of(writer, device):
+        return writer._stages.setdefault(device, PinnedStage(writer.budget, device))
+
+    monkeypatch.setattr(Writer, "_stage", stage_of)
+    monkeypatch.setattr(Job, "begins", lambda _, begin: begin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 40), nn.Sigmoid())
+    rows = torch.randn(200, 8)
+    th.harvest(model, rows, "*", to=tmp_path, batch_size=4, shard_rows=40, memory=1 << 16)
+    store, value = th.open(tmp_path), [*rows.split(4)]
+    for address, layer in model.named_children():
+        value = [layer(part) for part in value]
+        assert torch.equal(store[address][:], torch.cat(value)), address
+    assert store.sample[:].tolist() == list(range(200))

@@ -11,11 +11,7 @@ from torch import nn
 
 from tenterhook._draw import Table, as_html, as_rich, as_text
 from tenterhook.address import Selector, resolve
-from tenterhook.audit.cost import measure
 from tenterhook.audit.found import Found, Kind, Risk
-from tenterhook.audit.picture import table
-from tenterhook.audit.risks import NEVER_CALLED, NOT_FIRED, with_risks
-from tenterhook.audit.scan import scan
 from tenterhook.errors import HookError, SelectorError, SessionError
 
 if TYPE_CHECKING:
@@ -116,6 +112,8 @@ class Audit(Sequence[Found]):
         return tuple(gone)
 
     def _table(self) -> Table:
+        from tenterhook.audit.picture import table
+
         return table(self._model, self._rows)
 
     def __str__(self) -> str:
@@ -149,6 +147,9 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
             parameters, gradients, buffers and random numbers stay as they are. The hooks themselves do run, with
             whatever they do elsewhere.
     """
+    from tenterhook.audit.risks import with_risks
+    from tenterhook.audit.scan import scan
+
     resolve(model, [])  # Says what is wrong with something that is no model.
     with torch._C.DisableTorchFunction():  # A mode that is on is to be found, not to be told of each look at a tensor.
         rows = scan(model)
@@ -163,12 +164,16 @@ def _with_costs(model: nn.Module, inputs: Any, rows: list[Found]) -> list[Found]
     if session is not None:
         text = f"{session} would take the passes that measure costs for the user's own"
         raise SessionError(f"{text}. Close it first, or audit without inputs.")
+    from tenterhook.audit.cost import measure
+
     costs = measure(model, inputs, rows)
     return [replace(row, cost=costs.get(row)) for row in rows]
 
 
 def _with_silence(row: Found) -> Found:
     """The row, with the risk that its hook did not run where it should have and no other risk explains it."""
+    from tenterhook.audit.risks import NEVER_CALLED, NOT_FIRED
+
     explained = any(risk.name == NEVER_CALLED.name for risk in row.risks)
     silent = row.cost is not None and row.cost.calls == 0 and not explained
     return replace(row, risks=(*row.risks, NOT_FIRED)) if silent else row

@@ -9,6 +9,7 @@ import click
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
+from tenterhook.cli.harvesting import harvest, verify
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
 from tenterhook.cli.runs import calling
@@ -31,6 +32,10 @@ A Hugging Face model on disk, one attention layer, beside its source:
 \b
 Where do two runs part?
   tenterhook diff before.th after.th
+\b
+Rows of a whole data set, for probes and sparse autoencoders:
+  tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token -o acts
+  tenterhook verify acts
 \b
 """
     + FORMS
@@ -147,5 +152,5 @@ def completion(shell: str) -> None:
         click.echo(found(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE").source())
 
 
-for command in (record, show, page, diff):
+for command in (record, show, page, diff, harvest, verify):
     tenterhook.add_command(command)

@@ -21,7 +21,7 @@ from torch import nn
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.cli.trouble import Trouble, missing_package, speaking
 
-__all__ = ["FORMS", "load_model", "settings", "tokenizer_of"]
+__all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of"]
 
 FORMS = """MODEL is one of
   package.module:name     a model, a class or a function that makes one
@@ -66,16 +66,22 @@ def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
 # -- Python -----------------------------------------------------------------------------------------------------------
 
 
-def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
+def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
+    """What ``package.module:name`` or ``file.py:name`` stands for; ``otherwise`` words what is neither."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise Trouble(_no_model(text))
+        raise Trouble(otherwise(text))
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             raise Trouble(_no_name(where, part, found))
         found = getattr(found, part)
+    return found
+
+
+def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
+    found = python_object(text, _no_model)
     if isinstance(found, nn.Module):
         if given:
             raise Trouble(f"{text} is a model already, so that --set has nothing to be given to; name what makes it.")

@@ -23,7 +23,19 @@ from tenterhook.cli.models import FORMS as MODELS
 from tenterhook.cli.models import load_model, settings
 from tenterhook.cli.trouble import Trouble, speaking
 
-__all__ = ["FORMS", "Asked", "as_json", "counting", "model_options", "print_json", "print_table", "size_of"]
+__all__ = [
+    "DTYPES",
+    "FORMS",
+    "Asked",
+    "as_json",
+    "counting",
+    "make_model",
+    "model_alone",
+    "model_options",
+    "print_json",
+    "print_table",
+    "size_of",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,13 +53,16 @@ class Asked:
     text: str
     model: nn.Module
     inputs: Inputs
+    folder: Path | None
+    """where a tokenizer may be"""
+    again: Callable[[], nn.Module]
+    """makes the same model, in another process too"""
 
 
 def model_options(function: F) -> F:
-    """MODEL and what belongs to it; the command gets an :class:`Asked` in its place."""
-
-    @click.argument("model", shell_complete=_complete_model)
-    @click.option(
+    """MODEL, what belongs to it, and its inputs; the command gets an :class:`Asked` in their place."""
+    with_size = click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
+    with_inputs = click.option(
         "--input",
         "-i",
         "inputs",
@@ -55,48 +70,64 @@ def model_options(function: F) -> F:
         metavar="INPUT",
         help="What to call it with, as below; can be repeated.",
     )
+    return with_inputs(with_size(model_alone(function)))
+
+
+def model_alone(function: F) -> F:
+    """MODEL and what belongs to it, without inputs; the command gets an :class:`Asked` in their place."""
+
+    @click.argument("model", shell_complete=_complete_model)
     @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
     @click.option(
         "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."
     )
     @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Where one is.")
-    @click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
     @click.option("--seed", default=0, show_default=True, help="Of random weights and random inputs.")
     @click.option("--device", help="Where it runs, for example cuda.")
     @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Convert the model and floating-point inputs.")
     @click.option("--train", is_flag=True, help="In training mode: dropout and batch statistics are on.")
     @functools.wraps(function)
     def command(**given: Any) -> Any:
-        names = ("model", "inputs", "pairs", "weights", "tokenizer", "image_size", "seed", "device", "dtype", "train")
-        taken = {name: given.pop(name) for name in names}
+        names = ("model", "pairs", "weights", "seed", "device", "dtype", "train")
+        making = {name: given.pop(name) for name in names}
+        reading = {name: given.pop(name, default) for name, default in READING.items()}
         with speaking():
-            return function(asked=_asked(**taken), **given)
+            return function(asked=_asked(making, **reading), **given)
 
     return command  # type: ignore[return-value]
 
 
-def _asked(  # noqa: PLR0913  # each is an option
+READING: dict[str, Any] = {"inputs": (), "tokenizer": None, "image_size": None}
+"""what is not known of a command that takes no inputs"""
+
+
+def _asked(making: dict[str, Any], *, inputs: tuple[str, ...], tokenizer: Path | None, image_size: str | None) -> Asked:
+    text, device, dtype = making["model"], making["device"], making["dtype"]
+    made = make_model(**making)
+    torch.manual_seed(making["seed"])  # So that the inputs do not depend on how the model was made.
+    folder = tokenizer or (Path(text) if Path(text).is_dir() else None)
+    read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
+    again = functools.partial(make_model, **making)
+    return Asked(text, made, read.to(device, DTYPES.get(dtype or "")), folder, again)
+
+
+def make_model(
     *,
     model: str,
-    inputs: tuple[str, ...],
     pairs: tuple[str, ...],
     weights: Path | None,
-    tokenizer: Path | None,
-    image_size: str | None,
     seed: int,
     device: str | None,
     dtype: str | None,
     train: bool,
-) -> Asked:
+) -> nn.Module:
+    """The model that was named, where and as it was asked for."""
     torch.manual_seed(seed)
     made = load_model(model, settings(pairs), weights)
     made.train(train)
     with speaking("the model could not be moved", debug=False):
         made.to(device=device, dtype=DTYPES[dtype] if dtype else None)
-    torch.manual_seed(seed)  # So that the inputs do not depend on how the model was made.
-    folder = tokenizer or (Path(model) if Path(model).is_dir() else None)
-    read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
-    return Asked(model, made, read.to(device, DTYPES.get(dtype or "")))
+    return made
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -1,7 +1,8 @@
 """What goes wrong, in words: every error that reaches a person at a terminal comes through here.
 
-Exit codes: 0 done, and for ``diff`` no difference; 1 a difference; 2 a mistake in what was asked, or a file or model
-that could not be read; 3 the model itself failed, and what was recorded until then is kept.
+Exit codes: 0 done, and for ``diff`` no difference; 1 a difference, or damage that ``verify`` found; 2 a mistake in what
+was asked, or a file or model that could not be read; 3 the model itself failed, and what was recorded until then is
+kept.
 """
 
 from __future__ import annotations

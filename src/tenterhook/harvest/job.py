@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
+from tenterhook.harvest.ahead import Ahead, Begin
 from tenterhook.harvest.rows import Taking, named, tensor_at
 from tenterhook.harvest.source import digest
+from tenterhook.harvest.weights import weights_of
 from tenterhook.record.capture import Copy
 from tenterhook.record.verb import record
-from tenterhook.sinks.shards_file import as_bytes
+from tenterhook.sinks.pinned import Piece
 
-__all__ = ["Batch", "Job", "weights_of"]
+__all__ = ["Batch", "Job"]
 
-HASHING = 4  # threads
 Key = tuple[str, Literal["value", "grad", "row"]]
 Loss = Callable[[Any, Any], Tensor]
 Call = Callable[[nn.Module, Any], Any]
@@ -44,6 +43,8 @@ class Batch:
 
     rows: dict[Key, Tensor]
     samples: int
+    begun: list[tuple[Key | None, Piece]] = field(default_factory=list)
+    """Rows that are on their way from the device already, in this order; without a key, they turned out wrong."""
 
     @property
     def count(self) -> int:
@@ -65,14 +66,16 @@ class Job:
     addresses: tuple[str, ...] = field(init=False)
     found: tuple[str, ...] | None = None
     _tried: tuple[str, Batch] | None = field(default=None, repr=False)
+    _can_begin: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         points = resolve(self.model, self.selectors) if self.selectors else ()
         if not points:
             raise HarvestError('name the points to harvest: th.harvest(model, batches, "h.6", to="acts")')
         self.addresses = tuple(dict.fromkeys(str(point) for point in points))
-        parameter = next(self.model.parameters(), None)
-        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        # Of an offloaded model some are elsewhere until they are used; its own hooks move what passes.
+        devices = (each.device for each in self.model.parameters() if each.device.type != "meta")
+        self.device = next(devices, torch.device("cpu"))
         self.gather = any(hasattr(type(each), "full_tensor") for each in self.model.parameters())
         if self.model.training and any(True for _ in self.model.modules()):
             self._warn_of_training()
@@ -100,7 +103,7 @@ class Job:
 
     def try_first(self, batch: Any) -> Batch:
         """Run the first batch in order to find out what a row is; who asks for it next has it without another run."""
-        made = self.run(batch, 0)
+        made = self.run(batch, 0, self.begins(lambda _: None))  # There is no writer yet, and no other difference.
         self._tried = (digest(batch), made)
         return made
 
@@ -109,31 +112,49 @@ class Job:
         tried, self._tried = self._tried, None
         return tried[1] if tried is not None and tried[0] == mark else None
 
-    def run(self, batch: Any, first_sample: int) -> Batch:
-        """Run the model once, and make the rows of what passed."""
+    def run(self, batch: Any, first_sample: int, begin: Begin | None = None) -> Batch:
+        """Run the model once, and make the rows of what passed. ``begin`` takes rows while the model still runs."""
         picked = self.taking.pick(batch, first_sample)
+        ahead = Ahead(begin, self.taking, picked) if begin is not None and self._may_begin() else None
         try:
-            values = self._values(batch)
+            values = self._values(batch, ahead)
         except ValueChanged:
             # The model gave no sign that it changes values in place. From now on they are copied.
             if self.copy != "auto":
                 raise
             self.copy = "always"
-            values = self._values(batch)
+            values = self._values(batch, None)
         rows: dict[Key, Tensor] = {}
-        facts = picked.facts
+        facts, used = picked.facts, dict[int, Key]()
         for key, value in values.items():
-            rows[key] = self.taking.take(value, picked, key[0])
+            found = ahead.found(key[0], value) if ahead is not None else None
+            if found is None:
+                rows[key] = self.taking.take(value, picked, key[0])
+            else:
+                rows[key], used[id(found[1])] = found[0], key
             facts = self.taking.complete(picked, value) if key[1] == "value" else facts
         rows |= {(name, "row"): fact for name, fact in facts.items()}
         _check_aligned(rows)
-        return Batch(rows, picked.samples)
+        begun = [(used.get(id(piece)), piece) for piece in (ahead.pieces if ahead is not None else ())]
+        self._can_begin = self._can_begin and len(used) == len(begun)
+        return Batch(rows, picked.samples, begun)
 
-    def _values(self, batch: Any) -> dict[Key, Tensor]:
+    def begins(self, begin: Begin) -> Begin | None:
+        """What ``run`` is to be given: from the CPU's memory nothing is copied, so that there is nothing to begin."""
+        return None if self.device.type == "cpu" else begin
+
+    def _may_begin(self) -> bool:
+        """Not if values are copied, or put together, before they are kept: what passes is not what is recorded."""
+        is_plain = self.copy == "auto" and self.grad is None and not self.gather
+        return is_plain and self._can_begin and not callable(self.taking.reduce)
+
+    def _values(self, batch: Any, ahead: Ahead | None) -> dict[Key, Tensor]:
         inputs = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
         chosen = self.found if self.found is not None else self.selectors
         stop = self.stop and self.grad is None
         session = record(self.model, *chosen, stop=stop, copy=self.copy, grad=self.grad is not None, gather=self.gather)
+        if ahead is not None:
+            session.bindings.extend(ahead.bindings([binding.point for binding in session.bindings]))
         with contextlib.nullcontext() if self.grad is not None else torch.no_grad(), session as tape:
             output = self._called(inputs)
             if self.grad is not None:
@@ -165,34 +186,3 @@ def _check_aligned(rows: dict[Key, Tensor]) -> None:
         shown = ", ".join(f"{address!r}: {count}" for (address, _), count in counts.items())
         text = f"the points do not have the same number of rows in a batch ({shown})"
         raise HarvestError(f"{text}, so that they cannot stand beside each other. Harvest them into separate stores.")
-
-
-def weights_of(model: nn.Module) -> str:
-    """A digest of all parameters and buffers that a state dict has, with their names.
-
-    It is made anew each time: what changes a weight through ``.data`` leaves no trace by which it could be noticed.
-    """
-    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    with ThreadPoolExecutor(HASHING) as pool:
-        parts = list(pool.map(_digest_of, weights.values()))
-    lines = [f"{name} {part}\n" for name, part in zip(weights, parts, strict=True)]
-    whole = xxhash.xxh3_128("".join(lines).encode()).hexdigest()
-    spread = any(hasattr(tensor, "to_local") for tensor in weights.values())
-    return _of_all_processes(whole) if spread else whole
-
-
-def _digest_of(tensor: Tensor) -> str:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    kind = f"{tensor.dtype} {list(tensor.shape)}"
-    if local.device.type == "meta":  # An offloaded weight is elsewhere; its name and shape must do.
-        return kind
-    return f"{kind} {xxhash.xxh3_128(as_bytes(local.detach().cpu().contiguous())).hexdigest()}"
-
-
-def _of_all_processes(digest: str) -> str:
-    """One digest of a model that is spread over processes, the same in each, and for any number of copies of it."""
-    from torch import distributed
-
-    parts: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(parts, digest)
-    return xxhash.xxh3_128("".join(sorted(set(parts))).encode()).hexdigest()

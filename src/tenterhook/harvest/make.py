@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tenterhook.errors import HarvestError
-from tenterhook.harvest.job import Batch, Job
+from tenterhook.harvest.job import Batch, Job, Key
 from tenterhook.harvest.meter import Meter
 from tenterhook.harvest.plan import Plan, check_digest, check_end
 from tenterhook.harvest.source import Digest, Source, size_of
-from tenterhook.sinks.shards import committed, read_commit
+from tenterhook.sinks.shards import Column, committed, read_commit
 from tenterhook.sinks.shards_place import Place
 from tenterhook.sinks.shards_write import Writer
 
-__all__ = ["Part", "make_shard", "parts"]
+__all__ = ["Part", "hand_over", "make_shard", "parts"]
 
 CHANGED = (
     "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column has "
@@ -37,10 +37,9 @@ def make_shard(job: Job, plan: Plan, part: Part, writer: Writer, meter: Meter) -
     seen, sample, rows, count = Digest(), first, 0, 0
     for batch in batches:
         seen.add(batch)
-        made = (job.tried(seen.first) if sample == 0 else None) or job.run(batch, sample)
+        made = (job.tried(seen.first) if sample == 0 else None) or job.run(batch, sample, job.begins(writer.ahead))
         _check_rows(plan, made, start + count)
-        for key, tensor in made.rows.items():
-            writer.put(shard, plan.column(key), tensor)
+        hand_over(made, plan.column, shard, writer)
         sample, rows, count = sample + made.samples, rows + made.count, count + 1
         meter.passed(made)
     if count:
@@ -52,6 +51,16 @@ def make_shard(job: Job, plan: Plan, part: Part, writer: Writer, meter: Meter) -
         }
         writer.end(shard, plan.columns, facts)
     return count
+
+
+def hand_over(made: Batch, column: Callable[[Key], Column], shard: int, writer: Writer) -> None:
+    """Give the rows of a batch to the writer: first what is on its way already, which holds memory that others need."""
+    for key, piece in made.begun:
+        writer.hand(shard, None if key is None else column(key), piece)
+    begun = {key for key, _ in made.begun}
+    for key, tensor in made.rows.items():
+        if key not in begun:
+            writer.put(shard, column(key), tensor)
 
 
 def _check_rows(plan: Plan, made: Batch, batch: int) -> None:

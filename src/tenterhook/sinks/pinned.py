@@ -1,8 +1,9 @@
 """How rows leave the device: straight from the CPU's memory, or through a ring of pinned memory on a stream of its own.
 
 A copy from a GPU that does not block must not be read before it is done. So each copy is followed by an event, and
-whoever reads waits for that event, not for the device. The model never waits, unless the ring is full: then the
-thread that runs it does, until the writer has freed enough. Nothing is dropped, and memory does not grow.
+whoever reads waits for that event, not for the device. Copies begin while the model runs, as each value passes, if
+there is room. The model never waits, unless the ring is full: then the thread that runs it does, until the writer has
+freed enough. Nothing is dropped, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -45,15 +46,18 @@ class Budget:
         self._changed = threading.Condition()
         self._closed = False
 
-    def take(self, nbytes: int) -> None:
-        """Wait until there is room."""
+    def take(self, nbytes: int, *, wait: bool = True) -> bool:
+        """Wait until there is room; or take it only if there is some now, and say whether there was."""
         with self._changed:
             if self.used and self.used + nbytes > self.limit:
+                if not wait:
+                    return False
                 began = time.perf_counter()
                 self._changed.wait_for(lambda: self._closed or not self.used or self.used + nbytes <= self.limit)
                 self.waited += time.perf_counter() - began
             self.used += nbytes
             self.peak = max(self.peak, self.used)
+        return True
 
     def give(self, nbytes: int) -> None:
         """Make room."""
@@ -88,6 +92,10 @@ class HostStage:
 
         yield Piece(as_bytes(tensor), _at_once, release)
 
+    def ahead(self, tensor: Tensor) -> Piece | None:  # noqa: ARG002  # as the other stage has it
+        """Nothing is copied from the CPU's memory, so there is nothing to begin with."""
+        return None
+
 
 def _at_once() -> float:
     return 0.0
@@ -108,13 +116,28 @@ class PinnedStage:
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         computed = torch.cuda.current_stream(tensor.device).record_event()
         for start in range(0, flat.numel(), self._piece):
-            yield self._copy(flat[start : start + self._piece], computed)
+            part = flat[start : start + self._piece]
+            yield self._copy(part, self._free.take(part.numel()), computed)
 
-    def _copy(self, part: Tensor, computed: Any) -> Piece:
-        nbytes = part.numel()
-        offset = self._free.take(nbytes)
-        room = self._ring[offset : offset + nbytes]
-        began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def ahead(self, tensor: Tensor) -> Piece | None:
+        """Begin to copy a tensor now, if there is room for it now: nobody waits for room that he holds himself.
+
+        While a model runs this is better than afterwards. Copies that are all begun at its end keep the way from the
+        device busy, and whatever small thing the next run waits for (a test whether a mask is all ones) waits for them.
+        """
+        if tensor.nbytes > self._piece or not tensor.nbytes:
+            return None
+        offset = self._free.take(tensor.nbytes, wait=False)
+        if offset is None:
+            return None
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        return self._copy(flat, offset, torch.cuda.current_stream(tensor.device).record_event())
+
+    def _copy(self, part: Tensor, offset: int, computed: Any) -> Piece:
+        room = self._ring[offset : offset + part.numel()]
+        # Who waits for the second one sleeps, and leaves the processor to who runs the model.
+        began = torch.cuda.Event(enable_timing=True)
+        done = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
             began.record(self._stream)
@@ -138,11 +161,18 @@ class _Ring:
         self._held: deque[tuple[int, int]] = deque()  # where each part begins, and what it takes from the budget
         self._next = 0
 
-    def take(self, nbytes: int) -> int:
-        """Wait for so many bytes in one piece, and give where they begin."""
+    @overload
+    def take(self, nbytes: int) -> int: ...
+
+    @overload
+    def take(self, nbytes: int, *, wait: bool) -> int | None: ...
+
+    def take(self, nbytes: int, *, wait: bool = True) -> int | None:
+        """Wait for so many bytes in one piece, and give where they begin; or do not wait, and give None."""
         wraps = self._next + nbytes > self._budget.limit
         skipped = self._budget.limit - self._next if wraps else 0
-        self._budget.take(nbytes + skipped)
+        if not self._budget.take(nbytes + skipped, wait=wait):
+            return None
         offset = 0 if wraps else self._next
         self._next = offset + nbytes
         self._held.append((offset, nbytes + skipped))

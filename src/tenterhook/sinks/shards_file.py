@@ -105,15 +105,17 @@ class Rows:
 
 
 class Helpers:
-    """Threads that a writer's files share: one computes checksums while bytes are written, one waits for the disk."""
+    """Threads that a writer's files share: for checksums while bytes are written, and for waiting for the disk."""
 
     def __init__(self) -> None:
         self.hasher = ThreadPoolExecutor(1, "tenterhook-hash")
         self.flusher = ThreadPoolExecutor(1, "tenterhook-flush")
+        self.committer = ThreadPoolExecutor(1, "tenterhook-commit")
 
     def close(self) -> None:
         """End them."""
         self.hasher.shutdown()
+        self.committer.shutdown()
         self.flusher.shutdown()
 
 

@@ -155,7 +155,10 @@ class Directory:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the directory for one harvest at a time. A process that dies lets go of it."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise StoreError(f"{self.root} is a file; a store is a directory.") from None
         try:
             import fcntl
         except ImportError:  # There is none on Windows.

@@ -1,4 +1,7 @@
-"""The writer: a thread that takes rows from the model's thread, writes them, and commits shards."""
+"""The writer: a thread that takes rows from the model's thread and writes them; another one commits shards.
+
+A commit waits for the disk several times. Meanwhile the memory of the rows that come next has to be given back.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -34,16 +37,16 @@ class Writer:
     thread is raised by the next call.
     """
 
-    def __init__(self, place: Place, memory: int, on_commit: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, place: Place, memory: int) -> None:
         self.place, self.budget = place, Budget(memory)
         self.seconds = {"copy": 0.0, "disk": 0.0}
         self.committed = 0
-        self._on_commit = on_commit
         self._stages: dict[torch.device, HostStage | PinnedStage] = {}
         self._host = HostStage(self.budget)
         self._files: dict[tuple[int, Column], RowsFile] = {}
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._committing: Future[None] | None = None
         self._helpers = Helpers()
         self._thread = threading.Thread(target=self._run, name="tenterhook-write", daemon=True)
         self._thread.start()
@@ -53,8 +56,16 @@ class Writer:
     def put(self, shard: int, column: Column, rows: Tensor) -> None:
         """Append rows to a shard."""
         for piece in self._stage(rows.device).stage(rows):
-            self._raise()
-            self._todo.put((shard, column, piece))
+            self.hand(shard, column, piece)
+
+    def ahead(self, rows: Tensor) -> Piece | None:
+        """Begin to take rows from their device, if there is room at once; ``hand`` must be given what this gives."""
+        return self._stage(rows.device).ahead(rows)
+
+    def hand(self, shard: int, column: Column | None, piece: Piece) -> None:
+        """Append to a shard what is on its way; without a column it comes to nothing. In the order of ``ahead``."""
+        self._raise()
+        self._todo.put((shard, column, piece))
 
     def end(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
         """The shard has all its rows: commit it."""
@@ -73,7 +84,8 @@ class Writer:
         self._todo.put(None)
         self._thread.join()
         self._helpers.close()
-        self._discard()
+        _discard(self._files.values())
+        self._files.clear()
         if not quiet:
             self._raise()
 
@@ -93,6 +105,7 @@ class Writer:
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
             if isinstance(item, threading.Event):
+                self._wait_for_commits()
                 item.set()
                 continue
             shard, what, more = item
@@ -100,14 +113,17 @@ class Writer:
                 if isinstance(more, Piece):
                     self._write(shard, what, more)
                 elif self._error is None:
-                    self._commit(shard, what, more)
+                    self._end(shard, what, more)
             except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+                self._wait_for_commits()
                 self._fail(shard, error)
+        self._wait_for_commits()
 
-    def _write(self, shard: int, column: Column, piece: Piece) -> None:
+    def _write(self, shard: int, column: Column | None, piece: Piece) -> None:
         try:
             if self._error is None:
                 self.seconds["copy"] += piece.ready()
+            if self._error is None and column is not None:
                 began = time.perf_counter()
                 self._file(shard, column).write(piece.data)
                 self.seconds["disk"] += time.perf_counter() - began
@@ -121,25 +137,37 @@ class Writer:
             file = self._files[shard, column] = RowsFile(path, column.rows, self._helpers)
         return file
 
-    def _commit(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
-        """Finish the files, put them in their places, and only then say so."""
+    def _end(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
+        """Have the shard committed while the next one is written; a third one waits."""
         began = time.perf_counter()
-        spooled: dict[str, Path] = {}
-        files: dict[str, Any] = {}
-        for column in columns:
-            file = self._file(shard, column)
-            name = file_name(shard, column)
-            files[name] = file.finish()
-            spooled[name] = file.path
-        self.place.publish(spooled)
-        commit = {"shard": shard, **facts, "files": files}
-        self.place.write(commit_name(shard), pack(commit))
-        for column in columns:
-            del self._files[shard, column]
-        self.committed += 1
+        self._wait_for_commits()
         self.seconds["disk"] += time.perf_counter() - began
-        if self._on_commit is not None:
-            self._on_commit(commit)
+        if self._error is None:
+            files = {file_name(shard, column): self._file(shard, column) for column in columns}
+            for column in columns:
+                del self._files[shard, column]
+            self._committing = self._helpers.committer.submit(self._committed, shard, files, facts)
+
+    def _wait_for_commits(self) -> None:
+        if self._committing is not None:
+            self._committing.result()
+            self._committing = None
+
+    # -- in the thread that commits -----------------------------------------------------------------------------------
+
+    def _committed(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
+        try:
+            self._commit(shard, files, facts)
+        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+            _discard(files.values())
+            self._fail(shard, error)
+
+    def _commit(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
+        """Finish the files, put them in their places, and only then say so."""
+        records = {name: file.finish() for name, file in files.items()}
+        self.place.publish({name: file.path for name, file in files.items()})
+        self.place.write(commit_name(shard), pack({"shard": shard, **facts, "files": records}))
+        self.committed += 1
 
     def _fail(self, shard: int, error: BaseException) -> None:
         if self._error is None:
@@ -151,9 +179,9 @@ class Writer:
             self._error = error
         self.budget.close()  # The model's thread may be waiting for room that nobody will make.
 
-    def _discard(self) -> None:
-        for file in self._files.values():
-            file.close()
-            with contextlib.suppress(OSError):
-                file.path.unlink(missing_ok=True)
-        self._files.clear()
+
+def _discard(files: Iterable[RowsFile]) -> None:
+    for file in files:
+        file.close()
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from tenterhook.harvest.job import weights_of
+from tenterhook.harvest.weights import weights_of
 
 
 def test_the_digest_of_weights_follows_every_change():

@@ -1,0 +1,190 @@
+"""The parts of the command that store rows and look after them: ``harvest`` and ``verify``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from torch import Tensor
+
+from tenterhook.cli.models import FORMS, python_object, tokenizer_of
+from tenterhook.cli.options import DTYPES, Asked, model_alone, print_json, print_table, size_of
+from tenterhook.cli.runs import LOSSES, Loss, calling, loss_of
+from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
+from tenterhook.harvest.verb import harvest as harvest_of
+
+if TYPE_CHECKING:
+    from tenterhook.harvest.meter import Harvest
+    from tenterhook.harvest.verifying import Report
+
+__all__ = ["harvest", "verify"]
+
+DATA = """DATA is one of
+  file.npy .safetensors .parquet
+  file.txt                a sample for each line, with the model's own tokenizer or --tokenizer DIR
+  package.module:name     batches, a DataLoader, a data set or a tensor of samples, or a function that makes one
+  path/to/file.py:name    the same, in a file"""
+LEAST = 10**5  # bytes on their way
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook harvest mymodels.py:Net 'layer4.*' --data images.npy --batch-size 64 -o acts
+  tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token --rows-dtype bfloat16 -o acts
+  tenterhook harvest mymodels.py:Net layer4 --data mydata.py:loader -o s3://bucket/acts
+  torchrun --nproc-per-node 8 -m tenterhook harvest ./gpt2 transformer.h.6 --data corpus.npy --rows token -o acts
+\b
+"""
+    + FORMS
+    + "\n\n\b\n"
+    + DATA
+)
+@model_alone
+@click.argument("selectors", nargs=-1, required=True)
+@click.option("--data", required=True, metavar="DATA", help="What to run it over, as below.")
+@click.option("--output", "-o", "to", required=True, metavar="PLACE", help="A directory, or a URL: s3://bucket/acts.")
+@click.option(
+    "--rows", type=click.Choice(["sample", "token"]), default="sample", show_default=True, help="What is one."
+)
+@click.option("--reduce", type=click.Choice(["last", "mean", "max"]), help="One row of each sample's tokens.")
+@click.option("--rows-dtype", type=click.Choice(list(DTYPES)), help="What floating-point rows are converted to.")
+@click.option("--grad", is_flag=True, help="Also run backward, and store gradients.")
+@click.option(
+    "--loss", type=click.Choice(["auto", *LOSSES]), default="auto", show_default=True, help="As for tenterhook record."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Samples in a batch [32].")
+@click.option("--length", type=click.IntRange(min=1), default=512, show_default=True, help="Of a text, in tokens.")
+@click.option("--shard-rows", type=click.IntRange(min=1), help="Rows in a shard, about.")
+@click.option("--shard-size", help="The same in bytes [512 MiB].")
+@click.option("--memory", default="256MB", show_default=True, help="Bytes on their way to the disk at most.")
+@click.option("--engine", type=click.Choice(["auto", "local", "ranks", "ray"]), default="auto", show_default=True)
+@click.option("--workers", type=click.IntRange(min=1), help="With ray: how many.")
+@click.option("--address", help="With ray: the cluster.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def harvest(  # noqa: PLR0913  # each is an option
+    asked: Asked,
+    selectors: tuple[str, ...],
+    data: str,
+    to: str,
+    rows_dtype: str | None,
+    loss: Loss,
+    shard_size: str | None,
+    memory: str,
+    *,
+    grad: bool,
+    json_: bool,
+    **options: Any,
+) -> None:
+    """Run MODEL over a whole data set, and store what passes at SELECTORS, row by row.
+
+    The same command again goes on where it stopped; another model, other data or other options are refused.
+    """
+    _check(to, shard_size, options)
+    batches = _data(data)
+    tokenizer = _tokenizer(asked, data)
+    nbytes = size_of(memory)
+    if nbytes < LEAST:
+        raise Trouble(f"--memory is a number of bytes, {LEAST} at least; got {memory}")
+    with calling(asked.model), speaking():  # Files and places first; what remains is the model's.
+        done = harvest_of(
+            asked.again if options["engine"] == "ray" else asked.model,
+            batches,
+            *selectors,
+            to=to,
+            dtype=DTYPES[rows_dtype] if rows_dtype else None,
+            grad=_Loss(loss) if grad else None,
+            tokenizer=tokenizer,
+            shard_bytes=size_of(shard_size) if shard_size else None,
+            memory=nbytes,
+            **options,
+        )
+    if json_:
+        print_json(_described(done))
+    else:
+        print_table(done.table())
+
+
+def _check(to: str, shard_size: str | None, options: dict[str, Any]) -> None:
+    if shard_size is not None and options["shard_rows"] is not None:
+        raise Trouble("give --shard-rows or --shard-size, not both.")
+    if options["engine"] == "ray" and importlib.util.find_spec("ray") is None:
+        raise missing_package("ray", "ray")
+    _check_store(to)
+
+
+def _check_store(place: str) -> None:
+    if "://" in place and importlib.util.find_spec("obstore") is None:
+        raise missing_package("obstore", "store")
+
+
+def _data(text: str) -> Any:
+    """A file, which ``th.harvest`` reads by itself, or what a name in Python stands for."""
+    if Path(text).is_file() or (":" not in text and Path(text).suffix):
+        return text
+    return python_object(text, lambda text: f"{text!r} is no data.\n{DATA}")
+
+
+def _tokenizer(asked: Asked, data: str) -> Any:
+    if Path(data).suffix not in {".txt", ".md", ".text"}:
+        return None
+    if asked.folder is None:
+        raise Trouble(
+            f"{data} is text, which needs a tokenizer: use a model directory that has one, or --tokenizer DIR."
+        )
+    return tokenizer_of(asked.folder)
+
+
+class _Loss:
+    """What to go back from. Its name is in the manifest, so that a harvest does not go on with another."""
+
+    def __init__(self, how: Loss) -> None:
+        self.how = how
+        self.__qualname__ = f"loss_of.{how}"
+
+    def __call__(self, output: Any, _: Any) -> Tensor:
+        return loss_of(output, self.how)
+
+
+def _described(done: Harvest) -> dict[str, Any]:
+    names = ("rows", "made", "found", "seconds", "limit", "peak", "memory")
+    return {"place": str(done.place), "bytes": done.nbytes, **{name: getattr(done, name) for name in names}}
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook verify acts
+  tenterhook verify acts --drop && tenterhook harvest … -o acts
+"""
+)
+@click.argument("place")
+@click.option("--drop", is_flag=True, help="Take back damaged shards, so that the same harvest makes them again.")
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def verify(place: str, *, drop: bool, json_: bool) -> None:
+    """Compare everything that was committed in PLACE with its checksums.
+
+    The exit code is 0 if all is whole, or was dropped, and 1 if something is damaged.
+    """
+    from tenterhook.harvest.verifying import verify as verify_store
+
+    _check_store(place)
+    with speaking():
+        report = verify_store(place, drop=drop)
+    if json_:
+        print_json(_reported(report))
+    else:
+        print_table(report.table())
+    if not report and not drop:
+        raise click.exceptions.Exit(DIFFERENT)
+
+
+def _reported(report: Report) -> dict[str, Any]:
+    names = ("path", "rows", "shards", "planned", "complete", "stray", "dropped")
+    damaged = [{"shard": shard, "file": file, "what": what} for shard, file, what in report.damaged]
+    return {"bytes": report.nbytes, "damaged": damaged, **{name: getattr(report, name) for name in names}}

@@ -1,0 +1,78 @@
+"""The writer's threads: what waits for what."""
+
+import threading
+
+import pytest
+import torch
+
+import tenterhook as th
+from tenterhook.sinks.shards import Column, committed
+from tenterhook.sinks.shards_place import Directory
+from tenterhook.sinks.shards_write import Writer
+
+COLUMN = Column("x", "value", "x", "F32", (4,))
+ROWS = torch.ones(10, 4)
+
+
+class Slow(Directory):
+    """A disk on which a commit takes as long as somebody likes."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.may_go_on, self.failing = threading.Event(), ""
+
+    def publish(self, spooled):
+        self.may_go_on.wait(10)
+        if self.failing and any(self.failing in name for name in spooled):
+            raise OSError(28, "No space left on device")
+        super().publish(spooled)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Slow(tmp_path / "acts")
+
+
+def test_rows_of_the_next_shard_are_written_while_one_is_committed(place):
+    writer = Writer(place, 10**6)
+    for shard in range(2):
+        writer.put(shard, COLUMN, ROWS)
+        if shard == 0:
+            writer.end(shard, (COLUMN,), {"rows": 10})
+    for _ in range(1000):
+        if not writer.budget.used:
+            break
+        threading.Event().wait(0.01)
+    assert not writer.budget.used  # All rows are written, and their memory is free.
+    assert not committed(place)
+    place.may_go_on.set()
+    writer.drain()
+    assert committed(place) == [0]
+    writer.end(1, (COLUMN,), {"rows": 10})
+    writer.close()
+    assert committed(place) == [0, 1]
+
+
+def test_a_commit_that_fails_is_told_and_no_later_one_is_made(place):
+    place.failing = "00000001"
+    place.may_go_on.set()
+    writer = Writer(place, 10**6)
+    with pytest.raises(th.StoreError, match="The 1 shards that were committed are whole"):
+        for shard in range(4):
+            writer.put(shard, COLUMN, ROWS)
+            writer.end(shard, (COLUMN,), {"rows": 10})
+        writer.drain()
+    writer.close(quiet=True)
+    assert committed(place) == [0]
+    assert not list(place.root.rglob(".tenterhook-*"))
+
+
+def test_what_is_handed_without_a_column_is_given_back_and_not_written(place):
+    place.may_go_on.set()
+    writer = Writer(place, 10**6)
+    (piece,) = writer._host.stage(ROWS)  # As a stage ahead of its use would give it.
+    writer.hand(0, None, piece)
+    writer.drain()
+    assert not writer.budget.used
+    assert not list(place.root.rglob("*.safetensors"))
+    writer.close()
