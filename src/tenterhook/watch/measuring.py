@@ -88,9 +88,11 @@ class Parcel:
         for index in self._measured.drowned:
             if self._tensors is not None:
                 table[index, STD] = float(self._tensors[index].detach().double().std(correction=0))
-        bad = np.flatnonzero(~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
+        counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
+        bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
         for index in bad:
-            table[index] = self._looked_at(index, table[index])
+            if self._measured.sampled[index] or not counted[index]:
+                table[index] = self._looked_at(index, table[index])
         books.add(self._rows, table, self._measured.sampled)
         bad = [index for index in bad if table[index, NAN] or table[index, INF]]
         if not bad:

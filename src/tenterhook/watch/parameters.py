@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
-from tenterhook.sinks.statistics import COLUMNS, Measured, Snapshot, is_plain, measure, plain, whole
+from tenterhook.sinks.snapshot import Snapshot
+from tenterhook.sinks.statistics import COLUMNS, Measured, is_plain, measure, plain, whole
 from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Parcel
