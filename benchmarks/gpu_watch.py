@@ -2,8 +2,8 @@
 
 Wall time of ten training steps with the device synchronised before and after, contenders taking turns, minimum of many.
 The steps run one behind the other as they do in training, so that what a watch leaves to the GPU is paid for too.
-Before anything is timed, what our own kernels tell is compared with what PyTorch's operations do. `--tiny` takes a small
-model on the CPU, to see that the script runs. `--page PATH` puts the figures of a run into docs/benchmarks.md.
+Before anything is timed, what our own kernels tell is compared with what PyTorch's operations do. `--tiny` takes a
+small model on the CPU, to see that the script runs. `--page PATH` puts the figures of a run into docs/benchmarks.md.
 """
 
 from __future__ import annotations

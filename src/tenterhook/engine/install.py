@@ -23,7 +23,7 @@ from torch import nn
 
 from tenterhook.address.match import Site
 from tenterhook.compiled import begin as compiled
-from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
+from tenterhook.engine.dispatch import direct, general, noted, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
 from tenterhook.sites.module import Argument, argument
@@ -189,11 +189,12 @@ class Tap:
         alone = lane.alone if len(self.lanes) == 1 else None
         if alone is not None and lane.direct is None:
             observer, watch = alone
-            lane.direct = (
-                direct(self, lane, observer, self.original)
-                if watch is None
-                else watched(self, lane, observer, watch, self.original)
-            )
+            if watch is None:
+                lane.direct = direct(self, lane, observer, self.original)
+            elif observer.keep:
+                lane.direct = watched(self, lane, observer, watch, self.original)
+            else:
+                lane.direct = noted(self, lane, watch, self.original)
         if alone is None and len(self.lanes) == 1 and lane.only_inside:
             return within(self, lane, self.body((lane,)))
         return None if alone is None else lane.direct

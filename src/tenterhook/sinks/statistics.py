@@ -138,6 +138,11 @@ class Measured:
         """Take the measured columns of some of the tensors."""
         self._parts.append((members, table))
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the numbers are."""
+        return {table.device for _, table in self._parts}
+
     def send(self) -> None:
         """Begin to copy everything to the host, without waiting."""
         self._parts = [(members, table.to("cpu", non_blocking=True)) for members, table in self._joined()]

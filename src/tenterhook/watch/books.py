@@ -92,9 +92,10 @@ class Books:
     def add(self, rows: Sequence[int], table: Array, sampled: Sequence[bool]) -> None:
         """Take a part of the present step."""
         self._step.append((np.asarray(rows, int), table))
-        for row, part in zip(rows, sampled, strict=True):
-            if part:
-                self.sampled[row] = True
+        if True in sampled:
+            for row, part in zip(rows, sampled, strict=True):
+                if part:
+                    self.sampled[row] = True
 
     def replace(self, rows: Sequence[int]) -> None:
         """Forget what the present step has brought for some rows: it was only provisional."""

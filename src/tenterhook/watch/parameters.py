@@ -58,7 +58,7 @@ class Parameters:
         """What the backward passes of this step have accumulated by now."""
         if "gradients" not in self._options.of:
             return []
-        found = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        found = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         if not found:
             return []
         if self._measured:
