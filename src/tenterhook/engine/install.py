@@ -123,7 +123,8 @@ class Lane:
         self.inner, self.guard, self.part = (), None, None
         if self.direct is not None:
             entries, watch = _places(self.direct.__code__)
-            self.direct.__closure__[entries].cell_contents = {}
+            if entries is not None:
+                self.direct.__closure__[entries].cell_contents = {}
             if watch is not None:
                 self.direct.__closure__[watch].cell_contents = _hand_on
             self.direct = None
@@ -330,10 +331,11 @@ def _caller(frame: FrameType | None) -> nn.Module | None:
 
 
 @functools.cache
-def _places(code: CodeType) -> tuple[int, int | None]:
-    """Where a direct forward holds what it fills and, where it has it, what watches."""
+def _places(code: CodeType) -> tuple[int | None, int | None]:
+    """Where a direct forward holds what it fills and what watches, where it has them."""
     names = code.co_freevars
-    return names.index("entries"), names.index("watch") if "watch" in names else None
+    entries, watch = (names.index(name) if name in names else None for name in ("entries", "watch"))
+    return entries, watch
 
 
 def _hand_on(value: Any, *_: Any) -> Any:

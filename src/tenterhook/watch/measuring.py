@@ -220,6 +220,8 @@ class _Batch:
         rows = [0] * len(self.tensors)
         for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
             rows[index] = row
+        if self._books.slow:
+            self._books.alike.update((row, rows[i]) for row, i in zip(self._rows, self.index, strict=True))
         phase = step * PRIMES[0] % PRIMES[1]
         books = self._books
         measured = measure(
