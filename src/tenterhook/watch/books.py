@@ -152,7 +152,7 @@ class Books:
             self._merge()
             count = len(self._steps)
             bins = self._sketch.host(count) if self._bins is None else self._bins
-            own = bins.any(1)
+            own = bins.sum(1)
             of = [row if own[row] else self.alike.get(row, row) for row in range(count)]
             return [self._plain(row, bins[of[row]]) for row in range(count) if self._steps[row]]
 
