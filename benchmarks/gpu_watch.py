@@ -101,7 +101,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, float]]:
         for name, options in ways(setting).items():
             fused.wanted = not name.endswith(OTHER)
             watch = None if options is None else th.watch(setting.model, **options).start()
-            setting.steps(2)
+            setting.steps(4)
             gc.collect()
             best[name] = min(best.get(name, float("inf")), setting.timed())
             if name not in peak:
