@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, Snapshot, Workspace, measure, plain, spacing, whole
+from tenterhook.sinks.snapshot import Snapshot
+from tenterhook.sinks.statistics import COLUMNS, Workspace, measure, plain, spacing, whole
 
 
 def truth(tensor):

@@ -464,3 +464,12 @@ def test_no_warning_is_given_in_an_ordinary_run():
         ids = torch.arange(8).view(1, 8)
         with th.watch(model, of=("values",)):
             model(ids, labels=ids).loss.backward()
+
+
+def test_a_module_that_gives_what_its_last_child_gave_has_the_same_quantiles():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 50), nn.Tanh()))
+    with th.watch(model) as w:
+        model(torch.randn(20, 4)).sum().backward()
+    assert w.row("1")["quantiles"] == w.row("1.1")["quantiles"]
+    assert w.row("1", "gradients")["quantiles"] == w.row("1.1", "gradients")["quantiles"]
+    assert w.row("1")["quantiles"]["0.99"] > w.row("1")["quantiles"]["0.5"]

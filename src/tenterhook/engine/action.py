@@ -61,7 +61,7 @@ class Direct(Protocol):
     """An observer that lets dispatch store a plain tensor itself, without a call.
 
     ``entries`` takes ``(tensor, version)`` under the call's index, or what ``kept`` makes of any other value; at most
-    ``keep`` of them stay.
+    ``keep`` of them stay, and none is stored where that is zero and another observer watches the gradient.
     """
 
     entries: dict[int, Any]

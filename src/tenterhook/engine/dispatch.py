@@ -1,9 +1,9 @@
 """The hot path: what runs at each call of a module that a session has touched.
 
 A touched module carries an instance attribute ``forward`` that comes from here, the shortest that does what is asked:
-``direct`` keeps the output, ``watched`` keeps it and its gradient, ``within`` runs a rewritten forward, and ``general``
-does everything else. The short ones fall back to the general one whenever something is out of the ordinary: another
-thread, a recomputation, a copy of the module.
+``direct`` keeps the output, ``watched`` keeps it and its gradient, ``noted`` hands it to what keeps both, ``within``
+runs a rewritten forward, and ``general`` does everything else. The short ones fall back to the general one whenever
+something is out of the ordinary: another thread, a recomputation, a copy of the module.
 
 All leave the value to other libraries' forward hooks first, where there are any: see ``after_foreign_hooks``.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Lane, Tap
     from tenterhook.sites.parameter import Exchange
 
-__all__ = ["direct", "general", "watched", "within"]
+__all__ = ["direct", "general", "noted", "watched", "within"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
@@ -91,6 +91,29 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forw
                 entries[call] = kept if tensor is value else keep_structure(value)
                 if call >= keep:
                     entries.pop(call - keep, None)
+                return own if tensor is value else (own, *value[1:])
+        refuse_traced(module)
+        for enter in lane.enters:
+            enter(call, since, args, kwargs)
+        return leave(tap, [(lane, call)], value)
+
+    return forward
+
+
+def noted(tap: Tap, lane: Lane, watch: Watch, original: Forward) -> Forward:
+    """The same where the second observer keeps all that is kept: nothing is stored here."""
+    module, owner, next_call = tap.module, lane.owner, lane.next_call
+    state = module.__dict__
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != owner or graph_task() != -1 or self is not module or recompute.may_come():
+            return dispatch(tap, self, args, kwargs)
+        call, since = next_call(), sequence_number()
+        value = original(*args, **kwargs)
+        tensor = value if type(value) is Tensor else lone_tensor(value)
+        if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+            own = watch(tensor, call, since, (tensor, tensor._version), value, args, kwargs)
+            if own is not None:
                 return own if tensor is value else (own, *value[1:])
         refuse_traced(module)
         for enter in lane.enters:

@@ -23,7 +23,7 @@ from torch import nn
 
 from tenterhook.address.match import Site
 from tenterhook.compiled import begin as compiled
-from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
+from tenterhook.engine.dispatch import direct, general, noted, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.errors import TenterhookWarning
 from tenterhook.sites.module import Argument, argument, can_be_called
@@ -123,7 +123,8 @@ class Lane:
         self.inner, self.guard, self.part = (), None, None
         if self.direct is not None:
             entries, watch = _places(self.direct.__code__)
-            self.direct.__closure__[entries].cell_contents = {}
+            if entries is not None:
+                self.direct.__closure__[entries].cell_contents = {}
             if watch is not None:
                 self.direct.__closure__[watch].cell_contents = _hand_on
             self.direct = None
@@ -189,11 +190,12 @@ class Tap:
         alone = lane.alone if len(self.lanes) == 1 else None
         if alone is not None and lane.direct is None:
             observer, watch = alone
-            lane.direct = (
-                direct(self, lane, observer, self.original)
-                if watch is None
-                else watched(self, lane, observer, watch, self.original)
-            )
+            if watch is None:
+                lane.direct = direct(self, lane, observer, self.original)
+            elif observer.keep:
+                lane.direct = watched(self, lane, observer, watch, self.original)
+            else:
+                lane.direct = noted(self, lane, watch, self.original)
         if alone is None and len(self.lanes) == 1 and lane.only_inside:
             return within(self, lane, self.body((lane,)))
         return None if alone is None else lane.direct
@@ -337,10 +339,11 @@ def _caller(frame: FrameType | None) -> nn.Module | None:
 
 
 @functools.cache
-def _places(code: CodeType) -> tuple[int, int | None]:
-    """Where a direct forward holds what it fills and, where it has it, what watches."""
+def _places(code: CodeType) -> tuple[int | None, int | None]:
+    """Where a direct forward holds what it fills and what watches, where it has them."""
     names = code.co_freevars
-    return names.index("entries"), names.index("watch") if "watch" in names else None
+    entries, watch = (names.index(name) if name in names else None for name in ("entries", "watch"))
+    return entries, watch
 
 
 def _hand_on(value: Any, *_: Any) -> Any:

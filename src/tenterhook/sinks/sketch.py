@@ -53,14 +53,15 @@ class Sketch:
         self._waiting.clear()
 
     def _count(self, device: torch.device, sample: Tensor, rows: list[int]) -> None:
-        counts = self._room(device, max(rows) + 1)
+        counts = self.room(device, max(rows) + 1)
         bits = sample.view(torch.int32)
         bins = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
         bins += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-        places = torch.tensor(rows, device=device).mul_(BINS).unsqueeze(1) + bins
+        places = torch.tensor(rows).to(device, non_blocking=True).mul_(BINS).unsqueeze(1) + bins
         counts.view(-1).scatter_add_(0, places.view(-1), counts.new_ones(()).expand(places.numel()))
 
-    def _room(self, device: torch.device, rows: int) -> Tensor:
+    def room(self, device: torch.device, rows: int) -> Tensor:
+        """The counts on a device, with room for so many rows."""
         counts = self._counts.get(device)
         if counts is None or counts.shape[0] < rows:
             grown = torch.zeros(max(64, rows * 5 // 4), BINS, dtype=torch.int32, device=device)

@@ -7,6 +7,8 @@ read back to the host before :meth:`Measured.host`, and that is one copy for eve
 A tensor of more than ``limit`` elements is read at ``limit`` places: short runs by a step that is chosen so that they
 are spread evenly over examples, channels and rows alike. Its norm is still that of all elements, and since one NaN or
 Inf makes a norm that is none, nothing non-finite is missed.
+
+On a GPU all this is left to :mod:`tenterhook.sinks.fused`, which reads everything, where it can be.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tenterhook.sinks.fused import Block, serves
+
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
@@ -30,11 +34,13 @@ __all__ = [
     "Array",
     "Measured",
     "Plan",
-    "Snapshot",
     "Workspace",
     "is_plain",
+    "matrix_of",
     "measure",
     "plain",
+    "reduced",
+    "scale_up",
     "spacing",
     "whole",
 ]
@@ -87,13 +93,21 @@ class Plan:
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
         self.kinds = _kinds(tensors)
         self.counts = [tensor.numel() for tensor in tensors]
-        self.sampled = [limit is not None and count > limit for count in self.counts]
-        self.groups = list(_groups(tensors, limit))
+        self.fused = _fused(tensors)  # By type and device: those that kernels of our own read.
+        ours = {index for members in self.fused.values() for index in members}
+        self.sampled = [limit is not None and count > limit and i not in ours for i, count in enumerate(self.counts)]
+        self.groups = list(_groups(tensors, limit, ours))
         self.widths = np.array([min(count, limit or count) for count in self.counts], float)
         self.shares = [
             [self.counts[i] / width for i in members] if self.sampled[members[0]] else []
             for members, width in self.groups
         ]
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple[list[int], Block]]:
+        """What kernels of our own read."""
+        shapes = self.kinds[0]
+        return [(members, Block([shapes[i] for i in members], *kind)) for kind, members in self.fused.items()]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is the plan for these tensors too."""
@@ -104,16 +118,30 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
     return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
 
 
+def _fused(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            found.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return {kind: members for kind, members in found.items() if serves(*kind)}
+
+
 class Measured:
     """What was measured of a list of tensors; it is still on their devices."""
 
     def __init__(self, plan: Plan) -> None:
         self.counts, self.sampled, self._widths = plan.counts, plan.sampled, plan.widths
         self._parts: list[tuple[list[int], Tensor]] = []
+        self.shares: list[tuple[list[int], Array]] = []  # What is to be scaled up from a sample when it is read.
 
     def add(self, members: list[int], table: Tensor) -> None:
         """Take the measured columns of some of the tensors."""
         self._parts.append((members, table))
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the numbers are."""
+        return {table.device for _, table in self._parts}
 
     def send(self) -> None:
         """Begin to copy everything to the host, without waiting."""
@@ -124,7 +152,10 @@ class Measured:
         found = np.zeros((len(self.counts), len(COLUMNS)))
         found[:, COUNT] = self.counts
         for members, table in self._joined():
-            found[np.array(members), MEAN : MEAN + MEASURED] = table.cpu().numpy()
+            found[np.array(members), MEAN : MEAN + table.shape[1]] = table.cpu().numpy()
+        for members, shares in self.shares:
+            found[members, NORM] *= np.sqrt(shares)
+            found[members, ZEROS] *= shares
         quick = found[:, STD] < 0  # Minus the norm of what was read: the spread is still to be told.
         if quick.any():
             square = found[quick, STD] ** 2 / self._widths[quick]
@@ -137,10 +168,10 @@ class Measured:
     """rows whose mean is so far from zero that squares cannot tell their spread"""
 
     def _joined(self) -> list[tuple[list[int], Tensor]]:
-        by_device: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
+        alike: dict[tuple[torch.device, int], list[tuple[list[int], Tensor]]] = {}
         for members, table in self._parts:
-            by_device.setdefault(table.device, []).append((members, table))
-        return [_together(found) for found in by_device.values()]
+            alike.setdefault((table.device, table.shape[1]), []).append((members, table))
+        return [_together(found) for found in alike.values()]
 
 
 def _together(found: list[tuple[list[int], Tensor]]) -> tuple[list[int], Tensor]:
@@ -198,14 +229,19 @@ def measure(
     workspace = workspace or Workspace()
     plan = workspace.plan(tensors, limit, name)
     measured = Measured(plan)
+    for members, block in plan.blocks:
+        ours = [tensors[i] for i in members] if len(members) < len(tensors) else tensors
+        measured.add(members, block.measure(ours))
+        if sketch is not None:
+            block.count(ours, sketch, [rows[i] for i in members], phase)
     for (members, width), shares in zip(plan.groups, plan.shares, strict=True):
         found = [tensors[i] for i in members]
         # The norm first: it reads everything, and what it has read is near for the sample.
         norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if shares else None
-        matrix = _matrix(found, width, phase, workspace)
-        table = _reduced(matrix, workspace, quick=quick)
+        matrix = matrix_of(found, width, phase, workspace)
+        table = reduced(matrix, workspace, quick=quick)
         if norms is not None:
-            _scale_up(table, shares)
+            scale_up(table, shares)
             table[:, NORM - MEAN] = torch.stack(norms)
         measured.add(members, table)
         if sketch is not None:
@@ -213,10 +249,12 @@ def measure(
     return measured
 
 
-def _groups(tensors: Sequence[Tensor], limit: int | None) -> Iterator[tuple[list[int], int]]:
+def _groups(tensors: Sequence[Tensor], limit: int | None, without: set[int]) -> Iterator[tuple[list[int], int]]:
     """Which tensors go into a matrix together, and how wide it is."""
     groups: dict[Key, list[int]] = {}
     for index, tensor in enumerate(tensors):
+        if index in without:
+            continue
         shape = tensor.shape
         # Samples have one length, whatever they are taken of.
         key = shape if limit is None or shape.numel() <= limit else None
@@ -230,7 +268,7 @@ def _groups(tensors: Sequence[Tensor], limit: int | None) -> Iterator[tuple[list
             yield members[start : start + most], width
 
 
-def _matrix(tensors: list[Tensor], width: int, phase: int, workspace: Workspace, which: int = 0) -> Tensor:
+def matrix_of(tensors: list[Tensor], width: int, phase: int, workspace: Workspace, which: int = 0) -> Tensor:
     """The tensors as rows; of those that are too long, ``width`` elements of each."""
     first = tensors[0]
     if first.numel() > width:
@@ -273,7 +311,7 @@ def _unevenness(step: int, runs: int, size: int) -> float:
     return float(np.abs(places - np.arange(runs) / runs).max())
 
 
-def _reduced(matrix: Tensor, workspace: Workspace, *, quick: bool = False) -> Tensor:
+def reduced(matrix: Tensor, workspace: Workspace, *, quick: bool = False) -> Tensor:
     """The measured columns, one row for each of the matrix; ``quick`` leaves the spread to the host."""
     rows, width = matrix.shape
     mean = matrix.mean(1)
@@ -293,7 +331,7 @@ def _kept(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.dtype in KEPT else torch.float32
 
 
-def _scale_up(table: Tensor, shares: list[float]) -> None:
+def scale_up(table: Tensor, shares: list[float]) -> None:
     """The norm and the number of zeros that a sample lets expect of everything."""
     more = torch.tensor(shares, dtype=table.dtype).to(table.device, non_blocking=True)
     table[:, NORM - MEAN] *= more.sqrt()
@@ -317,45 +355,3 @@ def whole(tensor: Tensor) -> Array:
             (mean, spread, low, high, torch.linalg.vector_norm(finite), (finite == 0).sum())
         ).cpu()
     return row
-
-
-class Snapshot:
-    """What some tensors were, so that it can be told how far they have moved; of long ones, at the sampled places."""
-
-    def __init__(self, tensors: Sequence[Tensor], limit: int | None, workspace: Workspace) -> None:
-        self.tensors, self._workspace = list(tensors), workspace
-        self._plan = Plan(self.tensors, limit)
-        self._matrices: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Note what they are now; the memory is that of the last time."""
-        fresh = not self._matrices
-        for place, (members, width) in enumerate(self._plan.groups):
-            now = self._now(members, width)
-            if fresh:
-                self._matrices.append(now.clone())
-            else:
-                self._matrices[place].copy_(now)
-
-    @torch.no_grad()
-    def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
-        """Measure what they are now, and how far they have come; what was noted is used up."""
-        here, moved = Measured(self._plan), Measured(self._plan)
-        for (members, width), shares, matrix in zip(self._plan.groups, self._plan.shares, self._matrices, strict=True):
-            now = self._now(members, width)
-            table = _reduced(now, self._workspace)
-            torch.sub(now, matrix, out=matrix)
-            way = _reduced(matrix, self._workspace)
-            if shares:
-                _scale_up(table, shares)
-                _scale_up(way, shares)
-            here.add(members, table)
-            moved.add(members, way)
-            if sketch is not None:
-                sketch.take(now, [rows[i] for i in members], 0)
-                sketch.take(matrix, [ways[i] for i in members], 0)
-        return here, moved
-
-    def _now(self, members: list[int], width: int) -> Tensor:
-        return _matrix([self.tensors[i] for i in members], width, 0, self._workspace, which=1)

@@ -61,6 +61,7 @@ class Books:
         self.sampled: list[bool] = []
         self.workspace = Workspace()
         self._sketch = Sketch()
+        self.alike: dict[int, int] = {}  # Rows whose tensors were those of another row, which has the samples of both.
         self.slow = True  # Whether what changes slowly is taken in this step.
         self._bins: Array | None = None
         self.pages: deque[Page] = deque(maxlen=pages)
@@ -92,9 +93,10 @@ class Books:
     def add(self, rows: Sequence[int], table: Array, sampled: Sequence[bool]) -> None:
         """Take a part of the present step."""
         self._step.append((np.asarray(rows, int), table))
-        for row, part in zip(rows, sampled, strict=True):
-            if part:
-                self.sampled[row] = True
+        if True in sampled:
+            for row, part in zip(rows, sampled, strict=True):
+                if part:
+                    self.sampled[row] = True
 
     def replace(self, rows: Sequence[int]) -> None:
         """Forget what the present step has brought for some rows: it was only provisional."""
@@ -150,7 +152,9 @@ class Books:
             self._merge()
             count = len(self._steps)
             bins = self._sketch.host(count) if self._bins is None else self._bins
-            return [self._plain(row, bins[row]) for row in range(count) if self._steps[row]]
+            own = bins.sum(1)
+            of = [row if own[row] else self.alike.get(row, row) for row in range(count)]
+            return [self._plain(row, bins[of[row]]) for row in range(count) if self._steps[row]]
 
     def _plain(self, row: int, bins: Array) -> dict[str, Any]:
         kind, address = self.names[row]

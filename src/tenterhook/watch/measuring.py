@@ -45,6 +45,7 @@ __all__ = ["Measuring", "Parcel"]
 
 VALUE, KEPT, CAUGHT = range(3)  # Where a measured tensor comes from.
 GRADIENT = 1  # In a pair of rows.
+NOWHERE = -1  # The place of what is not measured.
 PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from step to step.
 
 
@@ -67,7 +68,7 @@ class Parcel:
     def send(self) -> None:
         """Let the numbers come while training goes on."""
         self.late = True
-        devices = {tensor.device for tensor in self._tensors or () if tensor.is_cuda}
+        devices = [device for device in self._measured.devices if device.type == "cuda"]
         self._measured.send()
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -88,9 +89,11 @@ class Parcel:
         for index in self._measured.drowned:
             if self._tensors is not None:
                 table[index, STD] = float(self._tensors[index].detach().double().std(correction=0))
-        bad = np.flatnonzero(~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
+        counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
+        bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
         for index in bad:
-            table[index] = self._looked_at(index, table[index])
+            if self._measured.sampled[index] or not counted[index]:
+                table[index] = self._looked_at(index, table[index])
         books.add(self._rows, table, self._measured.sampled)
         bad = [index for index in bad if table[index, NAN] or table[index, INF]]
         if not bad:
@@ -134,7 +137,7 @@ class Measuring:
                     real = plain(gradient)
                     if real is not None:
                         row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
-                        batch.add(row, real, (CAUGHT, place), gradient)
+                        batch.add(row, real, (CAUGHT, place))
                         caught[slot, call] = real
             cell.parts.clear()
         if not batch.tensors:
@@ -145,23 +148,35 @@ class Measuring:
     def _from_log(self, log: list[Any], batch: _Batch) -> None:
         """Add what the log holds: values, and the gradients that autograd has kept."""
         values, gradients = "values" in self._options.of, self._ledger.gradients
+        known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
         for place, (slot, path, _, tensor, version, _, _, live) in enumerate(log):
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
                 continue
             slot.seen = True
             rows = slot.rows.get(path) or batch.rows(slot, path)
-            if values:
-                real = tensor if is_plain(tensor) else plain(tensor)
+            found = known.get(id(tensor))
+            if found is not None:  # Of a module and its last child: measured already.
                 slot.size = tensor.nbytes
-                if real is not None and batch.add(rows[0], real, (VALUE, place), tensor) and slot.looks:
-                    self._units.look(slot, real)
+                batch.again(rows, found)
+                continue
+            value = kept = NOWHERE
+            if values:
+                real = _real(tensor)
+                slot.size = tensor.nbytes
+                if real is not None:
+                    value = batch.add(rows[0], real, (VALUE, place))
+                    if slot.looks:
+                        self._units.look(slot, real)
             if live and gradients:
-                gradient = tensor.grad
-                if gradient is not None:
-                    real = gradient if is_plain(gradient) else plain(gradient)
-                    if real is not None:
-                        batch.add(rows[GRADIENT], real, (KEPT, place), gradient)
+                real = _real(tensor.grad)
+                kept = NOWHERE if real is None else batch.add(rows[GRADIENT], real, (KEPT, place))
+            if live:
+                known[id(tensor)] = value, kept
+
+
+def _real(tensor: Tensor | None) -> Tensor | None:
+    return tensor if is_plain(tensor) else plain(tensor)
 
 
 class _Batch:
@@ -183,25 +198,30 @@ class _Batch:
             rows = slot.rows[path] = (self._books.row("values", label), self._books.row("gradients", label))
         return rows
 
-    def add(self, row: int, tensor: Tensor, source: tuple[int, int], original: Tensor) -> bool:
-        """Add a tensor; one that several points share, a module and its last child, is measured once.
-
-        Gives whether it is the first of its points.
-        """
-        known = self._first.get(id(original))
-        new = known is None
-        if known is None:
-            known = self._first[id(original)] = len(self.tensors)
+    def add(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
+        """Add a tensor, and give its place; one that several points share, a module and its last child, has one."""
+        found = self._first.get(id(tensor))
+        if found is None:
+            found = self._first[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.sources.append(source)
         self._rows.append(row)
-        self.index.append(known)
-        return new
+        self.index.append(found)
+        return found
+
+    def again(self, rows: tuple[int, int], places: tuple[int, int]) -> None:
+        """Give another point's rows what is measured at these places."""
+        for row, place in zip(rows, places, strict=True):
+            if place != NOWHERE:
+                self._rows.append(row)
+                self.index.append(place)
 
     def parcel(self, limit: int | None, step: int, explain: Any) -> Parcel:
         rows = [0] * len(self.tensors)
         for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
             rows[index] = row
+        if self._books.slow:
+            self._books.alike.update((row, rows[i]) for row, i in zip(self._rows, self.index, strict=True))
         phase = step * PRIMES[0] % PRIMES[1]
         books = self._books
         measured = measure(
@@ -224,6 +244,10 @@ class _Shared(Measured):
     def __init__(self, measured: Measured, index: list[int]) -> None:
         self._inner, self.index = measured, index
         self.sampled = [measured.sampled[i] for i in index]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return self._inner.devices
 
     def send(self) -> None:
         self._inner.send()

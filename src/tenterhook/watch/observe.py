@@ -108,7 +108,7 @@ class Value:
 
     observes = True
     again = False
-    keep = 1
+    keep = 0  # The log has it already.
 
     def __init__(self, slot: Slot, ledger: Ledger, *, direct: bool, entries: dict[int, Any]) -> None:
         self._slot, self._ledger = slot, ledger

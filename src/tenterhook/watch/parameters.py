@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
-from tenterhook.sinks.statistics import COLUMNS, Measured, Snapshot, is_plain, measure, plain, whole
+from tenterhook.sinks.snapshot import Snapshot
+from tenterhook.sinks.statistics import COLUMNS, Measured, is_plain, measure, plain, whole
 from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Parcel
@@ -57,7 +58,7 @@ class Parameters:
         """What the backward passes of this step have accumulated by now."""
         if "gradients" not in self._options.of:
             return []
-        found = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        found = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         if not found:
             return []
         if self._measured:

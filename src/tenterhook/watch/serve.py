@@ -6,6 +6,7 @@ name that address as their host, so that no other site's script can read it. Eve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -93,9 +94,10 @@ def _handler(watch: Results) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
-            self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
+            self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'; img-src data:")
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # A reader who has gone is no matter for a training run.
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             """Nothing: a training run's terminal is not the place."""

@@ -76,7 +76,8 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
         blackbox: keep the last so many steps on disk, in the file ``to``, and leave them there if anything goes wrong.
         to: that file.
         sample: elements up to which a tensor is read whole; of larger ones so many are read, and all of them for the
-            norm and for NaN and Inf. None reads everything.
+            norm and for NaN and Inf. None reads everything. On a CUDA GPU where Triton is at hand values and
+            gradients are always read whole.
         hold: bytes that may wait to be measured, about; beyond, values are measured while the model runs.
         pages: steps that are kept in memory one by one.
     """

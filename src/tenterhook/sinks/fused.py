@@ -1,0 +1,199 @@
+"""Statistics of many tensors on a GPU in two launches: every element is read, once.
+
+A step of training on a GPU is often held up by the host, and then what a statistic costs is not reading the tensors but
+asking for it: each operation takes the host some microseconds. Here a step's tensors are one array of addresses, and
+one Triton kernel (see :mod:`tenterhook.sinks.kernels`) reads them all. Triton comes with PyTorch for CUDA. Where it is
+missing, or its first kernel fails or is wrong, :mod:`tenterhook.sinks.statistics` does the same with operations of
+PyTorch's; so it does for tensors on other devices and of other types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tenterhook.sinks.sketch import Sketch
+
+__all__ = ["DTYPES", "Block", "Samples", "serves", "why_not"]
+
+DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
+ALIGNED = 16  # Bytes: what a thread reads at a time.
+WARPS = 4
+
+wanted = True
+"""Whether kernels of our own are used at all; benchmarks set it to see the difference."""
+devices = frozenset(["cuda"])
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """What keeps a device from being served; None where nothing does. A first kernel is run and compared."""
+    try:
+        found = Block([torch.Size([5]), torch.Size([70000])], torch.float32, device)
+        some = torch.arange(70000, dtype=torch.float32, device=device).sub_(1000)
+        few = torch.tensor([0.0, 1.0, 2.0, float("nan"), float("inf")]).to(device)
+        table = found.measure([few, some]).cpu().numpy()
+    except Exception as error:  # noqa: BLE001 - a missing compiler, driver or package: each has an error of its own
+        return f"{type(error).__name__}: {error}"
+    true = [[1, (2 / 3) ** 0.5, 0, 2, 5**0.5, 1, 1, 1], [33999.5, 20207.25940, -1000, 68999, 0, 1, 0, 0]]
+    true[1][4] = (70000 * (true[1][0] ** 2 + true[1][1] ** 2)) ** 0.5
+    return None if np.allclose(table, true, rtol=1e-5) else f"the first kernel gave {table.tolist()}"
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensors of a type on a device are measured here."""
+    return wanted and device.type in devices and dtype in DTYPES and why_not(device) is None
+
+
+class Block:
+    """Tensors of one type on one device, measured together; it holds as long as they have the same shapes."""
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        from tenterhook.sinks import kernels
+
+        self._shapes, self._kernels, self.device = shapes, kernels, device
+        self._type = _type(dtype)
+        counts = np.array([shape.numel() for shape in shapes], np.int64)
+        of, nth, first = _cut(counts, kernels.TILE.value * kernels.TILES.value)
+        self._pieces = len(of)
+        self._counts, self._of, self._nth, self._first = (_to(device, part) for part in (counts, of, nth, first))
+        self._found = torch.empty(len(of), kernels.FIELDS.value, dtype=torch.float64, device=device)
+        self._sampled: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None = None
+        self._addresses = _Addresses(device)
+
+    def measure(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One row for each tensor, as ``COLUMNS`` has them from the mean on; it is still on the device."""
+        kernels, addresses = self._kernels, self._addresses(tensors)
+        table = torch.empty(len(tensors), kernels.WIDTH.value, dtype=torch.float64, device=self.device)
+        with _on(self.device):
+            kernels.pieces[(self._pieces,)](
+                addresses, self._counts, self._of, self._nth, self._found, self._type, num_warps=WARPS
+            )
+            kernels.put_together[(len(tensors),)](self._found, self._first, self._counts, table, num_warps=WARPS)
+        return table
+
+    def count(self, tensors: Sequence[Tensor], sketch: Sketch, rows: Sequence[int], phase: int) -> None:
+        """Count a sample of each tensor in a sketch, under these rows."""
+        addresses = self._addresses(tensors)
+        key = (tuple(rows), phase)
+        if self._sampled is None or self._sampled[0] != key:
+            self._sampled = (key, *self._places(rows, phase))
+        _, starts, steps, takes, places = self._sampled
+        counts = sketch.room(self.device, max(rows) + 1)
+        with _on(self.device):
+            self._kernels.bins[(len(tensors),)](
+                addresses, starts, steps, takes, places, counts, self._type, num_warps=1
+            )
+
+    def _places(self, rows: Sequence[int], phase: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from tenterhook.sinks.sketch import SAMPLE
+        from tenterhook.sinks.statistics import spacing
+
+        found = [spacing(tuple(shape), SAMPLE) if shape.numel() > SAMPLE else (1, 1) for shape in self._shapes]
+        starts = np.array([phase % room for _, room in found], np.int64)
+        steps = np.array([step for step, _ in found], np.int64)
+        takes = np.array([min(SAMPLE, shape.numel()) for shape in self._shapes], np.int64)
+        numbers = (starts, steps, takes, np.array(rows, np.int64))
+        return tuple(_to(self.device, part) for part in numbers)  # type: ignore[return-value]
+
+
+class Samples:
+    """The sampled places of some tensors side by side, so that it can be told how far they have moved."""
+
+    def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
+        from tenterhook.sinks import kernels
+        from tenterhook.sinks.statistics import RUN, spacing
+
+        self._kernels, self._type, self._tensors = kernels, _type(tensors[0].dtype), tensors
+        device = self.device = tensors[0].device
+        counts = np.array([tensor.numel() for tensor in tensors], np.int64)
+        widths = counts if limit is None else np.minimum(counts, max(RUN, limit // RUN * RUN))
+        steps = [
+            spacing(tuple(tensor.shape), width // RUN, RUN)[0] if width < tensor.numel() else RUN
+            for tensor, width in zip(tensors, widths.tolist(), strict=True)
+        ]
+        offsets = np.r_[0, np.cumsum(-(-widths // RUN) * RUN)]
+        of, nth, _ = _cut(widths, kernels.TILE.value)
+        self._pieces = len(of)
+        self.shares = counts / widths
+        numbers = (np.array(steps, np.int64), widths, offsets[:-1], of, nth)
+        self._plan = tuple(_to(device, part) for part in numbers)
+        self._addresses = _Addresses(device)
+        self._now, self._before = (torch.zeros(int(offsets[-1]), device=device) for _ in range(2))
+        self.here = [self._now[o : o + w] for o, w in zip(offsets.tolist(), widths.tolist(), strict=False)]
+        self.moved = [self._before[o : o + w] for o, w in zip(offsets.tolist(), widths.tolist(), strict=False)]
+        self.block = Block([part.shape for part in self.here], torch.float32, device)
+        self.ways = Block([part.shape for part in self.here], torch.float32, device)
+
+    def take(self) -> None:
+        """Note what the tensors are now."""
+        self._gather(self._before)
+
+    def move(self) -> None:
+        """Put what they are now into ``here``, and how far they have come since into ``moved``."""
+        self._gather(self._now)
+        torch.sub(self._now, self._before, out=self._before)
+
+    def _gather(self, out: Tensor) -> None:
+        steps, widths, offsets, of, nth = self._plan
+        addresses = self._addresses(self._tensors)
+        with _on(self.device):
+            self._kernels.gather[(self._pieces,)](
+                addresses, steps, widths, offsets, of, nth, out, self._type, num_warps=WARPS
+            )
+
+
+class _Addresses:
+    """Where tensors lie, as an array on their device; mostly they lie where those of the last step lay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: list[int] = []
+        self._array: Tensor | None = None
+        self._copies: list[Tensor] = []
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
+        # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
+        # reads them was asked for before anything that could write there.
+        self._copies = []
+        for place, address in enumerate(found):
+            if address % ALIGNED:
+                copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
+                self._copies.append(copy)
+                found[place] = copy.data_ptr()
+        if found != self._last or self._array is None:
+            self._last, self._array = found, _to(self._device, np.array(found, np.int64))
+        return self._array
+
+
+def _cut(counts: Any, size: int) -> tuple[Any, Any, Any]:
+    """Pieces of so many elements: of which tensor each is, which of its pieces, and each tensor's first."""
+    many = -(-counts // size)
+    first = np.r_[0, np.cumsum(many)]
+    of = np.repeat(np.arange(len(counts)), many)
+    return of.astype(np.int32), (np.arange(len(of)) - first[of]).astype(np.int32), first.astype(np.int32)
+
+
+def _to(device: torch.device, numbers: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device, non_blocking=True)
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the device that is current."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

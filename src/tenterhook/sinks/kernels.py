@@ -1,0 +1,208 @@
+"""The Triton kernels of :mod:`tenterhook.sinks.fused`; nothing else imports this, because Triton may not be there.
+
+All take many tensors in one launch: an array of addresses, and beside it what each tensor needs. A tensor is cut into
+pieces of ``TILE * TILES`` elements, and a program reads one piece once, keeping its numbers in registers. Sums are
+taken of the distance from the mean of the piece's first tile, so that a mean far from zero drowns nothing, and of very
+large or very small numbers after a scaling by a power of two, so that their squares are still numbers. The pieces of a
+tensor are then put together in double precision.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tenterhook.sinks.sketch import BASE, HALF, SAMPLE, SHIFT
+from tenterhook.sinks.statistics import RUN
+
+__all__ = ["FIELDS", "TILE", "TILES", "WIDTH", "bins", "gather", "pieces", "put_together"]
+
+TILE, TILES = tl.constexpr(1024), tl.constexpr(32)
+AT_ONCE = tl.constexpr(4)  # Tiles whose reads are under way together.
+MANY = tl.constexpr(128)  # Pieces that are put together at a time.
+TINY, GROW = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
+HUGE, SHRINK = tl.constexpr(2.0**60), tl.constexpr(2.0**-100)
+FIELDS = tl.constexpr(8)  # Of a piece: finite elements, mean, squares about it, min, max, zeros, NaN, and one spare.
+WIDTH = tl.constexpr(8)  # Of a tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
+RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
+SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
+jit: Any = triton.jit
+
+
+@jit
+def _tile(base, places, end, MASKED: tl.constexpr):
+    """The numbers at some places, whether each is finite, and whether it is there at all."""
+    if MASKED:
+        there = places < end
+        x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+        finite = (tl.abs(x) < float("inf")) & there
+    else:
+        x = tl.load(base + places).to(tl.float32)
+        there = places == places  # True everywhere, in the right shape.
+        finite = tl.abs(x) < float("inf")
+    return x, finite, there
+
+
+@jit
+def _piece(
+    base,
+    begin,
+    end,
+    out,
+    MASKED: tl.constexpr,
+):
+    """Measure the elements of a tensor from ``begin`` on, and write the fields of the piece."""
+    lane = tl.arange(0, TILE)
+    early, usable, _ = _tile(base, begin + lane, end, MASKED)
+    early = tl.where(usable, early, 0.0)
+    size = tl.max(tl.abs(early), 0)
+    small = (size < TINY) & (size > 0.0)
+    scale = tl.where(size > HUGE, SHRINK, tl.where(small, GROW, 1.0))
+    shift = tl.sum(early * scale, 0) / tl.maximum(tl.sum(usable.to(tl.float32), 0), 1.0)
+    apart = tl.zeros((TILE,), tl.float32)
+    square = tl.zeros((TILE,), tl.float32)
+    low = tl.full((TILE,), float("inf"), tl.float32)
+    high = tl.full((TILE,), float("-inf"), tl.float32)
+    tally = tl.zeros((TILE,), tl.int32)  # Finite ones, zeros and NaN, ten bits for each.
+    for group in range(TILES // AT_ONCE):
+        for part in tl.static_range(0, AT_ONCE):
+            place = begin + (group * AT_ONCE + part) * TILE
+            x, finite, there = _tile(base, place + lane, end, MASKED)
+            off = tl.where(finite, x * scale - shift, 0.0)
+            apart += off
+            square += off * off
+            low = tl.minimum(low, tl.where(finite, x, float("inf")))
+            high = tl.maximum(high, tl.where(finite, x, float("-inf")))
+            zero, none = (x == 0.0) & there, x != x  # NaN alone is not equal to itself.
+            tally += finite.to(tl.int32) + zero.to(tl.int32) * 1024 + none.to(tl.int32) * 1048576
+    count = tl.sum(tally & 1023, 0).to(tl.float64)
+    some = tl.maximum(count, 1.0)
+    unit = scale.to(tl.float64)
+    total = tl.sum(apart, 0).to(tl.float64)
+    tl.store(out, count)
+    tl.store(out + 1, (shift.to(tl.float64) + total / some) / unit)
+    tl.store(out + 2, tl.maximum(tl.sum(square, 0).to(tl.float64) - total * total / some, 0.0) / unit / unit)
+    tl.store(out + 3, tl.min(low, 0).to(tl.float64))
+    tl.store(out + 4, tl.max(high, 0).to(tl.float64))
+    tl.store(out + 5, tl.sum((tally >> 10) & 1023, 0).to(tl.float64))
+    tl.store(out + 6, tl.sum(tally >> 20, 0).to(tl.float64))
+
+
+@jit
+def pieces(
+    addresses,
+    counts,
+    of,
+    nth,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Measure one piece: ``of`` says of which tensor, ``nth`` which of its pieces."""
+    piece = tl.program_id(0)
+    which = tl.load(of + piece)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    base = tl.multiple_of(base, 16)
+    end = tl.load(counts + which)
+    begin = tl.load(nth + piece).to(tl.int64) * (TILE * TILES)
+    if begin + TILE * TILES <= end:
+        _piece(base, begin, end, out + piece * FIELDS, False)
+    else:
+        _piece(base, begin, end, out + piece * FIELDS, True)
+
+
+@jit
+def put_together(
+    found,
+    first,
+    counts,
+    out,
+):
+    """Put the pieces of one tensor together, ``first[which]`` to ``first[which + 1]``."""
+    which = tl.program_id(0)
+    begin, end = tl.load(first + which), tl.load(first + which + 1)
+    lane = tl.arange(0, MANY)
+    count = tl.zeros((MANY,), tl.float64)
+    total = tl.zeros((MANY,), tl.float64)
+    zeros = tl.zeros((MANY,), tl.float64)
+    none = tl.zeros((MANY,), tl.float64)
+    low = tl.full((MANY,), float("inf"), tl.float64)
+    high = tl.full((MANY,), float("-inf"), tl.float64)
+    for start in range(begin, end, MANY):
+        there = start + lane < end
+        at = found + (start + lane) * FIELDS
+        number = tl.load(at, mask=there, other=0.0)
+        count += number
+        total += number * tl.load(at + 1, mask=there, other=0.0)
+        low = tl.minimum(low, tl.load(at + 3, mask=there, other=float("inf")))
+        high = tl.maximum(high, tl.load(at + 4, mask=there, other=float("-inf")))
+        zeros += tl.load(at + 5, mask=there, other=0.0)
+        none += tl.load(at + 6, mask=there, other=0.0)
+    finite = tl.sum(count, 0)
+    some = tl.maximum(finite, 1.0)
+    mean = tl.sum(total, 0) / some
+    square = tl.zeros((MANY,), tl.float64)
+    for start in range(begin, end, MANY):
+        there = start + lane < end
+        at = found + (start + lane) * FIELDS
+        off = tl.load(at + 1, mask=there, other=0.0) - mean
+        square += tl.load(at + 2, mask=there, other=0.0) + tl.load(at, mask=there, other=0.0) * off * off
+    spread = tl.sum(square, 0)
+    nan = tl.sum(none, 0)
+    line = out + which * WIDTH
+    tl.store(line, mean)
+    tl.store(line + 1, tl.sqrt(spread / some))
+    tl.store(line + 2, tl.where(finite > 0, tl.min(low, 0), float("nan")))
+    tl.store(line + 3, tl.where(finite > 0, tl.max(high, 0), float("nan")))
+    tl.store(line + 4, tl.sqrt(spread + finite * mean * mean))
+    tl.store(line + 5, tl.sum(zeros, 0))
+    tl.store(line + 6, nan)
+    tl.store(line + 7, tl.load(counts + which).to(tl.float64) - finite - nan)
+
+
+@jit
+def bins(
+    addresses,
+    starts,
+    steps,
+    takes,
+    rows,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Count a sample of one tensor in the bins of its row of a sketch."""
+    which = tl.program_id(0)
+    lane = tl.arange(0, SAMPLE_)
+    there = lane < tl.load(takes + which)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    places = tl.load(starts + which) + lane * tl.load(steps + which)
+    x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    found = ((bits & 0x7FFFFFFF) >> SHIFT_) - BASE_
+    found = tl.minimum(tl.maximum(found, 0), HALF_ - 1) + tl.where(bits < 0, HALF_, 0)
+    row = tl.load(rows + which)
+    tl.atomic_add(out + row * (2 * HALF_) + found, tl.full((SAMPLE_,), 1, tl.int32), mask=there)
+
+
+@jit
+def gather(
+    addresses,
+    steps,
+    widths,
+    offsets,
+    of,
+    nth,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Lay the sampled places of one tensor side by side, from ``offsets[which]`` on."""
+    piece = tl.program_id(0)
+    which = tl.load(of + piece)
+    place = tl.load(nth + piece).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = place < tl.load(widths + which)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    source = place // RUN_ * tl.load(steps + which) + place % RUN_
+    x = tl.load(base + source, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + tl.load(offsets + which) + place, x, mask=there)

@@ -1,0 +1,76 @@
+"""The live page of a watch in a real Chromium."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from playwright.sync_api import expect, sync_playwright
+from torch import nn
+
+import tenterhook as th
+
+NO_CHROMIUM = "the tests of the page need Chromium: apt-get install chromium, or set CHROMIUM to its path"
+
+
+@pytest.fixture
+def page():
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not path:
+        pytest.fail(NO_CHROMIUM)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # Root has no sandbox.
+        page = browser.new_page()
+        page.wrong = []
+        page.on("console", lambda message: page.wrong.append(message.text))
+        page.on("pageerror", lambda error: page.wrong.append(str(error)))
+        yield page
+        browser.close()
+
+
+def test_the_page_shows_a_watch_while_it_runs(page):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("<img src=x>", nn.Linear(4, 8))
+    model.add_module("act", nn.Tanh())
+    model.add_module("head", nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(value=1.0):
+        optimizer.zero_grad()
+        model(torch.full((6, 4), value)).square().mean().backward()
+        optimizer.step()
+
+    with th.watch(model, optimizer=optimizer, on_nan="record", thresholds={"saturated": 0.0}) as w:
+        train()
+        train()
+        page.goto(w.serve())
+        expect(page.locator("#state")).to_have_text("2 steps, 20 rows, 1 finding")
+        expect(page.locator("#rows tr")).to_have_count(4)
+        assert page.locator("#rows td:first-child").all_inner_texts() == ["<img src=x>", "act", "head", ":return"]
+        assert page.locator("img").count() == 0  # A name is text and nothing else.
+        expect(page.locator("#rows polyline")).to_have_count(4)
+        assert page.locator("#rows rect").count() > 4
+        expect(page.locator("#findings summary")).to_have_text("saturated activation at 1 point")
+        shown = page.locator("#rows tr", has_text="head").locator("td").all_inner_texts()
+        assert float(shown[5]) == pytest.approx(w.row("head")["last"]["norm"], rel=0.01)
+
+        page.locator("#kinds button", has_text="parameters").click()
+        expect(page.locator("#rows tr")).to_have_count(4)
+        page.locator("#head button", has_text="norm").click()
+        expect(page.locator("#head [aria-sort=descending]")).to_have_text("norm")
+        norms = [float(row.locator("td").nth(5).inner_text()) for row in page.locator("#rows tr").all()]
+        assert norms == sorted(norms, reverse=True)
+        page.fill("#find", "bias")
+        expect(page.locator("#rows tr")).to_have_count(2)
+        page.fill("#find", "no such thing")
+        expect(page.locator("#none")).to_have_text("Nothing of that name.")
+        page.fill("#find", "")
+        page.locator("#kinds button", has_text="values").click()
+
+        train(float("nan"))
+        expect(page.locator("#state")).to_contain_text("3 steps")  # Without a reload.
+        expect(page.locator("#wrong")).to_contain_text("came in with what the model was given")
+        expect(page.locator("#rows tr.bad")).to_have_count(4)
+        assert page.wrong == []
+    expect(page.locator("#state")).to_contain_text("the watch has ended")
