@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.utils import counters
 
 from tenterhook._tree import map_tensors, tensors

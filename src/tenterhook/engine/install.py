@@ -25,7 +25,7 @@ from tenterhook.address.match import Site
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, stop_at, watched, within
 from tenterhook.engine.inside import inside
-from tenterhook.errors import TenterhookWarning
+from tenterhook.errors import SessionError, TenterhookWarning
 from tenterhook.sites.module import Argument, argument
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ SHARED = (
     "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
     "threads, so that this call uses the edited one too. Give each thread a model of its own, or edit outputs instead."
 )
+
+SCRIPTED = (
+    "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
+    "in place of the model's. Close the session first."
+)
+SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
 
 _lock = threading.RLock()
 _keys = itertools.count()
@@ -182,7 +188,10 @@ class Tap:
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
         function.tap = self
-        self.method = self.module.__dict__["forward"] = MethodType(function, self.module)
+        state = self.module.__dict__
+        self.method = state["forward"] = MethodType(function, self.module)
+        if SCRIPT not in state:
+            state[SCRIPT] = MethodType(_scripted, self.module)
 
     def _direct(self) -> Any:
         lane = self.lanes[0]
@@ -210,6 +219,8 @@ class Tap:
             for key in tuple(self.waiting):
                 state["_forward_hooks"].pop(key, None)
             self.waiting.clear()
+        if getattr(state.get(SCRIPT), "__func__", None) is _scripted:
+            del state[SCRIPT]
         if not self.in_place:
             self.silence()
         elif self.own is None:
@@ -313,6 +324,20 @@ def _tap_of(module: nn.Module) -> Tap | None:
         tap.let_go(module)
         return None
     return tap if forward is tap.method else None
+
+
+def _scripted(module: nn.Module) -> Any:
+    """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
+    if _tap_of(module) is not None:
+        raise SessionError(SCRIPTED.format(kind=type(module).__name__))
+    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is _scripted:
+        del module.__dict__[SCRIPT]
+    prepare = getattr(type(module), SCRIPT, None)
+    return module if prepare is None else prepare(module)
+
+
+# A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.
+_scripted.__name__ = "to"
 
 
 _CALLS: set[CodeType] = {nn.Module._call_impl.__code__}
