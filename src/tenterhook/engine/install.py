@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.session import Session
     from tenterhook.sites.parameter import Exchange
 
-__all__ = ["Lane", "Tap", "attach", "borrow", "detach", "give_back"]
+__all__ = ["SCRIPT", "Lane", "Tap", "allow_script", "attach", "borrow", "detach", "give_back", "refuse_script"]
 
 SHARED = (
     "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
@@ -188,10 +188,8 @@ class Tap:
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
         function.tap = self
-        state = self.module.__dict__
-        self.method = state["forward"] = MethodType(function, self.module)
-        if SCRIPT not in state:
-            state[SCRIPT] = MethodType(_scripted, self.module)
+        self.method = self.module.__dict__["forward"] = MethodType(function, self.module)
+        refuse_script(self.module)
 
     def _direct(self) -> Any:
         lane = self.lanes[0]
@@ -219,8 +217,7 @@ class Tap:
             for key in tuple(self.waiting):
                 state["_forward_hooks"].pop(key, None)
             self.waiting.clear()
-        if getattr(state.get(SCRIPT), "__func__", None) is _scripted:
-            del state[SCRIPT]
+        allow_script(self.module)
         if not self.in_place:
             self.silence()
         elif self.own is None:
@@ -326,12 +323,24 @@ def _tap_of(module: nn.Module) -> Tap | None:
     return tap if forward is tap.method else None
 
 
+def refuse_script(module: nn.Module) -> None:
+    """Let torch.jit.script find an error at a touched module."""
+    state = module.__dict__
+    if SCRIPT not in state:
+        state[SCRIPT] = MethodType(_scripted, module)
+
+
+def allow_script(module: nn.Module) -> None:
+    """Undo that."""
+    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is _scripted:
+        del module.__dict__[SCRIPT]
+
+
 def _scripted(module: nn.Module) -> Any:
     """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
     if _tap_of(module) is not None:
         raise SessionError(SCRIPTED.format(kind=type(module).__name__))
-    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is _scripted:
-        del module.__dict__[SCRIPT]
+    allow_script(module)
     prepare = getattr(type(module), SCRIPT, None)
     return module if prepare is None else prepare(module)
 
