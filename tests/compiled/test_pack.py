@@ -40,7 +40,7 @@ def outputs(seen):
     return backend
 
 
-@pytest.mark.parametrize("way", [outer, itself, child])
+@pytest.mark.parametrize("way", [outer, pytest.param(itself, marks=pytest.mark.slow), child])
 def test_every_kind_of_point_is_what_it_was(way):
     call, target, at = way(net(), backend="aot_eager", fullgraph=True)
     plain = net()
