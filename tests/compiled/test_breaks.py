@@ -133,3 +133,36 @@ def test_nothing_that_was_recorded_outlives_the_tape():
     run()
     with no_leak():
         run()
+
+
+@pytest.mark.parametrize("opened", ["before the first call", "after it"])
+def test_a_replay_serves_calls_of_a_compiled_model_outside_its_graphs(opened):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.Linear(3, 1))
+    call = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        with th.edit(model, {"2": th.scale(2.0)}):
+            wanted = model(X)
+        if opened == "after it":
+            call(X)
+        with th.record(model, replay=True) as tape:
+            plain = call(X)
+        session = th.replay(model, tape)
+        with session, th.edit(model, {"2": th.scale(2.0)}):
+            found = [call(X), call(X)]
+        assert session.served.calls == {"0": 2, "1": 2, "2": 2}
+        assert close(call(X), plain)
+    assert close(plain, model(X))
+    assert all(close(each, wanted) for each in found)
+
+
+def test_a_replay_of_a_model_that_must_be_one_graph_says_why_not():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        with th.record(model, replay=True) as tape:
+            model(X)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="whether a call is served"), th.replay(model, tape):
+            call(X)
+        assert close(call(X), model(X))

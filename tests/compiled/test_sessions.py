@@ -12,6 +12,10 @@ from tenterhook.testing import untouched
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 
 
+# The others are much like one of these.
+MOST = [pytest.param(way, marks=pytest.mark.slow) if way in (inner, itself) else way for way in WAYS]
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
@@ -39,7 +43,7 @@ POINTS = ["b0", "b1.act", "b0.attend", "b1:in", "b1.attend:scale", "b0:y", "b1.a
 POINTS += ["b0.attend:mix():scores"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MOST)
 def test_every_kind_of_point_is_recorded_in_one_full_graph(way, opened):
     call, target, at = made(way, opened)
     plain = net()
@@ -56,7 +60,7 @@ def test_every_kind_of_point_is_recorded_in_one_full_graph(way, opened):
         assert type(tape[at + name]) is type(wanted[name])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MOST)
 def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     call, target, at = made(way)
     begun = graphs()

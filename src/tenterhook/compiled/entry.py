@@ -23,6 +23,7 @@ from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_lis
 from torch._dynamo.exc import Unsupported
 
 from tenterhook.address.walk import find
+from tenterhook.compiled.pack import pack
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import EditError, Stopped
 
@@ -38,6 +39,7 @@ UNTRACED = (
     "alone, or let it run outside: th.edit(..., opaque=True)."
 )
 STOPPED = "tenterhook stopped"
+WRAPPED = 6  # At most so many wrappers of Dynamo's own around a backend.
 OWN_FILES.add(__file__)
 
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
@@ -79,15 +81,28 @@ def _was_compiled(module: nn.Module) -> bool:
 
 def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:
     """A forward for a module at which compiled code may begin; where none does, it is the engine's own."""
-    run = _copy(tap)
+    known: Any = None
+    run: Callable[..., Any] = _run
+    reels: tuple[Any, ...] = ()
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not callable(get_eval_frame_callback()) or self is not tap.module:
+        nonlocal known, run, reels
+        callback = get_eval_frame_callback()
+        if not callable(callback) or self is not tap.module:
             return eager(self, *args, **kwargs)
-        if not any(lane.owner == get_ident() for lane in tap.lanes):
+        if callback is not known:
+            known = callback
+            found = [lane.session.reel for lane in tap.lanes if lane.session.reel is not None]
+            reels = tuple(found) if replays(callback) else ()
+            run = _copy(tap, packs=bool(reels))
+        me = get_ident()
+        for lane in tap.lanes:
+            if lane.owner == me:
+                break
+        else:
             return _apart(eager, self, args, kwargs)
         try:
-            value = run(self, inlined, args, kwargs)
+            value = run(self, inlined, reels, args, kwargs)
         except Unsupported as error:
             named = _named(tap, error)
             if named is None:
@@ -100,23 +115,37 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
     return forward
 
 
+def replays(callback: Any) -> bool:
+    """Whether what is compiled with this callback becomes CUDA graphs, which give out buffers that they use again."""
+    for _ in range(WRAPPED):
+        settings = getattr(callback, "config", None)
+        if isinstance(settings, dict) and "triton.cudagraphs" in settings:
+            return bool(settings["triton.cudagraphs"])
+        inner = getattr(callback, "_torchdynamo_orig_backend", None)  # Its name differs between versions.
+        callback = inner or getattr(callback, "_torchdynamo_orig_callable", None)
+    return False
+
+
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
     return eager(module, *args, **kwargs)
 
 
-def _run(self: nn.Module, inlined: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(self: nn.Module, inlined: Callable[..., Any], reels: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
     """Compiled, in a copy of its own for each plan. Guards on a module are cheapest where it is an argument itself."""
     try:
-        return inlined(self, *args, **kwargs)
+        value = inlined(self, *args, **kwargs)
     except Stopped:
-        return STOPPED
+        value = STOPPED
+    for reel in reels:
+        pack(reel)
+    return value
 
 
-def _copy(tap: Tap) -> Callable[..., Any]:
+def _copy(tap: Tap, *, packs: bool) -> Callable[..., Any]:
     known = _copies.setdefault(tap.module, collections.OrderedDict())
-    key = tuple([lane.session.plan_key for lane in tap.lanes])
+    key = (packs, *[lane.session.plan_key for lane in tap.lanes])
     made = known.get(key)
     if made is None:
         made = known[key] = FunctionType(_run.__code__.replace(), globals(), "run")

@@ -116,10 +116,11 @@ class Bound:
 
 
 class Part:
-    """What one session does at one module. The tracer reads all but ``lane``, ``bound`` and ``running``."""
+    """What one session does at one module. The tracer reads none of ``lane``, ``bound``, ``recorder``, ``running``."""
 
     __slots__ = (
-        "bound", "edits_in", "edits_out", "inner", "lane", "looks_in", "looks_out", "reel", "running", "swaps",
+        "bound", "edits_in", "edits_out", "inner", "key", "lane", "looks_in", "looks_out", "recorder", "reel",
+        "running", "swaps",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, reel: Reel) -> None:
@@ -134,6 +135,8 @@ class Part:
         self.inner = tuple([Step(binding, lane) for binding in lane.inner])
         self.swaps = tuple([_exchanged(swap, lane, reel) for swap in lane.swaps])
         self.bound.swapped = tuple([swap.binding for swap in self.swaps])
+        self.key = reel.key_for(self)
+        self.recorder: Any = self.bound.looks_out[0].action if self.only_output else None
 
     @property
     def empty(self) -> bool:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.utils import counters
 
 from tenterhook._tree import map_tensors, tensors
+from tenterhook.compiled.pack import follow, route, unpacked
 from tenterhook.engine.action import Context
 from tenterhook.sites.module import MISSING
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bell", "Reel"]
 
+PACKED_LENGTH = 3
 _tokens = itertools.count(1)
 _NO_TOKEN = torch.zeros((), dtype=torch.int64, device="cpu")
 
@@ -55,13 +58,15 @@ class Bell:
 class Reel:
     """What one session's traced code writes to.
 
-    ``chain`` is a chain of ``(before, part, phase, values, count)``, empty between calls; ``count`` is that of the
-    gradients to come, and ``token`` names this run for them. ``left`` has the points that a stop still waits for.
+    ``chain`` is a chain of ``(before, key, phase, values, count)``, empty between calls; ``count`` is that of the
+    gradients to come, and ``token`` names this run for them. What :mod:`tenterhook.compiled.pack` leaves is ``(items,
+    packs, count)``. ``left`` has the points that a stop still waits for. Parts are named by keys: constants cost
+    nothing, while the way to an object goes through the whole model, for every one and with every call.
     """
 
     __slots__ = (
-        "__weakref__", "bell", "calls", "chain", "error", "left", "recompiled", "seen", "session",
-        "since", "strangers", "swaps", "token",
+        "__weakref__", "bell", "calls", "chain", "error", "left", "parts", "recompiled", "route", "seen",
+        "session", "since", "strangers", "swaps", "token",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -71,6 +76,8 @@ class Reel:
         self.token = new_token()
         self.error: Exception | None = None
         self.calls = self.recompiled = self.strangers = 0
+        self.parts: dict[str, Part] = {}
+        self.route: tuple[Any, Any] = (None, None)
         self.swaps: dict[int, Any] = {}
         self.since = _made()
         self.seen = self.since[0]
@@ -79,6 +86,14 @@ class Reel:
     def wait_for(self, left: tuple[str, ...]) -> None:
         """Say which points a stop waits for."""
         self.left = left
+
+    def key_for(self, part: Part) -> str:
+        """A name for a part, the same in every session with the same plan."""
+        key = part.lane.path
+        while key in self.parts:
+            key += "'"
+        self.parts[key] = part
+        return key
 
     def take(self) -> None:
         """Hand what a graph has brought to the session's actions, as if each value had just passed."""
@@ -91,19 +106,35 @@ class Reel:
         if made != self.seen:
             self.seen = made
             self.recompiled += self.calls > 1
-        items: list[Any] = []
-        brought = chain[4]
-        while chain:
-            chain, part, phase, values, _ = chain
-            items.append((part, phase, values))
-        items.reverse()
-        token = int(self.token)
-        if brought:
-            self.token = new_token()
-        if get_ident() != items[0][0].lane.owner:
-            self.strangers += 1
-            return
-        _hand_over(_owned(items), token)
+        token = 0
+        if chain[-1]:
+            token, self.token = int(self.token), new_token()
+        if len(chain) == PACKED_LENGTH:
+            self._take_packed(chain[0], chain[1], token)
+        else:
+            self._hand_over(_owned(_unrolled(chain)), token)
+
+    def _take_packed(self, items: Any, packs: Any, token: int) -> None:
+        known, found = self.route
+        if items is not known:  # A constant of the graph, unless there is a tensor in it.
+            found = route(items, self.parts)
+            self.route = items if found is not None else None, found
+        if found is None:
+            self._hand_over(unpacked(items, packs), token)
+        elif self._is_mine(items):
+            follow(found, packs)
+
+    def _hand_over(self, items: list[Any], token: int) -> None:
+        """Let the actions of each part see what passed, in the order in which it did."""
+        parts = self.parts
+        if self._is_mine(items):
+            for key, phase, values in items:
+                _PHASES[phase](parts[key], values, token)
+
+    def _is_mine(self, items: Any) -> bool:
+        mine = get_ident() == self.parts[items[0][0]].lane.owner
+        self.strangers += not mine
+        return mine
 
     def counted(self) -> tuple[int, int]:
         """The graphs that were made and the breaks that were met since it was opened."""
@@ -114,16 +145,20 @@ class Reel:
         """Nothing is written to it any more, and it keeps nothing."""
         self.session = None
         self.swaps.clear()
+        self.parts.clear()
+        self.route = (None, None)
         self.chain, self.bell, self.left, self.token = (), None, (), _NO_TOKEN
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _rung(reel: Reel) -> None:
-    # An exception cannot leave from here: the session raises it.
+    # What torch._dynamo.disable does, in short: nothing of this is to be compiled.
+    prior = set_eval_frame(None)
     try:
         reel.take()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
+    finally:
+        set_eval_frame(prior)
 
 
 def _made() -> tuple[int, int]:
@@ -133,6 +168,15 @@ def _made() -> tuple[int, int]:
 def new_token() -> Tensor:
     """A number that no other run of a graph has, as a tensor: traced code is given it anew with each run."""
     return torch.tensor(next(_tokens), device="cpu")
+
+
+def _unrolled(chain: Any) -> list[Any]:
+    items: list[Any] = []
+    while chain:
+        chain, key, phase, values, _ = chain
+        items.append((key, phase, values))
+    items.reverse()
+    return items
 
 
 def _owned(items: list[Any]) -> list[Any]:
@@ -148,8 +192,7 @@ def _owned(items: list[Any]) -> list[Any]:
         torch._foreach_copy_(copies, list(found.values()))
     owned = dict(zip(found, copies, strict=True))
     return [
-        (part, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values))
-        for part, phase, values in items
+        (key, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values)) for key, phase, values in items
     ]
 
 
@@ -161,16 +204,9 @@ def _replayed(trees: Any, tensor: Tensor) -> bool:
     return trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
 
 
-def _hand_over(items: list[Any], token: int) -> None:
-    """Let the actions of each part see what passed, in the order in which it did."""
-    for part, phase, values in items:
-        _PHASES[phase](part, values, token)
-
-
 def _kept(part: Part, value: Any, token: int) -> None:  # noqa: ARG001
     """The output of a call, and nothing else was asked for."""
-    lane = part.lane
-    part.bound.looks_out[0].action.taken_at(lane.next_call(), value)  # type: ignore[attr-defined]
+    part.recorder.taken_at(part.lane.next_call(), value)
 
 
 def _entered(part: Part, values: Any, token: int) -> None:

@@ -9,6 +9,7 @@ the same plan finds the code of the first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
@@ -62,20 +63,32 @@ def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any
 
 def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Callable[..., Any]:
     """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
-    reel = part.reel
+    reel, key = part.reel, part.key
+    call = unbound(module, original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
         if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
             torch._dynamo.graph_break(msg=EXPORTED)
-        value = original(*args, **kwargs)
+        value = call(module, *args, **kwargs)
         chain = reel.chain
-        reel.chain = (chain, part, "one", own_copy(value), counted(chain))
+        reel.chain = (chain, key, "one", own_copy(value), counted(chain))
         reel.bell = None
         return value
 
     return forward
+
+
+def unbound(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is given its module: a bound method would cost a guard on whose it is."""
+    if isinstance(original, MethodType) and original.__self__ is module:
+        return original.__func__
+
+    def call(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return call
 
 
 def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...]) -> Callable[..., Any]:
@@ -204,7 +217,7 @@ def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
 def emit(part: Part, phase: str, values: Any, more: int = 0) -> None:
     """Put something on the reel. Assignments are made in the order of the first ones, so the bell rings last."""
     reel = part.reel
-    reel.chain = (reel.chain, part, phase, values, counted(reel.chain) + more)
+    reel.chain = (reel.chain, part.key, phase, values, counted(reel.chain) + more)
     reel.bell = None
 
 

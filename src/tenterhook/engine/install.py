@@ -25,7 +25,7 @@ from tenterhook.address.match import Site
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, noted, stop_at, watched, within
 from tenterhook.engine.inside import inside
-from tenterhook.errors import TenterhookWarning
+from tenterhook.errors import SessionError, TenterhookWarning
 from tenterhook.sites.module import Argument, argument, can_be_called
 
 if TYPE_CHECKING:
@@ -33,12 +33,29 @@ if TYPE_CHECKING:
     from tenterhook.engine.session import Session
     from tenterhook.sites.parameter import Exchange
 
-__all__ = ["Lane", "Tap", "attach", "attach_all", "borrow", "detach", "give_back"]
+__all__ = [
+    "SCRIPT",
+    "Lane",
+    "Tap",
+    "allow_script",
+    "attach",
+    "attach_all",
+    "borrow",
+    "detach",
+    "give_back",
+    "refuse_script",
+]
 
 SHARED = (
     "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
     "threads, so that this call uses the edited one too. Give each thread a model of its own, or edit outputs instead."
 )
+
+SCRIPTED = (
+    "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
+    "in place of the model's. Close the session first."
+)
+SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
 
 _lock = threading.RLock()
 _keys = itertools.count()
@@ -184,6 +201,7 @@ class Tap:
             _sign(function, self.original)
         function.tap = self
         self.method = self.module.__dict__["forward"] = MethodType(function, self.module)
+        refuse_script(self.module)
 
     def _direct(self) -> Any:
         lane = self.lanes[0]
@@ -212,6 +230,7 @@ class Tap:
             for key in tuple(self.waiting):
                 state["_forward_hooks"].pop(key, None)
             self.waiting.clear()
+        allow_script(self.module)
         if not self.in_place:
             self.silence()
         elif self.own is None:
@@ -323,6 +342,32 @@ def _tap_of(module: nn.Module) -> Tap | None:
         tap.let_go(module)
         return None
     return tap if forward is tap.method else None
+
+
+def refuse_script(module: nn.Module) -> None:
+    """Let torch.jit.script find an error at a touched module."""
+    state = module.__dict__
+    if SCRIPT not in state:
+        state[SCRIPT] = MethodType(_scripted, module)
+
+
+def allow_script(module: nn.Module) -> None:
+    """Undo that."""
+    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is _scripted:
+        del module.__dict__[SCRIPT]
+
+
+def _scripted(module: nn.Module) -> Any:
+    """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
+    if _tap_of(module) is not None:
+        raise SessionError(SCRIPTED.format(kind=type(module).__name__))
+    allow_script(module)
+    prepare = getattr(type(module), SCRIPT, None)
+    return module if prepare is None else prepare(module)
+
+
+# A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.
+_scripted.__name__ = "to"
 
 
 _CALLS: set[CodeType] = {nn.Module._call_impl.__code__}

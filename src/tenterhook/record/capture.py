@@ -139,8 +139,12 @@ class Recorder:
 
     def taken_at(self, call: int, value: Any) -> None:
         """The same, in short."""
+        self.entered_at(call, self.policy.keep_own(value))
+
+    def entered_at(self, call: int, entry: Any) -> None:
+        """The same, of what is an entry already."""
         self.passed = True
-        self.entries[call] = self.policy.keep_own(value)
+        self.entries[call] = entry
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
 

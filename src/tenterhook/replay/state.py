@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from tenterhook.engine.install import SCRIPT
 from tenterhook.sites.wrapped import in_transform
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
 
 # What every module has; of these only the children can make it another one. Hooks are looked at apart.
 USUAL = frozenset(nn.Module().__dict__) - {"training"}
+STANDS = frozenset(["forward", SCRIPT])  # Where a session stands in a module.
 SIMPLE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, Tensor)
 OTHER_STATE = "a module in it holds something else than in the recorded run"
 FIXED = frozenset({type(None), bool, int, float, str, bytes})
@@ -77,7 +79,7 @@ class Own:
         self.parameters: Contents = tuple(state["_parameters"].values())
         self.tables = [state, state["_parameters"], state["_buffers"], state["_modules"]]
         self.contents = [self._values, *[tuple(table.values()) for table in self.tables[1:]]]
-        attributes = [value for name, value in state.items() if name not in USUAL and name != "forward"]
+        attributes = [value for name, value in state.items() if name not in USUAL and name not in STANDS]
         found = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
         # A tuple of numbers, as layers keep for their shapes, stays what it is.
         self.below = [(box, inside) for box, inside in found if not _is_fixed(box)]
@@ -183,9 +185,9 @@ def moved(below: list[tuple[Any, Contents, list[nn.Module]]]) -> set[nn.Module]:
 
 
 def _values(state: dict[str, Any]) -> Contents:
-    # A session stands in "forward", and comes and goes.
+    # A session stands there, and comes and goes.
     if "forward" in state:
-        return tuple([value for name, value in state.items() if name != "forward"])
+        return tuple([value for name, value in state.items() if name not in STANDS])
     return tuple(state.values())
 
 

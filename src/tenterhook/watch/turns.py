@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.engine.action import Context
-from tenterhook.engine.install import Lane, Tap, attach, detach
+from tenterhook.engine.install import Lane, Tap, allow_script, attach, detach, refuse_script
 
 if TYPE_CHECKING:
     from tenterhook.watch.session import Watch
@@ -24,6 +24,7 @@ def park(lane: Lane) -> tuple[Lane, Tap | None]:
         detach(lane)
         return lane, None
     del lane.module.__dict__["forward"]
+    allow_script(lane.module)
     lane.tap, lane.over = None, True  # As detach leaves it: a recomputation may still borrow it.
     return lane, tap
 
@@ -38,6 +39,7 @@ def unpark(lane: Lane, tap: Tap | None) -> None:
     else:
         lane.tap = tap
         lane.module.__dict__["forward"] = tap.method
+        refuse_script(lane.module)
 
 
 class Begins:
