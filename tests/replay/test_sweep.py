@@ -371,3 +371,16 @@ def test_comparisons_that_hold_cost_no_second_run(monkeypatch, gpt2):
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(gpt2, case.edits):
             torch.testing.assert_close(value, difference(gpt2(IDS, use_cache=False)))
+
+
+def test_a_heat_map_and_a_frame_show_every_case(gpt2):
+    cases = th.grid(lambda layer, by: {f"transformer.h.{layer}": th.scale(by)}, layer=range(2), by=[0.0, 2.0, 3.0])
+    found = th.sweep(gpt2, cases, difference, IDS, use_cache=False)
+    figure = found.heatmap(title="scaled")
+    image = figure.axes[0].images[0]
+    assert torch.equal(torch.tensor(image.get_array()), found.grid)
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["0.0", "2.0", "3.0"]
+    assert figure.axes[0].get_ylabel() == "layer"
+    frame = found.to_pandas()
+    assert list(frame.columns) == ["layer", "by", "value"]
+    assert len(frame) == 6

@@ -86,7 +86,7 @@ class Patching:
         figure = Figure(figsize=(2.5 + 0.35 * grid.shape[1], 1.5 + 0.3 * grid.shape[0]), layout="constrained")
         axes = figure.add_subplot()
         far = max(float(grid.abs().max()), 1e-12)
-        image = axes.imshow(grid, cmap="RdBu_r", vmin=-far, vmax=far, aspect="auto")
+        image = axes.imshow(grid.numpy(), cmap="RdBu_r", vmin=-far, vmax=far, aspect="auto")
         axes.set_xticks(range(len(self.places)), self.places)
         axes.set_yticks(range(len(self.points)), self.points)
         axes.set(title=title or ("estimated effect" if self.estimated else "effect"))

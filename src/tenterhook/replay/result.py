@@ -101,7 +101,7 @@ class Sweep(Drawn):
         axes = figure.add_subplot()
         middle = center if center is not None else float(self.base) if self.base is not None else 0.0
         far = max(float((grid[~grid.isnan()] - middle).abs().max()) if grid.numel() else 1.0, 1e-12)
-        image = axes.imshow(grid, cmap="RdBu_r", vmin=middle - far, vmax=middle + far, aspect="auto")
+        image = axes.imshow(grid.numpy(), cmap="RdBu_r", vmin=middle - far, vmax=middle + far, aspect="auto")
         (down, rows), (along, columns) = self.axes.items()
         axes.set_xticks(range(len(columns)), [str(value) for value in columns])
         axes.set_yticks(range(len(rows)), [str(value) for value in rows])
