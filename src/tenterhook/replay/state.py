@@ -57,6 +57,7 @@ class Own:
         "_values",
         "below",
         "contents",
+        "hidden",
         "kind",
         "known",
         "module",
@@ -72,6 +73,7 @@ class Own:
         # A scripted module keeps its state where it cannot be looked at.
         self.known = not isinstance(module, torch.jit.ScriptModule) and "_parameters" in state
         self.tensors: list[Tensor] = []
+        self.hidden: list[nn.Module] = []  # Modules that it holds without having registered them.
         self.below: list[tuple[Any, Contents]] = []
         if not self.known:
             return
@@ -90,6 +92,7 @@ class Own:
         tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
         self.watched = [(tensor, version(tensor)) for tensor in tensors if not tensor.is_inference()]
         self.tensors = tensors
+        self.hidden = [value for value in held if isinstance(value, nn.Module)]
 
     def holds(self, *, deeply: bool = True) -> bool:
         """Whether everything is as it was; ``deeply`` also looks into containers."""
@@ -112,13 +115,6 @@ class Own:
         """Whether other libraries' hooks stand on the module."""
         state = self.module.__dict__
         return bool(state["_forward_hooks"] or state["_forward_pre_hooks"])
-
-    @property
-    def hidden(self) -> list[nn.Module]:
-        """Modules that it holds without having registered them."""
-        held = [value for name, value in self.module.__dict__.items() if name not in USUAL]
-        held += [item for _, contents in self.below for item in contents]
-        return [value for value in held if isinstance(value, nn.Module)]
 
 
 class Together:
