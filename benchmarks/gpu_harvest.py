@@ -292,5 +292,23 @@ def tell(result: dict[str, Any]) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
+def page(path: Path) -> None:
+    """Write the figures of a run into the page, on any machine."""
+    from benchmarks.report import write_section
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = {name: row for name, row in result.items() if isinstance(row, dict) and "ms" in row}
+    lines = [
+        "## Harvest on a GPU\n\nOne H200: a Llama-shaped model of 1B, batch 8, 512 tokens, bf16; a batch, steady.\n"
+    ]
+    lines += ["| way | ms | ratio |", "|---|--:|--:|"]
+    lines += [f"| {name} | {row['ms']:.2f} | {row['ratio']:.3f} |" for name, row in rows.items()]
+    lines += ["", *[f"- {goal}: {'met' if met else 'missed'}" for goal, met in result["goals"].items()]]
+    write_section("gpu_harvest", "\n".join(lines))
+
+
 if __name__ == "__main__":
-    main()
+    if "--page" in sys.argv:
+        page(Path(sys.argv[sys.argv.index("--page") + 1]))
+    else:
+        main()
