@@ -88,14 +88,12 @@ def page(path: Path) -> None:
     from benchmarks.report import write_section
 
     result = json.loads(path.read_text(encoding="utf-8"))
-    lines = [
-        f"## Replay on a GPU\n\nOne H200, torch {result['torch']}: 12 layers × 64 positions of GPT-2 small in bf16.\n",
-        "| way | seconds |",
-        "|---|--:|",
-        *[f"| {name} | {took:.3f} |" for name, took in result["times"].items()],
-        f"\n{result['faster']:.1f} times faster (goal: 40). The largest difference is {result['largest gap']:.3g}, of values "
-        f"up to {result['largest value']:.3g}: a batch adds up in another order, in bf16.",
-    ]
+    gap, size = result["largest gap"], result["largest value"]
+    about = f"One H200, torch {result['torch']}: 12 layers × 64 positions of GPT-2 small in bf16."
+    why = f"The largest difference is {gap:.3g}, of values up to {size:.3g}: a batch adds up in another order, in bf16."
+    lines = [f"## Replay on a GPU\n\n{about}\n", "| way | seconds |", "|---|--:|"]
+    lines += [f"| {name} | {took:.3f} |" for name, took in result["times"].items()]
+    lines.append(f"\n{result['faster']:.1f} times faster (goal: 40). {why}")
     write_section("gpu_replay", "\n".join(lines))
 
 
