@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tenterhook._draw import Column, Row, Table, as_html, as_rich, as_text, short_number
+from tenterhook._draw import Column, Drawn, Row, Table, short_number
 from tenterhook.harvest.job import Batch
 from tenterhook.sinks.shards_write import Writer
 
@@ -80,8 +80,8 @@ def shown(meter: Meter, *, progress: bool | None) -> Iterator[None]:
             meter._bar = None  # noqa: SLF001
 
 
-@dataclass(frozen=True)
-class Harvest:
+@dataclass(frozen=True, repr=False)
+class Harvest(Drawn):
     """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already."""
 
     place: Any
@@ -115,12 +115,3 @@ class Harvest:
         ]
         rows = tuple(Row(pair) for pair in cells)
         return Table(f"harvested into {self.place}", (Column(""), Column("", right=True)), rows)
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())

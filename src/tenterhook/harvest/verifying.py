@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from tenterhook._draw import Column as Shown
-from tenterhook._draw import Row, Table, as_html, as_rich, as_text
+from tenterhook._draw import Drawn, Row, Table
 from tenterhook.errors import StoreError
 from tenterhook.sinks.shards import END, SHARDS, Column, commit_name, committed, file_name, read_commit, read_manifest
 from tenterhook.sinks.shards_file import BLOCK, checksum_of, head_of
@@ -22,8 +22,8 @@ __all__ = ["Report", "verify"]
 GIGA = 1e9
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Drawn):
     """What ``verify`` found. It is true if nothing is wrong with what was committed."""
 
     path: str
@@ -56,15 +56,6 @@ class Report:
             footer.append(f"dropped {len(self.dropped)} shards; the same harvest makes them again")
         columns = (Shown("shard", right=True), Shown("file"), Shown("what")) if rows else ()
         return Table(title, columns, rows, tuple(footer))
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def verify(path: str | os.PathLike[str] | Any, *, drop: bool = False, threads: int = 2, **options: Any) -> Report:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook.recipes._given import arguments
 
 __all__ = ["Agreement", "Patching", "activation", "attribution", "path"]
 
@@ -149,7 +150,7 @@ def activation(  # noqa: PLR0913
             value = _lone(given[point], point)
             return {point: th.set(value if index is None else value[index], at=index)}
 
-        args, kwargs = _input(base)
+        args, kwargs = arguments(base)
         cases = th.grid(edits, point=selected, place=places)
         found = th.sweep(model, cases, metric, *args, batch=batch, progress=progress, **kwargs)
         rows.append(found.grid)
@@ -179,7 +180,7 @@ def attribution(
     for here, there in _pairs(clean, corrupt):
         source, base = (here, there) if mode == "denoise" else (there, here)
         given, measured = _recorded(model, source, selected, metric)
-        args, kwargs = _input(base)
+        args, kwargs = arguments(base)
         with torch.enable_grad(), th.record(model, *selected, grad=True) as tape:
             value = metric(model(*args, **kwargs))
             tape.backward(value)
@@ -231,7 +232,7 @@ def path(
         source, base = (here, there) if mode == "denoise" else (there, here)
         given, measured = _recorded(model, source, sending, metric)
         own, start = _recorded(model, base, list(dict.fromkeys([*held, *receiving])), metric)
-        args, kwargs = _input(base)
+        args, kwargs = arguments(base)
         row = []
         with torch.no_grad():
             for sender in sending:
@@ -276,12 +277,6 @@ def _pairs(clean: Any, corrupt: Any) -> list[tuple[Any, Any]]:
     return list(zip(clean, corrupt, strict=True))
 
 
-def _input(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (given if isinstance(given, tuple) else (given,)), {}
-
-
 def _selected(model: nn.Module, points: Any) -> tuple[str, ...]:
     return tuple(str(point) for point in th.points(model, points))
 
@@ -296,7 +291,7 @@ def _places(at: Places) -> dict[str, Any]:
 
 def _recorded(model: nn.Module, given: Any, points: Sequence[str], metric: Metric) -> tuple[Any, Tensor]:
     """The values at some points, and the metric, of a run."""
-    args, kwargs = _input(given)
+    args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *points) as tape:
         measured = metric(model(*args, **kwargs))
     return tape, torch.as_tensor(measured).detach()

@@ -25,7 +25,6 @@ __all__ = [
     "alike",
     "differ",
     "of_one_kind",
-    "same_bits",
     "same_content",
     "storages",
 ]
@@ -186,22 +185,17 @@ class Script:
         )
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same to the last bit, and laid out in the same way.
-
-    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0])), torch.equal(torch.tensor([0.0]), torch.tensor([-0.0]))
-    (False, True)
-    """
-    return one is other or (of_one_kind(one, other) and one.stride() == other.stride() and same_content(one, other))
-
-
 def of_one_kind(one: Tensor, other: Tensor) -> bool:
     """Whether shape, type and device are the same."""
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """The same for tensors that are known to be of one kind, however they lie in memory."""
+    """Whether two tensors of one kind are the same to the last bit, however they lie in memory.
+
+    >>> same_content(torch.tensor([0.0]), torch.tensor([-0.0])), torch.equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    (False, True)
+    """
     return torch.equal(_bits(one), _bits(other))
 
 

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from tenterhook._draw import Column as Shown
-from tenterhook._draw import Row, Table, as_html, as_rich, as_text, short_number
+from tenterhook._draw import Drawn, Row, Table, short_number
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import NotRecorded, StoreError
 from tenterhook.sinks.shards import END, Column, committed, file_name, read_commit, read_manifest, unpack
@@ -212,7 +212,7 @@ class StoredRows:
         return f"<{self._column.key!r}: {len(self):,} rows of {list(self._column.shape)}, {self.dtype}>"
 
 
-class Store:
+class Store(Drawn):
     """What a harvest stored. ``store["h.6"]`` has the rows of a point, ``store.grad["h.6"]`` those of its gradient.
 
     ``store[i:j]`` reads all columns together; row for row they belong together. What is committed when the store is
@@ -309,15 +309,6 @@ class Store:
         state = "complete" if self.complete else "not complete"
         title = f"{self.place}: {short_number(len(self))} rows in {len(self.shards)} shards, {state}"
         return Table(title, columns, rows)
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def _opened(place: Place, check: bool) -> Store:  # noqa: FBT001  # pickle gives arguments by place
