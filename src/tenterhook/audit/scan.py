@@ -20,6 +20,7 @@ from tenterhook.audit.found import Found, Kind, Table
 from tenterhook.audit.tables import global_tables, is_ours, module_tables, tensor_tables
 from tenterhook.audit.who import Who, held, innermost, who
 from tenterhook.engine.action import Context
+from tenterhook.engine.asleep import Sleepers
 from tenterhook.engine.install import Tap
 from tenterhook.engine.session import Session
 
@@ -157,12 +158,17 @@ def _is_compiled_wrapper(module: nn.Module) -> bool:
 
 
 def _own_forward(place: Place, forward: Any) -> Found:
-    tap = getattr(getattr(forward, "__func__", None), "tap", None)
-    if not isinstance(tap, Tap):
+    function = getattr(forward, "__func__", None)
+    tap, sleepers = getattr(function, "tap", None), getattr(getattr(function, "wake", None), "__self__", None)
+    if isinstance(sleepers, Sleepers):
+        here, sessions = place.module in sleepers.bindings, repr(sleepers)
+    elif isinstance(tap, Tap):
+        here = tap.module is place.module
+        sessions = ", ".join(dict.fromkeys(repr(lane.session) for lane in tap.lanes)) or "<open tenterhook session>"
+    else:
         return _foreign_forward(place, forward)
-    if tap.module is not place.module:
+    if not here:
         return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=COPIED, instead="del module.forward")
-    sessions = ", ".join(dict.fromkeys(repr(lane.session) for lane in tap.lanes)) or "<open tenterhook session>"
     return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=sessions, session=sessions, instead="close the session")
 
 

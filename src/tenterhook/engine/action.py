@@ -60,13 +60,16 @@ class Action(Protocol):
 class Direct(Protocol):
     """An observer that lets dispatch store a plain tensor itself, without a call.
 
-    ``entries`` takes ``(tensor, version)`` under the call's index, or what ``kept`` makes of any other value; at most
-    ``keep`` of them stay, and none is stored where that is zero and another observer watches the gradient.
+    ``entries`` takes ``(tensor, version)`` under the call's index, ``(tensor, version, 1)`` for ``(tensor, None)``, or
+    what ``kept`` makes of any other value; at most ``keep`` of them stay, and none is stored where that is zero and
+    another observer watches the gradient.
     """
 
     entries: dict[int, Any]
     keep: int
-    kept: Callable[[Any], Any]
+
+    @property
+    def kept(self) -> Callable[[Any], Any]: ...
 
 
 class Guard(Protocol):

@@ -29,7 +29,8 @@ from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Direct, Guard
-    from tenterhook.engine.install import Lane, Tap
+    from tenterhook.engine.install import Tap
+    from tenterhook.engine.lane import Lane
     from tenterhook.sites.parameter import Exchange
 
 __all__ = ["direct", "general", "noted", "watched", "within"]
@@ -45,31 +46,56 @@ global_forward_hooks = torch_module._global_forward_hooks
 
 def direct(tap: Tap, lane: Lane, observer: Direct, original: Forward) -> Forward:
     """A forward that keeps the output of ``original`` for one observer."""
-    module, owner, next_call = tap.module, lane.owner, lane.next_call
-    state = module.__dict__
-    entries, keep, kept = observer.entries, observer.keep, observer.kept
+    makers, keep, kept = lane.session.makers, observer.keep, observer.kept
+    make = makers.get((keep, kept))
+    if make is None:
+        make = makers[keep, kept] = keeping(lane.owner, keep, kept)
+    return make(tap, lane, observer.entries, original)
 
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != owner or graph_task() != -1 or self is not module:
-            return dispatch(tap, self, args, kwargs)
-        call = next_call()
-        value = original(*args, **kwargs)
-        if state["_forward_hooks"] or global_forward_hooks:
-            refuse_traced(module)
-            return leave(tap, [(lane, call)], value)
-        if type(value) is Tensor:
-            try:
-                entries[call] = (value.detach() if value.requires_grad else value, value._version)
-            except RuntimeError:  # An inference tensor has no version.
+
+def keeping(owner: int, keep: int, kept: Callable[[Any], Any]) -> Callable[..., Forward]:  # noqa: C901
+    """What makes the forwards of :func:`direct`, of all modules that a session treats alike.
+
+    This is the code that runs most of all, and between two runs of it the model has swept the processor's caches. So
+    what its modules have in common is held once, and the usual call, with one argument, is made without packing it.
+    """
+
+    def make(tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward) -> Forward:
+        module, next_call = tap.module, lane.next_call
+        state = module.__dict__
+
+        def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
+            if get_ident() != owner or graph_task() != -1 or self is not module:
+                return dispatch(tap, self, () if first is MISSING else (first, *rest), kwargs)
+            call = next_call()
+            if rest or kwargs or first is MISSING:
+                value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
+            else:
+                value = original(first)
+            if state["_forward_hooks"] or global_forward_hooks:
+                refuse_traced(module)
+                return leave(tap, [(lane, call)], value)
+            if type(value) is Tensor:
+                try:
+                    entries[call] = (value.detach() if value.requires_grad else value, value._version)
+                except RuntimeError:  # An inference tensor has no version.
+                    entries[call] = kept(value)
+            elif type(value) is tuple and len(value) == 2 and value[1] is None and type(value[0]) is Tensor:  # noqa: PLR2004
+                tensor = value[0]  # As attention returns it where nobody asked for weights.
+                try:
+                    entries[call] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
+                except RuntimeError:
+                    entries[call] = kept(value)
+            else:
+                refuse_traced(module)
                 entries[call] = kept(value)
-        else:
-            refuse_traced(module)
-            entries[call] = kept(value)
-        if call >= keep:
-            entries.pop(call - keep, None)
-        return value
+            if call >= keep:
+                entries.pop(call - keep, None)
+            return value
 
-    return forward
+        return forward
+
+    return make
 
 
 def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forward) -> Forward:

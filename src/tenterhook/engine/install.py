@@ -8,30 +8,23 @@ rebinds it to itself and a pickle of it names the class's own ``forward``.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from threading import get_ident
 from types import CodeType, FrameType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from tenterhook.address.match import Site
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import direct, general, noted, stop_at, watched, within
 from tenterhook.engine.inside import inside
+from tenterhook.engine.lane import Lane
 from tenterhook.errors import SessionError, TenterhookWarning
-from tenterhook.sites.module import Argument, argument, can_be_called
-
-if TYPE_CHECKING:
-    from tenterhook.engine.action import Binding, Guard
-    from tenterhook.engine.session import Session
-    from tenterhook.sites.parameter import Exchange
+from tenterhook.sites.module import can_be_called
 
 __all__ = [
     "SCRIPT",
@@ -43,6 +36,8 @@ __all__ = [
     "borrow",
     "detach",
     "give_back",
+    "locked",
+    "refuse",
     "refuse_script",
 ]
 
@@ -57,113 +52,8 @@ SCRIPTED = (
 )
 SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
 
-_lock = threading.RLock()
+locked = threading.RLock()  # Held while forwards go in and out.
 _keys = itertools.count()
-
-
-class Lane:
-    """What one session does at the calls of one module."""
-
-    __slots__ = (
-        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
-        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session",
-        "strangers", "swaps", "tap", "whole",
-    )  # fmt: skip
-
-    def __init__(self, session: Session, module: nn.Module, path: str) -> None:
-        self.session, self.module, self.path = session, module, path
-        self.owner = get_ident()
-        self.next_call = itertools.count().__next__
-        # Tuples, because most of them stay empty and a session may have thousands of lanes.
-        self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
-        self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
-        self.edits_out: tuple[Binding, ...] = ()
-        self.looks_out: tuple[Binding, ...] = ()
-        self.enters: tuple[Callable[..., None], ...] = ()
-        self.inner: tuple[Binding, ...] = ()
-        self.executions: dict[Binding, int] = {}
-        self.swaps: tuple[Exchange, ...] = ()
-        self.guard: Guard | None = None
-        self.calls = 0
-        self.strangers = 0
-        self.tap: Tap | None = None
-        self.again = False
-        self.whole: Lane | None = None
-        self.borrowed = 0
-        self.over = False
-        self.direct: Any = None
-        self.part: Any = None  # What is traced of it, where torch.compile is used.
-
-    def add(self, binding: Binding) -> None:
-        """Take a binding in, by its site."""
-        point, observes = binding.point, binding.action.observes
-        self.again = self.again or binding.action.again
-        if point.site is Site.RETURN:
-            enter = getattr(binding.action, "enter", None)
-            if enter is not None:
-                self.enters += (enter,)
-            if observes:
-                self.looks_out += (binding,)
-            else:
-                self.edits_out += (binding,)
-            return
-        if point.site is Site.VARIABLE:
-            self.inner += (binding,)
-            return
-        place = argument(self.module, point.name if point.site is Site.ARGUMENT else None)
-        if observes:
-            self.looks_in += ((place, binding),)
-        else:
-            self.edits_in += ((place, binding),)
-
-    def mine(self, thread: int) -> bool:
-        """Whether a call in this thread is the session's; others are only counted, for the error that explains."""
-        if thread == self.owner:
-            return True
-        self.strangers += 1
-        return False
-
-    def again_only(self) -> Lane:
-        """The part of this lane that takes part in a recomputation; it stays when the lane itself is put to rest."""
-        view = Lane(self.session, self.module, self.path)
-        view.edits_in, view.edits_out, view.swaps = self.edits_in, self.edits_out, self.swaps
-        view.looks_in = tuple(pair for pair in self.looks_in if pair[1].action.again)
-        view.looks_out = tuple(binding for binding in self.looks_out if binding.action.again)
-        view.inner = tuple(binding for binding in self.inner if not binding.action.observes or binding.action.again)
-        view.enters, view.again, view.whole = self.enters, self.again, self.whole or self
-        return view
-
-    def rest(self) -> None:
-        """Do nothing any more, not even in a call that is still running."""
-        self.calls = self.next_call()
-        self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
-        self.inner, self.guard, self.part = (), None, None
-        if self.direct is not None:
-            entries, watch = _places(self.direct.__code__)
-            if entries is not None:
-                self.direct.__closure__[entries].cell_contents = {}
-            if watch is not None:
-                self.direct.__closure__[watch].cell_contents = _hand_on
-            self.direct = None
-
-    @property
-    def only_inside(self) -> bool:
-        """Whether there is nothing at the module's own boundary."""
-        outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
-        return bool(self.inner) and not outside and self.guard is None
-
-    @property
-    def alone(self) -> Any:
-        """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
-        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
-            return None
-        looks = self.looks_out
-        if len(looks) not in (1, 2) or looks[0].point.call is not None or looks[-1].point.call is not None:
-            return None
-        first = looks[0].action
-        watch = getattr(looks[1].action, "watch", None) if len(looks) > 1 else None
-        alone = getattr(first, "direct", False) and (len(looks) == 1 or watch is not None)
-        return (first, watch) if alone else None
 
 
 class Tap:
@@ -193,8 +83,10 @@ class Tap:
     def refresh(self) -> None:
         """Put in the forward that the present lanes need."""
         function: Any = self._direct() or general(self)
-        if any(lane.session.reel is not None for lane in self.lanes):
-            function = compiled.dressed(self, function, general)
+        for lane in self.lanes:
+            if lane.session.reel is not None:
+                function = compiled.dressed(self, function, general)
+                break
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
@@ -240,10 +132,10 @@ class Tap:
         self.method = None
 
     def silence(self) -> None:
-        """Make a ``direct`` forward that others may hold ask for the present lanes, by an owner that no thread is."""
+        """Make a ``direct`` forward that others may hold ask for the present lanes, as it does in a module's copy."""
         function: Any = self.method.__func__ if self.method is not None else None
-        if function is not None and "owner" in function.__code__.co_freevars:
-            _cell(function, "owner").cell_contents = None
+        if function is not None and "module" in function.__code__.co_freevars:
+            _cell(function, "module").cell_contents = None
 
     def outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is no session's business."""
@@ -279,7 +171,7 @@ class Tap:
 
 def attach_all(lanes: Iterable[Lane]) -> None:
     """Let lanes see the calls of their modules, those of modules that are never called left out."""
-    with _lock:
+    with locked:
         for lane in lanes:
             if can_be_called(lane.module):
                 attach(lane)
@@ -287,7 +179,7 @@ def attach_all(lanes: Iterable[Lane]) -> None:
 
 def attach(lane: Lane) -> None:
     """Let a lane see its module's calls."""
-    with _lock:
+    with locked:
         tap = _tap_of(lane.module) or Tap(lane.module)
         tap.lanes = (*tap.lanes, lane)
         lane.tap = tap
@@ -298,7 +190,7 @@ def attach(lane: Lane) -> None:
 
 def detach(lane: Lane) -> bool:
     """Take a lane out; the last one takes the tap with it. False if someone has replaced the module's forward since."""
-    with _lock:
+    with locked:
         tap, lane.over = lane.tap, True
         if tap is None or lane.borrowed:
             return True
@@ -318,7 +210,7 @@ def detach(lane: Lane) -> bool:
 
 def borrow(lane: Lane) -> None:
     """Have a lane in place for a recomputation, whether its session is still open or not."""
-    with _lock:
+    with locked:
         if lane.tap is None:
             attach(lane)
         lane.borrowed += 1
@@ -326,7 +218,7 @@ def borrow(lane: Lane) -> None:
 
 def give_back(lane: Lane) -> None:
     """Undo a :func:`borrow`."""
-    with _lock:
+    with locked:
         lane.borrowed -= 1
         if lane.over:
             detach(lane)
@@ -335,6 +227,10 @@ def give_back(lane: Lane) -> None:
 def _tap_of(module: nn.Module) -> Tap | None:
     """The tap in a module's forward; what a copy has brought along from its original is taken away."""
     forward = module.__dict__.get("forward")
+    wake = getattr(getattr(forward, "__func__", None), "wake", None)
+    if wake is not None:
+        wake(module)
+        forward = module.__dict__.get("forward")
     tap = getattr(getattr(forward, "__func__", None), "tap", None)
     if not isinstance(tap, Tap):
         return None
@@ -348,16 +244,16 @@ def refuse_script(module: nn.Module) -> None:
     """Let torch.jit.script find an error at a touched module."""
     state = module.__dict__
     if SCRIPT not in state:
-        state[SCRIPT] = MethodType(_scripted, module)
+        state[SCRIPT] = MethodType(refuse, module)
 
 
 def allow_script(module: nn.Module) -> None:
     """Undo that."""
-    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is _scripted:
+    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is refuse:
         del module.__dict__[SCRIPT]
 
 
-def _scripted(module: nn.Module) -> Any:
+def refuse(module: nn.Module) -> Any:
     """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
     if _tap_of(module) is not None:
         raise SessionError(SCRIPTED.format(kind=type(module).__name__))
@@ -367,7 +263,7 @@ def _scripted(module: nn.Module) -> Any:
 
 
 # A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.
-_scripted.__name__ = "to"
+refuse.__name__ = "to"
 
 
 _CALLS: set[CodeType] = {nn.Module._call_impl.__code__}
@@ -381,18 +277,6 @@ def _caller(frame: FrameType | None) -> nn.Module | None:
             return frame.f_locals["self"]  # type: ignore[no-any-return]
         frame = frame.f_back if frame is not None else None
     return None
-
-
-@functools.cache
-def _places(code: CodeType) -> tuple[int | None, int | None]:
-    """Where a direct forward holds what it fills and what watches, where it has them."""
-    names = code.co_freevars
-    entries, watch = (names.index(name) if name in names else None for name in ("entries", "watch"))
-    return entries, watch
-
-
-def _hand_on(value: Any, *_: Any) -> Any:
-    return value
 
 
 def _cell(function: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,9 @@ from tenterhook.address.walk import Shape, find
 from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
-from tenterhook.engine.install import Lane, attach_all, detach
+from tenterhook.engine.asleep import Sleepers
+from tenterhook.engine.install import attach_all, detach
+from tenterhook.engine.lane import Lane
 from tenterhook.engine.reasons import never_reached
 from tenterhook.errors import (
     ClosedSession,
@@ -46,6 +49,9 @@ REPLICAS = (
 )
 
 
+RETURN = Site.RETURN
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.open: list[Session] = []
@@ -66,6 +72,7 @@ class Session:
     """
 
     verb = "session"
+    sleeps = False  # Whether what acts at a module's output may be made at that module's first call.
 
     def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
         self.model = model
@@ -73,7 +80,10 @@ class Session:
         self.done = False
         self.stopped = False
         self.tape: Any = None
-        self.lanes: dict[nn.Module, Lane] = {}
+        self.owner = get_ident()
+        self._lanes: dict[nn.Module, Lane] = {}
+        self._sleepers: Sleepers | None = None
+        self.makers: dict[Any, Any] = {}  # Of forwards; see dispatch.direct.
         self._neighbours: list[Session] = []
         self._state = "new"
         self._depth = 0
@@ -89,11 +99,14 @@ class Session:
         """Install everything, or nothing and raise."""
         if self._state != "new":
             raise self._not_new()
+        self.owner = get_ident()
         try:
             self._plan()
             if compiled.is_used():
                 compiled.begin(self)
-            attach_all(self.lanes.values())
+            if self._sleepers is not None:
+                self._sleepers.lie_down()
+            attach_all(self._lanes.values())
             self.on_start()
         except BaseException:
             self._undo()
@@ -110,8 +123,14 @@ class Session:
         return ClosedSession(f"this {self.verb} session is closed; open a new one with th.{self.verb}(...)")
 
     def _plan(self) -> None:
+        # Compiled code, and layers that may bypass their children, have to know of all points beforehand.
+        if self.sleeps and not compiled.is_used() and not facts(self.model).fused:
+            self._sleepers = Sleepers(self)
+        sleepers, lanes = self._sleepers, self._lanes
         for binding in self.bindings:
             point = binding.point
+            if sleepers is not None and point.site is RETURN and sleepers.take(binding, lanes):
+                continue
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
             else:
@@ -123,19 +142,31 @@ class Session:
 
     def _check_model(self) -> None:
         """Raise if the model is not any more what it was when the session was made."""
+        places = [(lane.path, module) for module, lane in self._lanes.items()]
+        if self._sleepers is not None:
+            places += [(bindings[0].point.path, module) for module, bindings in self._sleepers.bindings.items()]
         if all(binding.point.explicit for binding in self.bindings):
-            gone = [lane for lane in self.lanes.values() if find(self.model, lane.path) is not lane.module]
+            gone = [path for path, module in places if find(self.model, path) is not module]
         else:
             self._shape = Shape(self.model)
-            gone = [lane for lane in self.lanes.values() if id(lane.module) not in self._shape.ids]
+            gone = [path for path, module in places if id(module) not in self._shape.ids]
         if gone:
-            message = f"{gone[0].path!r} is not the module any more that it was when this session was made"
+            message = f"{gone[0]!r} is not the module any more that it was when this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
 
+    @property
+    def lanes(self) -> dict[nn.Module, Lane]:
+        """What is done at each module."""
+        if self._sleepers is not None:
+            self._sleepers.wake_all()
+        return self._lanes
+
     def _lane(self, module: nn.Module, path: str) -> Lane:
-        lane = self.lanes.get(module)
+        lane = self._lanes.get(module)
         if lane is None:
-            lane = self.lanes[module] = Lane(self, module, path)
+            lane = self._lanes[module] = Lane(self, module, path)
+            if self._sleepers is not None and module in self._sleepers.bindings:
+                self._sleepers.wake(module)
         return lane
 
     def _plan_parameter(self, binding: Binding) -> None:
@@ -168,7 +199,7 @@ class Session:
 
     def _wants_inside(self, path: str, layer: nn.Module) -> bool:
         inside = f"{path}." if path else ""
-        for lane in self.lanes.values():
+        for lane in self._lanes.values():
             if lane.module is layer or not lane.path.startswith(inside):
                 continue
             # The layers of an encoder are called on its fast path too; what is inside them is not.
@@ -194,15 +225,16 @@ class Session:
 
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
-        self.lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
+        self._lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
+        self._sleepers = None
 
     def _undo(self) -> list[str]:
         """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
         if self in self._neighbours:
             self._neighbours.remove(self)
-        replaced = []
+        replaced = self._sleepers.leave() if self._sleepers is not None else []
         try:
-            for lane in reversed(self.lanes.values()):
+            for lane in reversed(self._lanes.values()):
                 lane.rest()
                 if not detach(lane):
                     replaced.append(lane.path or ":return")

@@ -7,6 +7,7 @@ else is kept by reference together with the version that it had, and reading it 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,8 +46,9 @@ class Kept:
     watched: list[tuple[Tensor, int]]
 
 
-# A plain tensor is kept without a Kept around it: dispatch stores it so, and there may be thousands.
-Entry = tuple[Tensor, int] | Kept
+# A plain tensor is kept without a Kept around it, and so is one with nothing but None behind it in a tuple, then with
+# how many of those there are: dispatch stores them so, and there may be thousands.
+Entry = tuple[Tensor, int] | tuple[Tensor, int, int] | Kept
 
 
 class Policy:
@@ -117,13 +119,17 @@ class Recorder:
     observes = True
     again = False
     compiled = "value"
+    passed = False
+    track: Any = None
 
     def __init__(self, policy: Policy, keep: int = sys.maxsize) -> None:
         self.entries: dict[int, Entry] = {}
-        self.policy, self.keep, self.kept = policy, keep, policy.keep
-        self.direct = policy.by_reference
-        self.passed = False
-        self.track: Any = None
+        self.policy, self.keep, self.direct = policy, keep, policy.by_reference
+
+    @property
+    def kept(self) -> Callable[[Any], Entry]:
+        """What keeps a value that dispatch does not store itself."""
+        return self.policy.keep
 
     @property
     def reached(self) -> bool:
@@ -158,12 +164,15 @@ class Recorder:
 
 def value(entry: Entry) -> Any:
     """The kept value, whatever has become of it."""
-    return entry[0] if isinstance(entry, tuple) else entry.value
+    if not isinstance(entry, tuple):
+        return entry.value
+    tensor, _, *behind = entry
+    return (tensor, *[None] * behind[0]) if behind else tensor
 
 
 def read(entry: Entry, address: str) -> Any:
     """The kept value, if it is still what passed."""
-    found, watched = value(entry), [entry] if isinstance(entry, tuple) else entry.watched
+    found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))

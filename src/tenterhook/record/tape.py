@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -26,25 +26,38 @@ if TYPE_CHECKING:
 
 __all__ = ["Tape", "Track", "View", "load"]
 
+RETURN = Site.RETURN
+
+
+def _gone() -> Any:
+    """A reference to nothing."""
+
 
 class Track:
     """Everything that was kept at one point: one entry per call that is still held."""
 
-    __slots__ = ("_module", "_name", "_site", "cleared", "entries", "kind", "lines", "site", "source", "where")
+    # Most tracks keep these as they are: a session on every module makes one for each.
+    cleared = False
+    site = Site.RETURN.value
+    lines: tuple[int, ...] = ()
+    source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
+    where = ""
+    _name: str | None = None
 
     def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
         self.entries = entries
-        self.cleared = False
-        self.kind = type(point.module).__name__ if point is not None else kind
+        if point is None:
+            self.kind, self.site, self._module, self._site = kind, "", _gone, None
+            return
+        module, site = point.module, point.site
+        self.kind = type(module).__name__
         # Weak, so that a tape does not keep a model alive; it serves to find a point by its other names.
-        self._module = weakref.ref(point.module) if point is not None else lambda: None
-        self._site = point.site if point is not None else None
-        self.site = point.site.value if point is not None else ""
-        spot = point.spot if point is not None else None
-        self.lines = tuple(dict.fromkeys(place.line for place in spot.places)) if spot is not None else ()
-        self.source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
-        self.where = spot.where if spot is not None else ""
-        self._name = point.name if point is not None else None
+        self._module, self._site = ref(module), site
+        if site is not RETURN:
+            self.site, self._name = site.value, point.name
+            spot = point.spot
+            if spot is not None:
+                self.lines, self.where = tuple(dict.fromkeys(place.line for place in spot.places)), spot.where
 
     def is_at(self, point: Point) -> bool:
         """Whether this is what was kept at ``point``, under whatever name."""
@@ -64,7 +77,7 @@ class View(Mapping[str, Any]):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._tracks: dict[str, Track] = {}
-        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._model = ref(model) if model is not None else _gone
         self._aliases: dict[str, str] = {}
 
     def __getitem__(self, address: str) -> Any:

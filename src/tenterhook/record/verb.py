@@ -88,6 +88,7 @@ class Recording(Session):
     """A session that records. ``with`` gives its tape, which is also ``.tape``."""
 
     verb = "record"
+    sleeps = True
 
     def __init__(
         self, model: nn.Module, points: tuple[Point, ...], policy: Policy, *, grad: bool | str, stop: bool, keep: int
@@ -106,37 +107,34 @@ class Recording(Session):
             self._add(point, tape, bindings)
 
     def _add(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
-        if point.call is not None and point.call < 0:
+        call = point.call
+        if call is not None and call < 0:
             raise AddressError(f"{point}: a session cannot know which call will be the last; count from the first, #0")
         recorder = (
             _Stopping(self._policy, self._keep, self, point) if self._stop else Recorder(self._policy, self._keep)
         )
-        track = self._track(tape, point, recorder.entries)
-        if track is not None:
-            recorder.entries = track
-        if point.call is not None:
+        recorder.track = track = self._track(tape, point, recorder.entries)
+        recorder.entries = track.entries
+        if call is not None:
             recorder.direct = False  # Its entries are not its own alone, so they do not tell whether it was reached.
-        recorder.track = tape._tracks[point.address]
         binding = Binding(point, recorder)
         bindings.append(binding)
         if point.explicit:
             self.required.append([binding])
-        grads: dict[int, Any] = {}
-        if self._grad:
-            grads = self._track(tape.grad, point, grads) or grads
+        grads = self._track(tape.grad, point, {}).entries if self._grad else {}
         if point.site is Site.PARAMETER:
             self._parameters.append((point, recorder, grads))
         elif self._grad:
             bindings.extend(self._gradient_bindings(point, grads))
 
     @staticmethod
-    def _track(view: Any, point: Point, entries: dict[int, Any]) -> dict[int, Any] | None:
-        """Give a point its track; several calls of one point, asked for singly, share one."""
-        track = view._tracks.get(point.address)
-        if track is not None:
-            return track.entries  # type: ignore[no-any-return]
-        view._tracks[point.address] = Track(entries, point=point)
-        return None
+    def _track(view: Any, point: Point, entries: dict[int, Any]) -> Track:
+        """The track of a point; several calls of one point, asked for singly, share one."""
+        tracks: dict[str, Track] = view._tracks
+        track = tracks.get(point.address)
+        if track is None:
+            track = tracks[point.address] = Track(entries, point=point)
+        return track
 
     def _gradient_bindings(self, point: Point, entries: dict[int, Any]) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather

@@ -1,0 +1,139 @@
+"""A lane: what one session does at the calls of one module."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tenterhook.address.match import Site
+from tenterhook.sites.module import Argument, argument
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding, Guard
+    from tenterhook.engine.install import Tap
+    from tenterhook.engine.session import Session
+    from tenterhook.sites.parameter import Exchange
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """What one session does at the calls of one module."""
+
+    __slots__ = (
+        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
+        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session",
+        "strangers", "swaps", "tap", "whole",
+    )  # fmt: skip
+
+    def __init__(self, session: Session, module: nn.Module, path: str) -> None:
+        self.session, self.module, self.path = session, module, path
+        self.owner = session.owner
+        self.next_call = itertools.count().__next__
+        # Tuples, because most of them stay empty and a session may have thousands of lanes.
+        self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
+        self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
+        self.edits_out: tuple[Binding, ...] = ()
+        self.looks_out: tuple[Binding, ...] = ()
+        self.enters: tuple[Callable[..., None], ...] = ()
+        self.inner: tuple[Binding, ...] = ()
+        self.executions: dict[Binding, int] = {}
+        self.swaps: tuple[Exchange, ...] = ()
+        self.guard: Guard | None = None
+        self.calls = 0
+        self.strangers = 0
+        self.tap: Tap | None = None
+        self.again = False
+        self.whole: Lane | None = None
+        self.borrowed = 0
+        self.over = False
+        self.direct: Any = None
+        self.part: Any = None  # What is traced of it, where torch.compile is used.
+
+    def add(self, binding: Binding) -> None:
+        """Take a binding in, by its site."""
+        point, observes = binding.point, binding.action.observes
+        self.again = self.again or binding.action.again
+        if point.site is Site.RETURN:
+            enter = getattr(binding.action, "enter", None)
+            if enter is not None:
+                self.enters += (enter,)
+            if observes:
+                self.looks_out += (binding,)
+            else:
+                self.edits_out += (binding,)
+            return
+        if point.site is Site.VARIABLE:
+            self.inner += (binding,)
+            return
+        place = argument(self.module, point.name if point.site is Site.ARGUMENT else None)
+        if observes:
+            self.looks_in += ((place, binding),)
+        else:
+            self.edits_in += ((place, binding),)
+
+    def mine(self, thread: int) -> bool:
+        """Whether a call in this thread is the session's; others are only counted, for the error that explains."""
+        if thread == self.owner:
+            return True
+        self.strangers += 1
+        return False
+
+    def again_only(self) -> Lane:
+        """The part of this lane that takes part in a recomputation; it stays when the lane itself is put to rest."""
+        view = Lane(self.session, self.module, self.path)
+        view.edits_in, view.edits_out, view.swaps = self.edits_in, self.edits_out, self.swaps
+        view.looks_in = tuple(pair for pair in self.looks_in if pair[1].action.again)
+        view.looks_out = tuple(binding for binding in self.looks_out if binding.action.again)
+        view.inner = tuple(binding for binding in self.inner if not binding.action.observes or binding.action.again)
+        view.enters, view.again, view.whole = self.enters, self.again, self.whole or self
+        return view
+
+    def rest(self) -> None:
+        """Do nothing any more, not even in a call that is still running."""
+        self.calls = self.next_call()
+        self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
+        self.inner, self.guard, self.part = (), None, None
+        if self.direct is not None:
+            entries, watch = _places(self.direct.__code__)
+            if entries is not None:
+                self.direct.__closure__[entries].cell_contents = {}
+            if watch is not None:
+                self.direct.__closure__[watch].cell_contents = _hand_on
+            self.direct = None
+
+    @property
+    def only_inside(self) -> bool:
+        """Whether there is nothing at the module's own boundary."""
+        outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
+        return bool(self.inner) and not outside and self.guard is None
+
+    @property
+    def alone(self) -> Any:
+        """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
+            return None
+        looks = self.looks_out
+        if len(looks) not in (1, 2) or looks[0].point.call is not None or looks[-1].point.call is not None:
+            return None
+        first = looks[0].action
+        watch = getattr(looks[1].action, "watch", None) if len(looks) > 1 else None
+        alone = getattr(first, "direct", False) and (len(looks) == 1 or watch is not None)
+        return (first, watch) if alone else None
+
+
+@functools.cache
+def _places(code: CodeType) -> tuple[int | None, int | None]:
+    """Where a direct forward holds what it fills and what watches, where it has them."""
+    names = code.co_freevars
+    entries, watch = (names.index(name) if name in names else None for name in ("entries", "watch"))
+    return entries, watch
+
+
+def _hand_on(value: Any, *_: Any) -> Any:
+    return value
