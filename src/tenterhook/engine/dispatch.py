@@ -40,6 +40,8 @@ Visit = tuple["Lane", int]
 Watch = Callable[..., Tensor | None]
 
 graph_task = torch._C._current_graph_task_id
+is_grad_enabled = torch.is_grad_enabled
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 global_forward_hooks = torch_module._global_forward_hooks
 
@@ -100,30 +102,48 @@ def keeping(owner: int, keep: int, kept: Callable[[Any], Any]) -> Callable[..., 
 
 def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, original: Forward) -> Forward:
     """The same for two observers, of which the second watches the tensor's gradient."""
-    module, owner, next_call = tap.module, lane.owner, lane.next_call
-    state = module.__dict__
-    entries, keep, keep_structure = observer.entries, observer.keep, observer.kept
+    makers, keep = lane.session.makers, observer.keep
+    make = makers.get((keep, "watched"))
+    if make is None:
+        make = makers[keep, "watched"] = keeping_watched(lane.owner, keep)
+    return make(tap, lane, observer.entries, watch, original)
 
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != owner or graph_task() != -1 or self is not module or recompute.may_come():
-            return dispatch(tap, self, args, kwargs)
-        call, since = next_call(), sequence_number()
-        value = original(*args, **kwargs)
-        tensor = value if type(value) is Tensor else lone_tensor(value)
-        if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
-            kept = (tensor.detach(), tensor._version)
-            own = watch(tensor, call, since, kept, value, args, kwargs)
-            if own is not None:
-                entries[call] = kept if tensor is value else keep_structure(value)
-                if call >= keep:
-                    entries.pop(call - keep, None)
-                return own if tensor is value else (own, *value[1:])
-        refuse_traced(module)
-        for enter in lane.enters:
-            enter(call, since, args, kwargs)
-        return leave(tap, [(lane, call)], value)
 
-    return forward
+def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
+    """What makes the forwards of :func:`watched`; see :func:`keeping`."""
+
+    def make(tap: Tap, lane: Lane, entries: dict[int, Any], watch: Watch, original: Forward) -> Forward:
+        module, next_call = tap.module, lane.next_call
+        state = module.__dict__
+
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if (
+                get_ident() != owner
+                or graph_task() != -1
+                or self is not module
+                or not is_grad_enabled()
+                or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
+            ):
+                return dispatch(tap, self, args, kwargs)
+            call, since = next_call(), sequence_number()
+            value = original(*args, **kwargs) if kwargs else original(*args)
+            tensor = value if type(value) is Tensor else lone_tensor(value)
+            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+                kept = (tensor.detach(), tensor._version)
+                own = watch(tensor, call, since, kept, value, args, kwargs)
+                if own is not None:
+                    entries[call] = kept if tensor is value else (*kept, len(value) - 1)
+                    if call >= keep:
+                        entries.pop(call - keep, None)
+                    return own if tensor is value else (own, *value[1:])
+            refuse_traced(module)
+            for enter in lane.enters:
+                enter(call, since, args, kwargs)
+            return leave(tap, [(lane, call)], value)
+
+        return forward
+
+    return make
 
 
 def noted(tap: Tap, lane: Lane, watch: Watch, original: Forward) -> Forward:

@@ -14,6 +14,7 @@ walking the graph from the module's outputs to the input, once per call.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["WHY", "Cell", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
 
 WHY = sites.WHY | {"tied": f"{sites.TIED}."}
+new_cell = Cell.__new__  # A cell of a plain tensor is as its class says, but for what is set beside this.
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
 
@@ -173,7 +175,7 @@ class OutputGradient(_Gradient):
         self._since[call] = since
 
     def watch(
-        self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any, *_given: Any
+        self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any, _args: Any, _kwargs: Any
     ) -> Tensor | None:
         """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
 
@@ -186,17 +188,21 @@ class OutputGradient(_Gradient):
         if number < since or AT_ONCE <= number < AT_ONCE + since:  # A module that hands its input on.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        cell = Cell(tensor, "")
+        cell: Cell = new_cell(Cell)
+        cell.parts, cell.edges = {}, ((node, tensor.output_nr),)
         path: Path = ()
         if type(value) is tuple:
             cell.shape, path = (None,) * len(value), (0,)
         self.entries[call] = cell
-        cell.edges = ((node, tensor.output_nr),)
         base = tensor._base
-        if base is None or base.grad_fn is None:
-            attach_hook(tensor, Catch(cell, path), node)
-        else:
+        if base is not None and base.grad_fn is not None:
             watch_kept(cell, path, tensor, node, base, kept)
+        elif tensor._backward_hooks is None:
+            catch: Any = Catch(cell, path)
+            tensor._backward_hooks = OrderedDict([(catch, catch)])
+            node._register_hook_dict(tensor)
+        else:
+            attach_hook(tensor, Catch(cell, path), node)
         self._latest = call
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
