@@ -159,16 +159,23 @@ def _inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> li
     if type(module).forward is nn.Module.forward:
         return []
     try:
-        function = forward_of(module)
-        found = list(_spots(function, type(module), inner, "", ()))
-        if not literal and len(inner) == 1 and inner[0].name.literal is not None:
-            found += list(_deeper(function, type(module), inner, "", (), {function}))
+        asked: tuple[Any, ...] = (forward_of(module), type(module), inner, literal)
+        # What is not there now may be there later, when a module of the package has been imported that it comes from.
+        return list(_search(*asked) or _search.__wrapped__(*asked))
     except NoSource:
         operation = _operation(module, inner) if literal else None
         if literal and operation is None:
             raise
         return [operation] if operation is not None else []
-    return [Found(Site.VARIABLE, text, spot) for text, spot in found]
+
+
+@functools.lru_cache(maxsize=1024)
+def _search(function: FunctionType, cls: type, inner: tuple[Inner, ...], literal: bool) -> tuple[Found, ...]:  # noqa: FBT001
+    """The same, for all modules of a class."""
+    found = list(_spots(function, cls, inner, "", ()))
+    if not literal and len(inner) == 1 and inner[0].name.literal is not None:
+        found += list(_deeper(function, cls, inner, "", (), {function}))
+    return tuple([Found(Site.VARIABLE, text, spot) for text, spot in found])
 
 
 def _operation(module: nn.Module, inner: tuple[Inner, ...]) -> Found | None:

@@ -179,11 +179,13 @@ def lone_tensor(value: Any) -> Tensor | None:
 def within(tap: Tap, lane: Lane, body: Forward) -> Forward:
     """A forward for a lane that has nothing but places inside it: ``body`` is the rewritten one."""
     module, owner, next_call, again = tap.module, lane.owner, lane.next_call, lane.again
+    observes = all(binding.action.observes for binding in lane.inner)  # What is observed is looked at as it passes.
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if get_ident() != owner or graph_task() != -1 or self is not module or (again and recompute.may_come()):
             return dispatch(tap, self, args, kwargs)
-        refuse_traced(module)
+        if not observes:
+            refuse_traced(module)
         next_call()
         return body(*args, **kwargs)
 

@@ -16,11 +16,12 @@ from tenterhook.address.functions import forward_of, plain
 from tenterhook.address.places import Place
 from tenterhook.engine.action import Context
 from tenterhook.engine.operations import watched
+from tenterhook.engine.tracing import refuse_traced
 from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
-    from tenterhook.engine.install import Lane
+    from tenterhook.engine.lane import Lane
 
 __all__ = ["Node", "inside"]
 
@@ -30,7 +31,7 @@ Stop = Callable[["Lane"], None]
 class Node:
     """One function: what happens at its places, and the functions below it that are entered."""
 
-    __slots__ = ("_below", "_edits", "_entered", "_looks", "_made", "_stop", "_tapped", "function")
+    __slots__ = ("_below", "_edits", "_entered", "_looks", "_made", "_short", "_stop", "_tapped", "function")
 
     def __init__(self, function: FunctionType, stop: Stop) -> None:
         self.function, self._stop = function, stop
@@ -40,6 +41,7 @@ class Node:
         self._looks: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._below: dict[Any, dict[CodeType, Node]] = {}
         self._made: dict[tuple[Node, FunctionType], Any] = {}
+        self._short: dict[Any, tuple[Lane, Binding, Any]] = {}  # Places where a tensor is kept and nothing else done.
 
     def add(self, lane: Lane, binding: Binding) -> None:
         """Let a binding act at the places of its point, in this function or below."""
@@ -55,6 +57,16 @@ class Node:
                 table.setdefault(key_of(place), []).append((lane, binding))
             if spot.operation is not None:
                 table.setdefault(spot.operation, []).append((lane, binding))
+
+    def settle(self) -> None:
+        """Everything has been added: see which places have the shortest way."""
+        for place, looks in self._looks.items():
+            (lane, binding), *more = looks
+            if not more and place not in self._edits and getattr(binding.action, "direct", False):
+                self._short[place] = (lane, binding, binding.action)
+        for below in self._below.values():
+            for child in below.values():
+                child.settle()
 
     def watches(self, place: Any) -> bool:
         """Whether anything happens at a place."""
@@ -84,6 +96,24 @@ class Node:
 
     def value(self, place: Any, value: Any) -> Any:
         """A value has come to a place. A lane is over where its session was closed while this call was running."""
+        short = self._short.get(place)
+        if short is not None and type(value) is Tensor:
+            lane, binding, action = short
+            try:
+                entry = (value.detach() if value.requires_grad else value, value._version)
+            except RuntimeError:  # An inference tensor has no version.
+                return self._value(place, value)
+            if not lane.over:
+                executions, entries = lane.executions, action.entries
+                count = executions.get(binding, 0)
+                executions[binding] = count + 1
+                entries[count] = entry
+                if count >= action.keep:
+                    entries.pop(count - action.keep, None)
+            return value
+        return self._value(place, value)
+
+    def _value(self, place: Any, value: Any) -> Any:
         if place in self._edits:
             value = self._edited(place, value)
         looks = self._looks.get(place, ())
@@ -91,12 +121,7 @@ class Node:
             if lane.over:
                 continue
             action: Any = binding.action
-            if type(value) is Tensor and getattr(action, "direct", False) and not value.is_inference():
-                count = _next_execution(lane, binding)
-                action.entries[count] = (value.detach() if value.requires_grad else value, value._version)
-                if count >= action.keep:
-                    action.entries.pop(count - action.keep, None)
-                continue
+            refuse_traced(lane.module)
             context = _context(lane, binding)
             if context is not None:
                 action(value, context)
@@ -147,6 +172,7 @@ def inside(module: nn.Module, original: Callable[..., Any], lanes: tuple[Lane, .
     for lane in lanes:
         for binding in lane.inner:
             node.add(lane, binding)
+    node.settle()
     if not node.rewrites:
         return watched(node, original)
     return rebuilt(original, function, node.made(function))  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -99,6 +100,13 @@ class Cell:
         if frees:
             self.release()
 
+    def take_only(self, path: Path, gradient: Tensor) -> None:
+        """The same as add(), for the one gradient that most cells get."""
+        if 1 in gradient.shape:
+            gradient = let_free(gradient)
+        self.parts[path] = [(gradient, gradient._version)]
+        self.spent, self.edges = True, ()
+
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Take one of several shares of a pass, and add them up in the order in which the engine would."""
         task, found = graph_task(), self.parts.get(path)
@@ -133,7 +141,7 @@ class Catch:
     __torch_unserializable__ = True  # Saving a tensor that was recorded gives no warning about this hook.
 
     def __init__(self, cell: Cell, path: Path) -> None:
-        self._find, self._path = weakref.ref(cell), path
+        self._find, self._path = ref(cell), path
 
     def __call__(self, gradient: Tensor) -> None:
         cell = self._find()
@@ -141,10 +149,8 @@ class Catch:
             return
         if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
-        else:  # The same as add(), for the one gradient that most cells get.
-            gradient = let_free(gradient)
-            cell.parts[self._path] = [(gradient, gradient._version)]
-            cell.spent, cell.edges = True, ()
+        else:
+            cell.take_only(self._path, gradient)
 
 
 class CatchView(Catch):
@@ -188,8 +194,12 @@ class CatchKept(Catch):
 
     def __call__(self, gradient: Tensor) -> None:
         cell = self._find()
-        if cell is not None and not cell.overwritten:
+        if cell is None or cell.kept is None or cell.kept[0]._version != cell.kept[1]:
+            return
+        if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
+        else:
+            cell.take_only(self._path, gradient)
 
 
 class CatchBase(Catch):
@@ -198,12 +208,12 @@ class CatchBase(Catch):
     __slots__ = ("_offset", "_stride")
 
     def __init__(self, cell: Cell, path: Path, base: Tensor) -> None:
-        super().__init__(cell, path)
+        self._find, self._path = ref(cell), path
         self._stride, self._offset = base.stride(), base.storage_offset()
 
     def __call__(self, gradient: Tensor) -> None:
         cell = self._find()
-        if cell is None or cell.kept is None or not cell.overwritten:
+        if cell is None or cell.kept is None or cell.kept[0]._version == cell.kept[1]:
             return
         layout = (gradient.size(), self._stride, self._offset, gradient.dtype, False, False)
         place = Place(cell.kept[0], layout)

@@ -199,7 +199,8 @@ class OutputGradient(_Gradient):
             watch_kept(cell, path, tensor, node, base, kept)
         elif tensor._backward_hooks is None:
             catch: Any = Catch(cell, path)
-            tensor._backward_hooks = OrderedDict([(catch, catch)])
+            hooks = tensor._backward_hooks = OrderedDict()
+            hooks[catch] = catch
             node._register_hook_dict(tensor)
         else:
             attach_hook(tensor, Catch(cell, path), node)

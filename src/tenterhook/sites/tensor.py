@@ -144,9 +144,9 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
     """
     hook.number = number_of(node)
-    attach_hook(base, hook)
     hooks: Any = base._backward_hooks
-    if len(hooks) == 1:
+    attach_hook(base, hook)
+    if not hooks:
         return
     in_order = sorted(hooks.items(), key=lambda item: -getattr(item[1], "number", -1))
     hooks.clear()
