@@ -92,7 +92,7 @@ class Sleepers:
                 return lane.tap.method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
             state = module.__dict__
-            if getattr(getattr(state.get("forward"), "__func__", None), "wake", None) is not None:
+            if getattr(getattr(state.get("forward"), "__func__", None), "wake", None) == self.wake:
                 del state["forward"]
                 allow_script(module)
             return MethodType(type(module).forward, module)
