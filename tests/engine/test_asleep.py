@@ -49,7 +49,7 @@ def test_the_signature_is_the_modules_own(model):
         assert str(inspect.signature(model.forward)) == "(x, *, scale=1.0)"
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_no_part_of_the_session(model, again):
     with th.record(model, "**", keep="all") as tape:
         other = again(model)
