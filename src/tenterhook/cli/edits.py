@@ -39,10 +39,10 @@ def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
 def edits_of_files(files: Iterable[Path], model: nn.Module) -> dict[Selector, Any]:
     """The changes in files of edits, one file after the other, on the device and in the type of the model."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
-    fit = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    device, dtype = (None, None) if like is None else (like.device, like.dtype)
     changes: dict[Selector, Any] = {}
     for file in files:
-        for address, edits in load_edits(file, **fit).items():
+        for address, edits in load_edits(file, device=device, dtype=dtype).items():
             changes.setdefault(address, []).extend(edits if isinstance(edits, list) else [edits])
     return changes
 
