@@ -166,14 +166,18 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
     wide = min(count, columns)
     made: Figure = _figures()(figsize=(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3))
     made.set_layout_engine("constrained")
+    made.set_label(", ".join(each._title() for each in found))  # noqa: SLF001  Of this file.
     axes: Any = made.subplots(rows, wide, squeeze=False)
     for each in axes.flat:
         each.set_axis_off()
     axes.flat[0].imshow(image.numpy(), cmap="gray")
-    axes.flat[0].set_title(found[0]._named(example) or "input", fontsize=8)  # noqa: SLF001  Of this file.
-    for place, one, values in zip(axes.flat[1:], found, maps, strict=False):
+    targets = [each._named(example) for each in found]  # noqa: SLF001  Of this file.
+    one = len(set(targets)) == 1  # Otherwise each map says what it explains.
+    axes.flat[0].set_title((targets[0] if one else "") or "input", fontsize=8)
+    for place, each, values, target in zip(axes.flat[1:], found, maps, targets, strict=False):
         _over(place, image, values, alpha)
-        place.set_title(one._title(), fontsize=8)  # noqa: SLF001  Of this file.
+        title = each._title()  # noqa: SLF001  Of this file.
+        place.set_title(title if one else f"{title}\n{target}", fontsize=8)
     return made
 
 
@@ -230,8 +234,10 @@ def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
         found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
         **_scale(found),
     )  # fmt: skip
-    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.046)
+    # Inside the axes' own frame, so that the scale is as high as the image.
+    bar = axes.figure.colorbar(drawn, cax=axes.inset_axes((1.04, 0, 0.05, 1)))
     bar.ax.tick_params(labelsize=6)
+    bar.ax.yaxis.offsetText.set_fontsize(6)
 
 
 def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
