@@ -76,7 +76,8 @@ def test_many_examples_and_volumes_are_kept_within_reason():
 
 def test_several_stand_side_by_side_each_with_its_scale():
     model, x = reused(), images()
-    found = [R.saliency(model, x, target=3), R.input_x_gradient(model, x, target=3), R.gradcam(model, x, point="conv2")]
+    cam = R.gradcam(model, x, point="conv2", target=3)
+    found = [R.saliency(model, x, target=3), R.input_x_gradient(model, x, target=3), cam]
     figure = R.side_by_side(found, example=1, columns=2)
     assert [axes.get_title() for axes in figure.axes[:4]] == [
         "target 3", "saliency", "input × gradient", "Grad-CAM at conv2",
