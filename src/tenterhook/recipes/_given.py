@@ -69,13 +69,14 @@ def one_point(model: nn.Module, point: Any) -> str:
     return found[0]
 
 
-def lone(value: Any, point: str) -> Tensor:
-    """The floating-point tensor in a value, where there is one."""
-    found = list(floats(value))
+def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> Tensor:
+    """The tensor in a value, where there is one; by default only floating-point ones count."""
+    found = list(floats(value) if floating else _tensors(value))
     if len(found) == 1:
         return found[0]
-    what = "no floating-point tensor" if not found else f"{len(found)} tensors"
-    raise th.RecipeError(f"{point!r} passes {what}; choose a point with one, such as a variable inside the forward")
+    what = f"no {'floating-point ' if floating else ''}tensor" if not found else f"{len(found)} tensors"
+    text = f"{recipe + ': ' if recipe else ''}{point!r} passes {what}, and one is needed"
+    raise th.RecipeError(f"{text}. Choose a point with one, such as a variable: th.points(model, '{point}:*')")
 
 
 def live(model: nn.Module, point: str, given: Given) -> Tensor:

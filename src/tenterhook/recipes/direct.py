@@ -6,7 +6,7 @@ held. So a score is a sum of contributions. That holds for some architectures on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +149,7 @@ def _by_head(model: nn.Module, projection: str, heads: int, tape: Any, at: Any) 
 
 def _written(value: Any, point: str, stream: Tensor) -> Tensor:
     """What a point wrote: the tensor in its value that has the stream's shape."""
-    found = [each for each in _tensors(value) if _fits(each, stream)]
+    found = [each for each in given.floats(value) if _fits(each, stream)]
     if len(found) != 1:
         text = f"{point!r} passes {len(found)} tensors of the stream's shape, {list(stream.shape)}, and one is needed"
         raise th.RecipeError(text)
@@ -161,14 +161,6 @@ def _fits(value: Tensor, stream: Tensor) -> bool:
         value.dim() == stream.dim() and value.shape[-1] == stream.shape[-1]
         and all(own in (1, whole) for own, whole in zip(value.shape, stream.shape, strict=True))
     )  # fmt: skip
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _check_sum(parts: Sequence[Tensor], stream: Tensor, limit: float) -> None:

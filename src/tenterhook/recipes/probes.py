@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._target import lone
+from tenterhook.recipes._given import lone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,7 +134,7 @@ def _vectors(model: nn.Module, inputs: Tensor, points: Any, pool: Pool, batch: i
     body = th.features(model, points)
     parts: dict[str, list[Tensor]] = {address: [] for address in body.points.values()}
     for address, value in _run(body, inputs, batch):
-        parts[address].append(_pooled(lone(value, "probe", address), pool).float().cpu())
+        parts[address].append(_pooled(lone(value, address, "probe", floating=False), pool).float().cpu())
     return {address: torch.cat(each) for address, each in parts.items()}
 
 
