@@ -24,7 +24,7 @@ from benchmarks.resnet import ResNet18
 
 SIDE, TARGET = 64, 5
 SAME, FASTER = Goal("ratio", at_most=1.05), Goal("ratio", at_most=1 / 3)
-MOST, FEW = 8, 2  # rounds, and rounds of what takes a second or more
+MOST, FEW = 6, 2  # rounds, and rounds of what takes a second or more
 AT_ONCE = 32
 R = th.recipes
 

@@ -186,9 +186,11 @@ def test_a_feature_attack_moves_the_features_to_those_of_the_guide(net, some):
 def test_a_feature_attack_runs_no_further_than_its_point(net, some):
     calls = []
     handle = net[8].register_forward_hook(lambda *_: calls.append(1))
+    recipes.feature_attack(net, some[0], point="5#0", steps=4)
+    assert len(calls) == 2  # What the model says before and after.
     recipes.feature_attack(net, some[0], point="5", steps=4)
     handle.remove()
-    assert len(calls) == 2  # What the model says before and after.
+    assert len(calls) == 2 + 3  # And whether the point is passed again.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

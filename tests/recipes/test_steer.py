@@ -171,9 +171,11 @@ def test_the_model_runs_no_further_than_the_point(pair):
     model, point = pair
     calls = []
     handle = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    found_at_last(model, point)
-    handle.remove()
+    th.recipes.steering(model, [sentences(1), sentences(3)], sentences(2), point=f"{point}#0", at=th.at[:, -1])
     assert not calls
+    th.recipes.steering(model, [sentences(1), sentences(3)], sentences(2), point=point, at=th.at[:, -1])
+    handle.remove()
+    assert len(calls) == 1  # To see whether the point is passed again.
 
 
 def hooked(model, point, change):

@@ -130,8 +130,11 @@ def steering(
     >>> with found.apply(model, scale=2):
     ...     steered = model(torch.zeros(1, 2))
 
-    The model runs no further than the point, and without gradients. Padding does not count: where an input has a mask,
-    the mean is over the positions that it lets in, and a position that it shuts out cannot be asked for.
+    The model runs no further than the point, and without gradients; but for its first run, which goes on to see whether
+    the point is passed several times. Then you are asked which call is meant (``point="relu#1"``).
+
+    Padding does not count: where an input has a mask, the mean is over the positions that it lets in, and a position
+    that it shuts out cannot be asked for.
 
     Args:
         model: any ``nn.Module``.
@@ -146,7 +149,8 @@ def steering(
     """
     address = given.one_point(model, point)
     dims = (pool,) if isinstance(pool, int) else tuple(pool)
-    sets = [_examples(model, inputs, address, at, dims, mask) for inputs in (positive, negative)]
+    read = given.reader(model, address)
+    sets = [_examples(model, inputs, read, address, at, dims, mask) for inputs in (positive, negative)]
     shapes = sorted({tuple(each.shape[1:]) for each in sets})
     if len(shapes) > 1:
         raise th.RecipeError(_LENGTHS.format(point=address, shapes=" and ".join(map(str, map(list, shapes)))))
@@ -174,13 +178,14 @@ _PADDED = (
 )
 
 
-def _examples(model: nn.Module, inputs: Any, point: str, at: Any, pool: tuple[int, ...], mask: str | None) -> Tensor:
+def _examples(
+    model: nn.Module, inputs: Any, read: Any, point: str, at: Any, pool: tuple[int, ...], mask: str | None
+) -> Tensor:
     """The values at a point, one row for each example."""
     rows = []
     for args, kwargs in given.each(inputs):
-        with torch.no_grad(), th.record(model, point, stop=True) as tape:
-            model(*args, **kwargs)
-        value = given.lone(tape[point], point)
+        with torch.no_grad():
+            value = read(*args, **kwargs)
         counts = None if mask is None else _counts(model, args, kwargs, mask, value)
         try:
             value = _pooled(value, counts, at, pool, point)
