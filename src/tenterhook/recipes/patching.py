@@ -81,7 +81,7 @@ class Patching:
         width = len(self.places)
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
-    def heatmap(self, *, title: str = "") -> Any:
+    def show(self, *, title: str = "") -> Any:
         """A matplotlib figure of the effect: points down, places along."""
         return heatmap(
             self.effect, self.points, self.places, title=title or ("estimated effect" if self.estimated else "effect")
