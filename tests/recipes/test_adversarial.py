@@ -128,6 +128,18 @@ def test_a_target_is_reached_and_descends(net, some):
     assert one.rate > 0.9
 
 
+@pytest.mark.parametrize("name", ["fgsm", "bim", "bim 2", "pgd", "pgd 2"])
+def test_every_attack_can_be_aimed(net, some, name):
+    images, labels = some
+    aim = (labels + 3) % 10
+    found = ATTACKS[name](net, images, labels, target=aim)
+    with torch.no_grad():
+        before, after = (F.cross_entropy(net(each), aim) for each in (images, found.examples))
+        assert torch.equal(found.success, net(found.examples).argmax(1) == aim)
+    assert after < before
+    assert torch.equal(found.target, aim)
+
+
 def test_a_random_start_depends_on_the_seed_alone(net, some):
     images, labels = some
     runs = [recipes.pgd(net, images, labels, steps=1, seed=seed).examples for seed in (0, 0, 1)]
