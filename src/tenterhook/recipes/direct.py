@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
 from tenterhook.recipes._readout import TOLERANCE, Readout, readout
 
 __all__ = ["DirectLogits", "direct_logits"]
@@ -38,6 +39,7 @@ class DirectLogits:
     score: Tensor
     error: float
     heads: Mapping[str, Tensor] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, count: int = 5) -> list[tuple[str, float]]:
         """The points with the largest contribution on average, whatever its sign."""
@@ -46,12 +48,10 @@ class DirectLogits:
 
     def show(self) -> Any:
         """A matplotlib figure: a bar for each contribution, averaged over the examples; of many, the largest."""
-        from matplotlib.figure import Figure
-
         named = dict(zip(self.points, self.contributions.mean(1).tolist(), strict=True))
         shown = {point for point, _ in self.best(SHOWN)}
         bars = {point: value for point, value in named.items() if point in shown} | {"bias": float(self.bias.mean())}
-        figure = Figure(figsize=(6, 1.2 + 0.24 * len(bars)), layout="constrained")
+        figure = new_figure(6, 1.2 + 0.24 * len(bars))
         axes = figure.add_subplot()
         axes.barh(
             list(bars), list(bars.values()), color=["tab:red" if each > 0 else "tab:blue" for each in bars.values()]
@@ -122,11 +122,12 @@ def direct_logits(  # noqa: PLR0913
     error = float((found.sum(0) + bias - score).abs().max())
     if error > limit * max(1.0, float(scores.double().abs().max())) * 10:
         raise th.RecipeError(f"the contributions add up to something else than the score, off by {error:.3g}")
+    settings = {"target": target, "against": against, "at": at, "norm": reads.norm, "head": reads.head}
     single, first = dict[str, Tensor](), len(addresses) - sum(count + 1 for count in split.values())
     for projection, count in split.items():
         single[projection] = found[first : first + count].float()
         first += count + 1
-    return DirectLogits(addresses, found.float(), bias.float(), score.float(), error, single)
+    return DirectLogits(addresses, found.float(), bias.float(), score.float(), error, single, settings)
 
 
 def _by_head(model: nn.Module, projection: str, heads: int, tape: Any, at: Any) -> list[Tensor]:

@@ -58,6 +58,11 @@ class Patching:
     estimated: bool = field(default=False, kw_only=True)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What was asked for."""
+        return {"mode": self.mode, "estimated": self.estimated}
+
+    @property
     def effects(self) -> Tensor:
         """The effect for each pair."""
         start, end = (self.corrupt, self.clean) if self.mode == "denoise" else (self.clean, self.corrupt)

@@ -16,6 +16,7 @@ from torch.func import functional_call, vjp, vmap
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
 from tenterhook.recipes._whole import WHOLE, Arguments, arguments_of, whole_gradients
 
 __all__ = ["SampleGradients", "per_sample_gradients"]
@@ -40,9 +41,7 @@ class SampleGradients:
 
     def show(self) -> Any:
         """A matplotlib figure: the loss of each example against the length of its gradient."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+        figure = new_figure(4.6, 3.2)
         axes = figure.add_subplot()
         axes.scatter(self.losses.tolist(), self.norms.tolist(), s=8)
         axes.set(xlabel="loss", ylabel="length of the gradient", title=f"{len(self.losses)} examples")

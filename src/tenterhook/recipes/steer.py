@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
 
 __all__ = ["Steering", "steering"]
 
@@ -41,6 +42,11 @@ class Steering:
     negative: Tensor
     at: Any = None
     pool: tuple[int, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the vector was asked for with."""
+        return {"point": self.point, "at": self.at, "pool": self.pool}
 
     @property
     def norm(self) -> float:
@@ -90,9 +96,7 @@ class Steering:
 
     def show(self) -> Any:
         """A matplotlib figure: where the examples of both sets lie along the vector."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 2.6), layout="constrained")
+        figure = new_figure(6, 2.6)
         axes = figure.add_subplot()
         both = torch.cat([self.positive, self.negative]).float()
         bins = torch.linspace(float(both.min()), float(both.max()) + 1e-6, 25).tolist()
