@@ -95,6 +95,9 @@ def test_a_mask_has_to_be_one(pair):
     model, point = pair
     with pytest.raises(th.RecipeError, match=r"mask='token_type_ids' is an argument of the model.*got nothing"):
         th.recipes.steering(model, sentences(1), sentences(2), point=point, mask="token_type_ids", pool=1)
+    added = {"input_ids": sentences(1), "attention_mask": torch.tensor([[0.0, 0, 0, 0, -1e4]]).repeat(6, 1)}
+    with pytest.raises(th.RecipeError, match="attention_mask has numbers below zero"):
+        th.recipes.steering(model, added, added, point=point, pool=1)
     with pytest.raises(th.RecipeError, match="or \"last\"; got 'end'"):
         th.recipes.steering(model, sentences(1), sentences(2), point=point, at="end")
 

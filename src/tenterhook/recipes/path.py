@@ -91,7 +91,8 @@ def layer_integrated_gradients(
 
     def slope(leaf: Tensor, rows: Tensor) -> Tensor:
         with differentiable(given, f"{point!r}"):
-            with th.edit(model, {point: th.set(leaf.requires_grad_())}):
+            leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
+            with th.edit(model, {point: th.set(leaf)}):
                 scores = score(given.run(x[rows], rows), rows)
             return torch.autograd.grad(scores.sum(), leaf)[0]
 

@@ -216,6 +216,9 @@ def _counts(model: nn.Module, args: Any, kwargs: Any, mask: str, value: Tensor) 
     if not isinstance(found, Tensor) or found.dim() != 2:  # noqa: PLR2004
         got = "nothing" if found is None else list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise th.RecipeError(f"mask={mask!r} is an argument of the model, [examples, positions]; got {got}")
+    if bool((found < 0).any()):
+        text = f"{mask} has numbers below zero, as if it were added to scores"
+        raise th.RecipeError(f"{text}. A mask is 1 where a position counts and 0 where not; or say mask=None.")
     if bool(found.all()):
         return None
     if found.shape != value.shape[:2]:
@@ -233,13 +236,19 @@ def _pooled(value: Tensor, counts: Tensor | None, at: Any, pool: tuple[int, ...]
         last = (places if counts is None else places.where(counts, -1)).amax(1)
         if bool((last < 0).any()):
             raise th.RecipeError(_PADDED.format(point=point, count=int((last < 0).sum())))
-        return value[torch.arange(len(value), device=value.device), last]
+        value, counts = value[torch.arange(len(value), device=value.device), last], None
+    elif at is not None:
+        whole, value = value, value[at]
+        counts = None if counts is None else _spread(counts, whole)[at]
+    elif counts is not None:
+        counts = _spread(counts, value)
     if counts is None:
-        value = value if at is None else value[at]
         return value.mean(pool) if pool else value
-    weights = counts.reshape(*counts.shape, *[1] * (value.dim() - 2)).expand_as(value).to(value.dtype)
-    weights, value = (each if at is None else each[at] for each in (weights, value))
-    times = weights.sum(pool) if pool else weights
+    times = counts.sum(pool) if pool else counts
     if not bool(times.all()):
         raise th.RecipeError(_PADDED.format(point=point, count=int((times == 0).flatten(1).any(1).sum())))
-    return (value * weights).sum(pool) / times if pool else value
+    return (value.where(counts, 0).double().sum(pool) / times).to(value.dtype) if pool else value
+
+
+def _spread(counts: Tensor, value: Tensor) -> Tensor:
+    return counts.reshape(*counts.shape, *[1] * (value.dim() - 2)).expand_as(value)

@@ -1,4 +1,6 @@
-"""The mistakes that people make with attributions, at every recipe: an error says what the recipe needs."""
+"""What holds for every attribution: where it works, and the mistakes for which an error says what it needs."""
+
+import functools
 
 import pytest
 import torch
@@ -38,6 +40,17 @@ def test_it_works_and_a_class_that_is_not_there_is_said(name):
     for wrong in (5, -1):
         with pytest.raises(th.RecipeError, match=f"there is no class {wrong}; the model has 5, 0 to 4"):
             getattr(R, name)(model, x, target=wrong, **options)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [*SLOPES, *SWEEPS])
+def test_it_is_the_same_on_a_frozen_model_without_gradients_around(name, around):
+    model, x = model_for(name)
+    ask = functools.partial(getattr(R, name), target=1, **{**SLOPES, **SWEEPS}[name])
+    wanted = ask(model, x).attribution
+    model.requires_grad_(False)
+    with around():
+        torch.testing.assert_close(ask(model, x.clone()).attribution.clone(), wanted)
 
 
 @pytest.mark.parametrize("name", SLOPES)
