@@ -297,6 +297,42 @@ def test_compiled_it_asks_which_call_is_meant_and_says_what_is_never_called(dyna
         torch.compile(th.features(model, {"spare": "x"}), backend="eager")(X)
 
 
+def test_compiled_an_edit_and_a_recording_around_it_take_effect(dynamo):
+    assert dynamo is not None
+    model = Quiet().eval()
+    body = th.features(model, POINTS)
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    plain = compiled(X)
+    with th.edit(model, {"norm": th.scale(2.0)}), th.record(model, "low") as tape:
+        found = compiled(X)
+        wanted = body(X)
+    torch.testing.assert_close(found["low"], plain["low"] * 2)
+    torch.testing.assert_close(found["high"], wanted["high"])
+    torch.testing.assert_close(tape["low#0"], model.low(X).detach())
+    torch.testing.assert_close(compiled(X)["high"], plain["high"])
+
+
+def test_compiled_a_model_that_breaks_its_graph_is_right_and_left_as_it_was(dynamo):
+    assert dynamo is not None
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.low(x)
+            torch._dynamo.graph_break()
+            return self.high(x)
+
+    model = Breaks()
+    body, own = th.features(model, ["low", "high"]), tables(model)
+    wanted = body(X)
+    found = torch.compile(body, backend="eager")(X)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert tables(model) == own
+
+
 def test_compiled_a_point_inside_a_forward_is_right_and_leaves_the_graph(dynamo):
     assert dynamo is not None
     body = th.features(Quiet().eval(), {":x[0]": "low"})

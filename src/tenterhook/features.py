@@ -69,7 +69,7 @@ class Features(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model on its own arguments as far as the last feature; the features by name."""
         if torch.compiler.is_compiling() and self._doors:
-            return traced(self.model, self._doors, args, kwargs, stop=self._counted)
+            return traced(self.model, self._doors, self._taken, args, kwargs, stop=self._counted)  # type: ignore[no-any-return]
         return self._taken(args, kwargs)
 
     def _taken(self, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from tenterhook._tree import map_tensors
 from tenterhook.address import Point, Site
@@ -22,6 +23,9 @@ __all__ = ["Door", "doors", "several", "traced"]
 
 Door = tuple[str, str, nn.Module, Any, int | None]
 """a feature's name and address, the module whose output it is, that module's table of forward hooks, and the call"""
+
+Otherwise = Callable[[Any, Any], dict[str, Any]]
+"""the same by a session, from positional and keyword arguments"""
 
 SEVERAL = (
     "{address!r} was called {count} times, and a feature is the value of one call.\n"
@@ -48,8 +52,13 @@ class _Done(BaseException):
     """The last feature is there. No ``Exception``, so that no model takes it for a failure of its own."""
 
 
-def traced(model: nn.Module, taken: list[Door], args: Any, kwargs: Any, *, stop: bool) -> dict[str, Any]:
-    """Run the model as far as the last feature; or to its end, without gradients and as in evaluation from there on."""
+def traced(model: nn.Module, taken: list[Door], otherwise: Otherwise, args: Any, kwargs: Any, *, stop: bool) -> Any:
+    """Run the model as far as the last feature; or to its end, without gradients and as in evaluation from there on.
+
+    Where the model leaves the graph, Dynamo calls this function as it is, outside of any: then it does ``otherwise``.
+    """
+    if not torch.compiler.is_compiling():
+        return otherwise(args, kwargs)
     run = _Run(model, taken, stop=stop)
     for number, (name, _, module, _, call) in enumerate(taken):
         module._forward_hooks = {**module._forward_hooks, -1 - number: run.hook(name, call)}
@@ -62,6 +71,10 @@ def traced(model: nn.Module, taken: list[Door], args: Any, kwargs: Any, *, stop:
             module._forward_hooks = hooks
         run.over()
     return {name: run.value(name, address, call) for name, address, _, _, call in taken}
+
+
+# Dynamo shall inline it, and never begin a graph at it.
+set_code_exec_strategy(traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 class _Run:
