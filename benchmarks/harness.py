@@ -76,6 +76,7 @@ class Workload:
         calls: timed calls in a block.
         absolute: show seconds as the figure, and not the ratio to the baseline.
         tolerance: how far a value may be off, for contenders that compute the model in their own way.
+        clock: seconds; ``time.thread_time`` counts those of this thread alone, whatever else the machine does.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Workload:
     calls: int = 8
     absolute: bool = False
     tolerance: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def baseline(self) -> str:
@@ -209,7 +211,7 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, list[float]]:
         for _ in range(rounds):
             gc.collect(0)
             for name in order:
-                blocks[name].append(_block(work.ways[name], work.calls))
+                blocks[name].append(_block(work.ways[name], work.calls, work.clock))
             order.append(order.pop(0))  # so that no contender always follows the same one
     return blocks
 
@@ -229,8 +231,7 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _block(opener: Opener, calls: int) -> float:
-    clock = time.perf_counter
+def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> float:
     with opener() as trial:
         call = trial.call
         call()  # whatever happens only once after opening is not the cost of a call

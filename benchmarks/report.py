@@ -21,7 +21,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADER = ("work", "way", "figure", "quartiles", "extra", "goal", "")
 WIDE = 160
-TITLE = "# Benchmarks\n\nWritten by `make bench` and `make bench-peers`; how to read it is said in CONTRIBUTING.md.\n"
+TITLE = (
+    "# Benchmarks\n\nWritten by `make bench`, `make bench-recipes` and `make bench-peers`; how to read it is said in "
+    "CONTRIBUTING.md.\n"
+)
 
 
 def publish(suite: str, rows: Sequence[Row], *, write: bool) -> None:

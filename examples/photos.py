@@ -61,7 +61,7 @@ def train(model: nn.Module, photos: list[Tensor]) -> float:
         return float((model(images).argmax(1) == labels).float().mean())
 
 
-def main(picture: Path = Path("photos.png")) -> dict[str, float]:
+def main(picture: Path = Path("photos.png"), page: Path = Path("photos.html")) -> dict[str, float]:
     """Train, explain each class on both photos side by side, and draw it; the share of each map on its own photo."""
     torch.manual_seed(0)
     photos = [torch.tensor(each).permute(2, 0, 1) / 255 - 0.5 for each in load_sample_images().images]
@@ -72,16 +72,22 @@ def main(picture: Path = Path("photos.png")) -> dict[str, float]:
 
     half = [F.interpolate(each[None], (96, 96), mode="area") for each in photos]
     both = torch.cat(half, 3)  # The temple on the left, the flower on the right.
-    shares = {}
+    shares, found = {}, []
     for target, name in enumerate(NAMES):
         # The last activation is the fourth call of one module, so the call is named.
         cam = th.recipes.layercam(model, both, point="relu#3", target=target)
+        found += [cam, th.recipes.integrated_gradients(model, both, target=target, steps=20)]
         mine = cam.map[0, :, :96] if target == 0 else cam.map[0, :, 96:]
         shares[name] = float(mine.sum() / cam.map.sum().clamp(min=1e-12))
         print(f"{name}: {shares[name]:.0%} of the map lies on it")
     figure = cam.show(title=f"LayerCAM at relu#3: what speaks for the {NAMES[1]}")
     figure.savefig(picture, dpi=80)
     print(f"drawn to {picture}")
+
+    with th.record(model, "**", grad=True) as tape:
+        model(both)[0, 1].backward()
+    th.page(page, tape, also=[cam, th.recipes.side_by_side(found)], title="two photos")
+    print(f"with all layers, on the page {page}")
     return shares
 
 

@@ -215,6 +215,137 @@ def test_it_can_be_compiled():
     torch._dynamo.reset()
 
 
+class Quiet(nn.Module):
+    """The same without a list that grows, which a graph would be left for; and with a norm after the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.norm, self.relu = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)
+        self.high, self.drop, self.last, self.head = nn.Linear(6, 5), nn.Dropout(), nn.BatchNorm1d(5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = self.relu(self.norm(self.low(x)))
+        return self.head(self.last(self.drop(self.relu(self.high(x)))))
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def tables(model):
+    return {name: id(module._forward_hooks) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("call", ["", "#0"], ids=["all calls", "one call"])
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_compiled_it_is_one_graph_and_leaves_no_other_trace_than_without(dynamo, call, train):
+    dynamo.clear()
+    torch.manual_seed(0)
+    model = Quiet().train(train)
+    model.high.register_forward_hook(lambda _module, _args, output: output * 2)  # Values are those after it.
+    points = {f"norm{call}": "low", f"high{call}": "high"}
+    plain, body = th.features(copy.deepcopy(model), points), th.features(model, points)
+    own = tables(model)
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        found, wanted = compiled(X), plain(X)
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value)
+        found["high"].sum().backward()
+        wanted["high"].sum().backward()
+        torch.testing.assert_close(model.low.weight.grad, plain.model.low.weight.grad)
+    assert dynamo["stats"]["unique_graphs"] == 1
+    assert model.head.weight.grad is None
+    assert tables(model) == own
+    assert all(module.training is train for module in model.modules())
+    for name, value in plain.state_dict().items():  # The norm after the features has learned nothing.
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def test_compiled_inside_a_larger_module_after_a_copy_and_for_single_calls(dynamo):
+    assert dynamo is not None
+
+    class Larger(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body, self.top = body, nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.top(self.body(x)["second"])
+
+    torch.manual_seed(0)
+    body = th.features(Quiet().eval(), {"relu#0": "first", "relu#1": "second"})
+    larger = Larger(pickle.loads(pickle.dumps(copy.deepcopy(body))))
+    wanted = larger(X)
+    torch.testing.assert_close(torch.compile(larger, fullgraph=True, backend="aot_eager")(X), wanted)
+
+
+def test_compiled_it_asks_which_call_is_meant_and_says_what_is_never_called(dynamo):
+    assert dynamo is not None
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="AmbiguousCall"):
+        torch.compile(th.features(Quiet().eval(), {"relu": "x"}), backend="eager", fullgraph=True)(X)
+    torch._dynamo.reset()
+    with pytest.raises(th.AmbiguousCall, match="relu#0, relu#1"):
+        torch.compile(th.features(Quiet().eval(), {"relu": "x"}), backend="eager")(X)
+    torch._dynamo.reset()
+    model = Quiet().eval()
+    model.spare = nn.Linear(1, 1)
+    with pytest.raises(th.NeverReached, match="spare"):
+        torch.compile(th.features(model, {"spare": "x"}), backend="eager")(X)
+
+
+def test_compiled_an_edit_and_a_recording_around_it_take_effect(dynamo):
+    assert dynamo is not None
+    model = Quiet().eval()
+    body = th.features(model, POINTS)
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    plain = compiled(X)
+    with th.edit(model, {"norm": th.scale(2.0)}), th.record(model, "low") as tape:
+        found = compiled(X)
+        wanted = body(X)
+    torch.testing.assert_close(found["low"], plain["low"] * 2)
+    torch.testing.assert_close(found["high"], wanted["high"])
+    torch.testing.assert_close(tape["low#0"], model.low(X).detach())
+    torch.testing.assert_close(compiled(X)["high"], plain["high"])
+
+
+def test_compiled_a_model_that_breaks_its_graph_is_right_and_left_as_it_was(dynamo):
+    assert dynamo is not None
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.low(x)
+            torch._dynamo.graph_break()
+            return self.high(x)
+
+    model = Breaks()
+    body, own = th.features(model, ["low", "high"]), tables(model)
+    wanted = body(X)
+    found = torch.compile(body, backend="eager")(X)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert tables(model) == own
+
+
+def test_compiled_a_point_inside_a_forward_is_right_and_leaves_the_graph(dynamo):
+    assert dynamo is not None
+    body = th.features(Quiet().eval(), {":x[0]": "low"})
+    wanted = body(X)["low"]
+    torch.testing.assert_close(torch.compile(body, backend="eager")(X)["low"], wanted)
+
+
+def test_it_can_be_exported(dynamo):
+    assert dynamo is not None
+    body = th.features(Quiet().eval(), {"high": "high"})
+    torch.testing.assert_close(torch.export.export(body, (X,)).module()(X)["high"], body(X)["high"])
+
+
 @pytest.mark.parametrize(
     ("points", "error", "text"),
     [

@@ -7,11 +7,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame  # The part in C, which loads no compiler.
 
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import find
+from tenterhook.compiled.taking import Door, doors, several, traced
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
@@ -22,10 +24,6 @@ __all__ = ["Features", "features"]
 CHANGED = (
     "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code "
     "foretold that. Say that it does, by module.inplace = True on the module that follows: then the feature is copied."
-)
-SEVERAL = (
-    "{address!r} was called {count} times, and a feature is the value of one call.\n"
-    "Ask for one of {calls}: th.features(model, {{{first!r}: {name!r}}})."
 )
 
 
@@ -65,23 +63,37 @@ class Features(nn.Module):
         self.points = dict(points)
         self.training = model.training
         self._found: tuple[Point, ...] | None = None
+        self._doors: list[Door] = []
         self._counted = all(point.call is not None for point in self._resolved())
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model on its own arguments as far as the last feature; the features by name."""
-        session = _Taking(self.model, self._resolved(), stop=self._counted)
+        if torch.compiler.is_compiling() and self._doors:
+            return traced(self.model, self._doors, self._taken, args, kwargs, stop=self._counted)  # type: ignore[no-any-return]
+        return self._taken(args, kwargs)
+
+    def _taken(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        compiling = set_eval_frame(None)  # What is around it; a model that is compiled itself sets it again.
         try:
-            with session:
-                session.run(*args, **kwargs)
-            values = {name: session.value(address, name) for address, name in self.points.items()}
+            session = _Taking(self.model, self._resolved(), stop=self._counted)
+            try:
+                with session:
+                    session.run(*args, **kwargs)
+                values = {name: session.value(address, name) for address, name in self.points.items()}
+            finally:
+                session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
         finally:
-            session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
+            set_eval_frame(compiling)
         self._counted = True
         return values
+
+    # Dynamo may begin a graph at the first of these. It leaves the graph for the second, which opens a session.
+    forward._is_traced, _taken._torchdynamo_disable = True, True  # type: ignore[attr-defined]
 
     def _resolved(self) -> tuple[Point, ...]:
         if self._found is None or any(find(self.model, each.path) is not each.module for each in self._found):
             self._found = tuple(resolve(self.model, list(self.points)))
+            self._doors = doors(self._found, self.points)
         return self._found
 
     # -- as the model itself ------------------------------------------------------------------------------------------
@@ -100,7 +112,11 @@ class Features(nn.Module):
         self.model._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": None}  # Found again by name, in whatever the model has become.
+        return {**vars(self), "_found": None, "_doors": []}  # Found again by name, in whatever the model has become.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._resolved()
 
     def extra_repr(self) -> str:
         return ", ".join(f"{address} -> {name}" for address, name in self.points.items())
@@ -153,9 +169,7 @@ class _Taking(Session):
         """The value at a point, which must be that of one call, and still be it."""
         tap = self.taps[address]
         if tap.calls > 1 and "#" not in address:
-            calls = [f"{address}#{call}" for call in range(tap.calls)]
-            text = SEVERAL.format(address=address, count=tap.calls, calls=listed(calls), first=calls[0], name=name)
-            raise AmbiguousCall(text)
+            raise AmbiguousCall(several(address, name, tap.calls))
         if any(tensor._version != version for tensor, version in tap.versions):
             raise ValueChanged(CHANGED.format(name=name, address=address))
         return tap.value

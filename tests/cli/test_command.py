@@ -105,6 +105,21 @@ def test_record_with_an_edit_and_a_stop(call, tmp_path):
     assert tape["relu"][:, 0].any()
 
 
+def test_record_with_a_file_of_edits_and_one_more(call, tmp_path):
+    plain = call("record", "nets.py:Net", "conv", "relu", "-i", "1x3x8x8", "-o", "plain.th")
+    assert plain.exit_code == 0, plain.output
+    channels = [th.scale(0.0, at=th.at[:, 0]), th.add(torch.full((8, 8), 2.0, dtype=torch.float64), at=th.at[:, 1])]
+    th.save_edits(tmp_path / "some.edits", {"conv": channels})
+    args = ["record", "nets.py:Net", "conv", "-i", "1x3x8x8", "--edits", "some.edits"]
+    result = call(*args, "--edit", "conv=scale(3, at=at[:, 1])")
+    assert result.exit_code == 0, result.output
+    was, now = th.load(tmp_path / "plain.th")["conv"], th.load(tmp_path / "run.th")["conv"]
+    assert not now[:, 0].any()
+    torch.testing.assert_close(now[:, 1], (was[:, 1] + 2) * 3)  # The file comes first, in the type of the model.
+    assert torch.equal(now[:, 2:], was[:, 2:])
+    assert th.load(tmp_path / "run.th").notes["edits"] == ["some.edits", "conv=scale(3, at=at[:, 1])"]
+
+
 def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
     result = call("record", "nets.py:Broken", "**", "-i", "1x3x8x8", "--grad", "-o", "run.th")
     assert result.exit_code == 3
@@ -226,6 +241,8 @@ WRONG = {
     "wrong argument": (["points", "nets.py:Net", "--set", "wide=3"], "unexpected keyword argument 'wide'"),
     "unknown point": (["points", "nets.py:Net", "had"], "Did you mean head?"),
     "wrong edit": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "conv=zap()"], "'conv=zap()' is no edit"),
+    "no edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "none.edits"], "there is no file none.edits"),
+    "wrong edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "nets.py"], "no set of edits at all"),
     "wrong input": (["record", "nets.py:Net", "-i", "x.npy"], "there is no such file"),
     "wrong keep": (["record", "nets.py:Net", "--keep", "some"], "--keep is all, last"),
     "stop and grad": (["record", "nets.py:Net", "--stop", "--grad"], "nothing to go back from"),

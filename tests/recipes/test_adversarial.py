@@ -128,6 +128,18 @@ def test_a_target_is_reached_and_descends(net, some):
     assert one.rate > 0.9
 
 
+@pytest.mark.parametrize("name", ["fgsm", "bim", "bim 2", "pgd", "pgd 2"])
+def test_every_attack_can_be_aimed(net, some, name):
+    images, labels = some
+    aim = (labels + 3) % 10
+    found = ATTACKS[name](net, images, labels, target=aim)
+    with torch.no_grad():
+        before, after = (F.cross_entropy(net(each), aim) for each in (images, found.examples))
+        assert torch.equal(found.success, net(found.examples).argmax(1) == aim)
+    assert after < before
+    assert torch.equal(found.target, aim)
+
+
 def test_a_random_start_depends_on_the_seed_alone(net, some):
     images, labels = some
     runs = [recipes.pgd(net, images, labels, steps=1, seed=seed).examples for seed in (0, 0, 1)]
@@ -186,9 +198,11 @@ def test_a_feature_attack_moves_the_features_to_those_of_the_guide(net, some):
 def test_a_feature_attack_runs_no_further_than_its_point(net, some):
     calls = []
     handle = net[8].register_forward_hook(lambda *_: calls.append(1))
+    recipes.feature_attack(net, some[0], point="5#0", steps=4)
+    assert len(calls) == 2  # What the model says before and after.
     recipes.feature_attack(net, some[0], point="5", steps=4)
     handle.remove()
-    assert len(calls) == 2  # What the model says before and after.
+    assert len(calls) == 2 + 3  # And whether the point is passed again.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -34,6 +34,66 @@ def test_the_contributions_add_up_to_the_score(case):
     assert found.contributions.shape == (len(found.points), 2)
 
 
+HEADS = {
+    "gpt2": (
+        lm_toys.gpt2,
+        ["transformer.wte", "transformer.wpe", "transformer.h.*.mlp"],
+        "transformer.h.*.attn.c_proj",
+    ),
+    "llama": (lm_toys.llama, ["model.embed_tokens", "model.layers.*.mlp"], "model.layers.*.self_attn.o_proj"),
+    "neox": (lm_toys.neox, ["gpt_neox.embed_in", "gpt_neox.layers.*.mlp"], "gpt_neox.layers.*.attention.dense"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_add_up_to_their_attention_and_each_is_its_part_of_the_projection(name):
+    build, points, projections = HEADS[name]
+    model, ids = build(), lm_toys.ids()
+    with untouched(model):
+        found = th.recipes.direct_logits(model, ids, points=points, heads={projections: 2}, target=7)
+    whole = th.recipes.direct_logits(model, ids, points=MODELS[name][1], target=7)
+    with torch.no_grad():
+        logits = model(ids).logits[:, -1]
+    torch.testing.assert_close(found.contributions.sum(0) + found.bias, logits[:, 7], atol=1e-5, rtol=1e-4)
+    by_name = dict(zip(found.points, found.contributions, strict=True))
+    for projection, single in found.heads.items():
+        assert torch.equal(single, torch.stack([by_name[f"{projection} head {head}"] for head in range(2)]))
+        attention = whole.contributions[whole.points.index(projection.rpartition(".")[0])]
+        total = single.sum(0) + by_name[f"{projection} bias"]
+        torch.testing.assert_close(total, attention, atol=1e-5, rtol=1e-4)
+    # A head that writes nothing takes its contribution to the sum with it: by an edit of what comes to the projection.
+    first = next(iter(found.heads))
+    silent = {f"{first}:in": th.zero(at=th.at[..., :8])}
+    with th.edit(model, silent):
+        without = th.recipes.direct_logits(model, ids, points=points, heads={projections: 2}, target=7)
+    torch.testing.assert_close(without.heads[first][0], torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_a_projection_is_linear_and_has_heads_of_one_width():
+    build, points, projections = HEADS["gpt2"]
+    with pytest.raises(th.RecipeError, match="16 wide, and cannot be of 3 heads"):
+        th.recipes.direct_logits(build(), lm_toys.ids(), points=points, heads={projections: 3}, target=7)
+    with pytest.raises(th.RecipeError, match="does not add up to what it gives"):
+        th.recipes.direct_logits(
+            build(),
+            lm_toys.ids(),
+            points=[*points[:2], "transformer.h.*.attn"],
+            heads={"transformer.h.*.mlp": 2},
+            target=7,
+        )
+    with pytest.raises(th.RecipeError, match="does not add up to the stream"):  # Attention would count twice.
+        th.recipes.direct_logits(build(), lm_toys.ids(), points=MODELS["gpt2"][1], heads={projections: 2}, target=7)
+
+
+def test_many_bars_are_the_largest_ones():
+    build, points, projections = HEADS["gpt2"]
+    found = th.recipes.direct_logits(build(), lm_toys.ids(), points=points, heads={projections: 16}, target=7)
+    assert len(found.points) == 5 + 3 * 17
+    labels = [label.get_text() for label in found.show().axes[0].get_yticklabels()]
+    assert len(labels) == 41
+    assert {point for point, _ in found.best(5)} < set(labels)
+
+
 def test_each_is_what_the_score_loses_with_the_scale_held(case):
     """By the formula of each norm, written out."""
     model, points = case

@@ -199,13 +199,13 @@ def test_path_patching_in_a_transformer_against_hooks_by_hand(gpt2):
 
 
 def test_what_cannot_be_traced_is_said(gpt2):
-    with pytest.raises(ValueError, match="no difference to trace"):
+    with pytest.raises(th.RecipeError, match="no difference to trace"):
         patching.activation(gpt2, CLEAN, CLEAN, points="transformer.h.*", metric=metric)
-    with pytest.raises(ValueError, match="as many clean inputs as corrupt"):
+    with pytest.raises(th.RecipeError, match="as many clean inputs as corrupt"):
         patching.activation(gpt2, [CLEAN], [CORRUPT, CORRUPT], points="transformer.h.*", metric=metric)
     with pytest.raises(th.AddressError):
         patching.activation(gpt2, CLEAN, CORRUPT, points="transformer.x.*", metric=metric)
-    with pytest.raises(ValueError, match="comes after the receivers"):
+    with pytest.raises(th.RecipeError, match="comes after the receivers"):
         patching.path(
             gpt2, CLEAN, CORRUPT, senders="transformer.h.2.mlp", receivers="transformer.h.0.mlp:in",
             freeze="transformer.h.*.mlp", metric=metric,

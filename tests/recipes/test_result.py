@@ -18,10 +18,16 @@ def scales(figure):
     return [(each.get_cmap().name, each.norm.vmin, each.norm.vmax) for each in drawn if each.get_cmap().name != "gray"]
 
 
+def bars(figure):
+    """The axes of each scale: they lie inside those of their map, and are as high."""
+    return [bar for axes in figure.axes for bar in axes.child_axes]
+
+
 def test_a_signed_map_is_laid_over_the_image_in_two_colours_around_zero():
     found = R.input_x_gradient(reused(), images(), target=3)
     figure = found.show()
-    assert len(figure.axes) == 6  # Image, map and scale for each of two examples.
+    assert len(figure.axes) == 4  # Image and map for each of two examples, and a scale for each map.
+    assert len(bars(figure)) == 2
     for name, low, high in scales(figure):
         assert name == "RdBu_r"
         assert low == -high < 0
@@ -60,7 +66,8 @@ def test_a_notebook_shows_the_picture_and_the_settings_and_a_file_does_too(tmp_p
 
 def test_many_examples_and_volumes_are_kept_within_reason():
     many = R.saliency(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), torch.rand(20, 1, 8, 8), target=0)
-    assert len(many.show().axes) == 8 * 3
+    assert len(many.show().axes) == 8 * 2
+    assert len(bars(many.show())) == 8
     volume = R.saliency(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), torch.rand(1, 1, 4, 4, 4), target=0)
     with pytest.raises(th.RecipeError, match="choose a part"):
         volume.show()
@@ -69,15 +76,27 @@ def test_many_examples_and_volumes_are_kept_within_reason():
 
 def test_several_stand_side_by_side_each_with_its_scale():
     model, x = reused(), images()
-    found = [R.saliency(model, x, target=3), R.input_x_gradient(model, x, target=3), R.gradcam(model, x, point="conv2")]
+    cam = R.gradcam(model, x, point="conv2", target=3)
+    found = [R.saliency(model, x, target=3), R.input_x_gradient(model, x, target=3), cam]
     figure = R.side_by_side(found, example=1, columns=2)
     assert [axes.get_title() for axes in figure.axes[:4]] == [
         "target 3", "saliency", "input × gradient", "Grad-CAM at conv2",
     ]  # fmt: skip
-    assert len(figure.axes) == 4 + 3
+    assert len(figure.axes) == 4
+    assert len(bars(figure)) == 3
+    figure.canvas.draw()
+    for axes in figure.axes[1:]:
+        (bar,) = axes.child_axes
+        assert bar.get_window_extent().height == pytest.approx(axes.get_window_extent().height)
     assert [name for name, *_ in scales(figure)] == ["inferno", "RdBu_r", "inferno"]
     with pytest.raises(th.RecipeError, match="height and width"):
         R.side_by_side([])
+
+
+def test_side_by_side_each_map_says_what_it_explains_where_that_differs():
+    found = [R.saliency(reused(), images(), target=target) for target in (3, 1)]
+    titles = [axes.get_title() for axes in R.side_by_side(found).axes]
+    assert titles == ["input", "saliency\ntarget 3", "saliency\ntarget 1"]
 
 
 def test_words():

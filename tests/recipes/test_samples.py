@@ -146,3 +146,120 @@ def test_it_prints_and_draws_itself():
     found = th.recipes.per_sample_gradients(Token(), torch.randn(5, 4), lambda out: out.sum(1))
     assert repr(found).startswith("gradients of 5 examples, 3 parameters each")
     assert len(found.show().axes) == 1
+
+
+# -- attention and recurrent layers, which are run again ---------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between two linear ones; the examples are in front, outside of it at least."""
+
+    def __init__(self, kind, *, batch_first, start=False, **options):
+        super().__init__()
+        ways = 2 if options.get("bidirectional") else 1
+        self.inner = kind(6, 5, batch_first=batch_first, **options)
+        self.before, self.head = nn.Linear(4, 6), nn.Linear(5 * ways, 3)
+        self.start = nn.Linear(4, 5) if start else None
+
+    def forward(self, x):
+        y = self.before(x)
+        y = y if self.inner.batch_first else y.transpose(0, 1)
+        start = None if self.start is None else self.start(x[:, 0])[None]
+        state = (start, start * 2) if start is not None and isinstance(self.inner, nn.LSTM) else start
+        y, state = self.inner(y, state)
+        last = state[0] if isinstance(state, tuple) else state
+        y = y if self.inner.batch_first else y.transpose(0, 1)
+        return self.head(y).mean(1) + last[-1, :, :3]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+        (nn.LSTM, {"start": True}),
+        (nn.GRU, {"num_layers": 2}),
+        (nn.GRU, {"start": True, "bias": False}),
+        (nn.RNN, {"bidirectional": True}),
+    ],
+)
+def test_recurrent_layers(kind, options, batch_first):
+    torch.manual_seed(0)
+    model = Recurrent(kind, batch_first=batch_first, **options)
+    labels = torch.tensor([0, 2, 1, 1])
+    agrees(model, torch.randn(4, 7, 4), lambda out, rows: F.cross_entropy(out, labels[rows], reduction="none"))
+
+
+class Attends(nn.Module):
+    """Attention from one input to another, with masks, twice by the same layer."""
+
+    def __init__(self, *, batch_first, mask, **options):
+        super().__init__()
+        self.inner, self.mask = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options), mask
+
+    def forward(self, x):
+        turned = x if self.inner.batch_first else x.transpose(0, 1)
+        other = turned * 2 if self.inner.kdim == 8 else turned[..., :6]
+        masks = {}
+        if self.mask == "padding":
+            masks["key_padding_mask"] = x[:, :, 0] > 1.5
+        if self.mask == "causal":
+            masks |= {"attn_mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1]), "is_causal": True}
+        if self.mask == "each":
+            near = (x @ x.mT).repeat_interleave(2, 0)
+            masks["attn_mask"] = near - near.diagonal(dim1=1, dim2=2)[..., None]
+        y, weights = self.inner(turned, other, other, need_weights=self.mask != "causal", **masks)
+        y, _ = self.inner(y, other, other)
+        y = y if self.inner.batch_first else y.transpose(0, 1)
+        return y.square().mean((1, 2)) + (0 if weights is None else weights.square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "each"])
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 6, "add_bias_kv": True}], ids=["self", "cross"])
+def test_attention_layers(mask, options, batch_first):
+    torch.manual_seed(0)
+    model = Attends(batch_first=batch_first, mask=mask, **options)
+    found = agrees(model, torch.randn(3, 5, 8), lambda out, _rows: out)
+    assert found.grads["inner.out_proj.weight"].shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_a_transformer_of_pytorchs_own(train):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).train(train)
+    agrees(model, torch.randn(3, 5, 4), lambda out, _rows: out.square().mean((1, 2)))
+
+
+def test_frozen_parts_of_such_layers_have_no_gradient():
+    torch.manual_seed(0)
+    model = Attends(batch_first=True, mask="none")
+    model.inner.out_proj.requires_grad_(False)
+    found = agrees(model, torch.randn(3, 5, 8), lambda out, _rows: out)
+    assert sorted(found.grads) == ["inner.in_proj_bias", "inner.in_proj_weight"]
+
+
+def test_such_layers_refuse_what_cannot_be_told_apart():
+    ask = th.recipes.per_sample_gradients
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
+    with pytest.raises(th.RecipeError, match=r"'self_attn' \(MultiheadAttention\).*it draws at random"):
+        ask(layer, torch.randn(3, 5, 8), lambda out: out.mean((1, 2)))
+
+    class Packs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.GRU(4, 3, batch_first=True)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2, 1], batch_first=True)
+            return self.inner(packed)[1][-1].sum(1)
+
+    with pytest.raises(th.RecipeError, match="'inner' is given a PackedSequence: give a tensor"):
+        ask(Packs(), torch.randn(3, 5, 4), lambda out: out)
+    wrong = Recurrent(nn.GRU, batch_first=True)
+    wrong.inner.batch_first = False
+    wrong.forward = lambda x: wrong.inner(wrong.before(x))[0].sum((1, 2))
+    with pytest.raises(th.RecipeError, match="dimension 1 has to be the 3 examples"):
+        ask(wrong, torch.randn(3, 5, 4), lambda out: out)

@@ -48,6 +48,92 @@ def found_at_last(model, point):
     return th.recipes.steering(model, sentences(1), sentences(2), point=point, at=th.at[:, -1])
 
 
+LENGTHS = (5, 2, 4, 3)
+
+
+def padded(seed, side="right"):
+    """Sentences of several lengths, as one input with a mask, and one by one without any padding."""
+    alone = [sentences(seed + place, 1, length) for place, length in enumerate(LENGTHS)]
+    ids, mask = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64), torch.zeros(len(LENGTHS), max(LENGTHS))
+    for row, each in enumerate(alone):
+        part = slice(0, each.shape[1]) if side == "right" else slice(-each.shape[1], None)
+        ids[row, part], mask[row, part] = each[0], 1
+    return {"input_ids": ids, "attention_mask": mask.long()}, alone
+
+
+@pytest.mark.parametrize("how", [{"pool": 1}, {"at": "last"}, {"at": th.at[:, 0]}], ids=["mean", "last", "first"])
+def test_padding_does_not_count(pair, how):
+    model, point = pair
+    (one, one_alone), (other, other_alone) = padded(10), padded(20)
+    wanted = th.recipes.steering(model, one_alone, other_alone, point=point, **how)
+    found = th.recipes.steering(model, one, other, point=point, **how)
+    torch.testing.assert_close(found.vector, wanted.vector, atol=1e-5, rtol=1e-4)
+    everything = th.recipes.steering(model, one, other, point=point, mask=None, pool=1)
+    assert how != {"pool": 1} or not torch.allclose(everything.vector, wanted.vector, atol=1e-3)
+
+
+def test_the_last_position_is_that_of_each_sentence_on_either_side(pair):
+    model, point = pair
+    left = [padded(seed, "left")[0] for seed in (10, 20)]
+    found = th.recipes.steering(model, *left, point=point, at="last")
+    torch.testing.assert_close(found.vector, th.recipes.steering(model, *left, point=point, at=th.at[:, -1]).vector)
+
+
+def test_a_position_that_is_padding_cannot_be_asked_for(pair):
+    model, point = pair
+    right = [padded(seed)[0] for seed in (10, 20)]
+    for how in ({"at": th.at[:, -1]}, {}, {"at": th.at[:, 3:], "pool": 1}):
+        with pytest.raises(th.RecipeError, match=r'is padding in \d of the examples(.|\n)*at="last"'):
+            th.recipes.steering(model, *right, point=point, **how)
+    empty = {**right[0], "attention_mask": torch.zeros(4, 5, dtype=torch.int64)}
+    for how in ({"at": "last"}, {"pool": 1}):
+        with pytest.raises(th.RecipeError, match="is padding in 4 of the examples"):
+            th.recipes.steering(model, empty, right[1], point=point, **how)
+
+
+def test_a_mask_has_to_be_one(pair):
+    model, point = pair
+    with pytest.raises(th.RecipeError, match=r"mask='token_type_ids' is an argument of the model.*got nothing"):
+        th.recipes.steering(model, sentences(1), sentences(2), point=point, mask="token_type_ids", pool=1)
+    added = {"input_ids": sentences(1), "attention_mask": torch.tensor([[0.0, 0, 0, 0, -1e4]]).repeat(6, 1)}
+    with pytest.raises(th.RecipeError, match="attention_mask has numbers below zero"):
+        th.recipes.steering(model, added, added, point=point, pool=1)
+    with pytest.raises(th.RecipeError, match="or \"last\"; got 'end'"):
+        th.recipes.steering(model, sentences(1), sentences(2), point=point, at="end")
+
+
+def test_a_mask_is_found_among_positional_arguments_and_must_fit_the_value():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 4)
+
+        def forward(self, x, attention_mask):
+            return self.inner(x) * attention_mask[..., None]
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 3, 3)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    found = th.recipes.steering(model, (x, mask), (x + 1, mask), point="inner", pool=1)
+    value, other = model.inner(x).detach(), model.inner(x + 1).detach()
+    wanted = ((value[0, :2].mean(0) + value[1, 0]) - (other[0, :2].mean(0) + other[1, 0])) / 2
+    torch.testing.assert_close(found.vector, wanted)
+
+
+def test_a_mask_that_does_not_fit_the_value_is_refused():
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 4)
+
+        def forward(self, x, attention_mask):
+            return self.inner(x[:, 0]) * attention_mask[:, :1]
+
+    given = (torch.randn(2, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    with pytest.raises(th.RecipeError, match=r"the value is \[2, 4\].*cannot say which of it is padding"):
+        th.recipes.steering(First(), given, given, point="inner")
+
+
 def test_the_vector_is_the_difference_of_the_means(pair):
     model, point = pair
     one, other = value_by_hand(model, point, sentences(1)), value_by_hand(model, point, sentences(2))
@@ -88,9 +174,11 @@ def test_the_model_runs_no_further_than_the_point(pair):
     model, point = pair
     calls = []
     handle = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    found_at_last(model, point)
-    handle.remove()
+    th.recipes.steering(model, [sentences(1), sentences(3)], sentences(2), point=f"{point}#0", at=th.at[:, -1])
     assert not calls
+    th.recipes.steering(model, [sentences(1), sentences(3)], sentences(2), point=point, at=th.at[:, -1])
+    handle.remove()
+    assert len(calls) == 1  # To see whether the point is passed again.
 
 
 def hooked(model, point, change):

@@ -73,6 +73,23 @@ def test_direct_logit_attribution(pair):
     torch.testing.assert_close(found.contributions, theirs, **CLOSE)
 
 
+def test_direct_logit_attribution_of_single_heads(pair):
+    model, bridge = pair
+    _, cache = cached(bridge, IDS)
+    found = th.recipes.direct_logits(
+        model, IDS, points=["transformer.wte", "transformer.wpe", "transformer.h.*.mlp"],
+        heads={"transformer.h.*.attn.c_proj": model.config.n_head}, target=7,
+    )  # fmt: skip
+    scale, weight = cache["ln_final.hook_scale"][:, -1], model.transformer.ln_f.weight.detach()
+    for layer, single in enumerate(found.heads.values()):
+        z = cache[f"blocks.{layer}.attn.hook_z"][:, -1]
+        z = z.reshape(len(IDS), model.config.n_head, -1)
+        out = bridge.blocks[layer].attn.W_O.detach()  # Their own weights of each head: [heads, width of a head, width].
+        parts = torch.einsum("nhd,hdw->hnw", z, out)
+        theirs = ((parts - parts.mean(-1, keepdim=True)) / scale * weight) @ model.lm_head.weight.detach()[7]
+        torch.testing.assert_close(single, theirs, **CLOSE)
+
+
 def test_activation_patching(pair):
     model, bridge = pair
     metric = lambda logits: logits[0, -1, 7] - logits[0, -1, 9]

@@ -286,6 +286,67 @@ def test_names_from_a_model_are_text_and_nothing_else(show, tmp_path):
     expect(page.locator("h2")).to_contain_text("onerror=alert(1)")
 
 
+def colours(page, place):
+    """How many of the pixels of an image that is on the page are clearly red, and clearly blue."""
+    read = """(image) => {
+        const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight).getContext("2d");
+        canvas.drawImage(image, 0, 0);
+        const data = canvas.getImageData(0, 0, image.naturalWidth, image.naturalHeight).data;
+        let red = 0, blue = 0;
+        for (let at = 0; at < data.length; at += 4) {
+            if (data[at] > data[at + 2] + 80) red++;
+            if (data[at + 2] > data[at] + 80) blue++;
+        }
+        return [red, blue];
+    }"""
+    return page.locator(".figure img").nth(place).evaluate(read)
+
+
+def test_attributions_are_drawn_beside_the_tape_and_alone(show, tmp_path):
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.rand(1, 3, 16, 16)
+    cam = th.recipes.gradcam(model, x, point="blocks.2", target=1)
+    signed = th.recipes.integrated_gradients(model, x, target=1, steps=5)
+    th.page(tmp_path / "tape.html", tape_of(model, x), also=[cam, signed, th.recipes.side_by_side([cam, signed])])
+    page = show(tmp_path / "tape.html")
+    assert row(page, "stem").count() == 1
+    titles = page.locator(".figure h3").all_inner_texts()
+    assert titles == [
+        "Grad-CAM at blocks.2: [1, 16, 16]",
+        "integrated gradients: [1, 3, 16, 16]",
+        "Grad-CAM at blocks.2, integrated gradients",
+    ]
+    expect(page.locator(".figure").nth(1)).to_contain_text("steps     5")
+    for place in range(3):
+        box = page.locator(".figure img").nth(place).bounding_box()
+        assert box["width"] > 400
+        assert box["height"] > 150
+    red, blue = colours(page, 1)
+    assert red > 500  # What counts for the target is red, and what counts against it blue.
+    assert blue > 500
+    th.page(tmp_path / "alone.html", signed)
+    page = show(tmp_path / "alone.html")
+    assert page.title() == "integrated gradients: [1, 3, 16, 16]"
+    assert not page.locator("#side").is_visible()
+    assert page.locator(".figure img").count() == 1
+
+
+def test_what_has_no_picture_is_told_in_words_and_a_small_page_leaves_pictures_out(show, tmp_path):
+    class Solid(nn.Module):
+        def forward(self, x):
+            return x.flatten(1).sum(1, keepdim=True)
+
+    solid = th.recipes.saliency(Solid(), torch.rand(1, 2, 3, 4, 5), target=0)
+    flat = th.recipes.saliency(Solid(), torch.rand(1, 1, 64, 64), target=0)
+    size = th.page(tmp_path / "page.html", [solid, *[flat] * 9], size=450_000)
+    assert size < 450_000
+    page = show(tmp_path / "page.html")
+    assert page.title() == "10 results"
+    expect(page.locator(".figure").first).to_contain_text("is no picture")
+    assert 0 < page.locator(".figure img").count() < 9
+    expect(page.locator(".figure").last).to_contain_text("larger than allowed")
+
+
 def test_charts_and_tables_alone_make_a_page(show, tmp_path):
     chart = Chart("loss", list(range(50)), {"train": [1 / (1 + x) for x in range(50)], "test": [0.5] * 50}, log=True)
     table = Table("findings", (Column("what"), Column("steps", right=True)), (Row(("dead units", "3")),))

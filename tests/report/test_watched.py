@@ -42,7 +42,16 @@ def test_a_chart_has_no_more_lines_than_can_be_told_apart():
     assert {"0", ":return"} <= set(page.charts[0].series)
 
 
-def test_what_is_no_tape_and_no_watch_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="of a tape, of two tapes by name, or of a watch; got a Linear"):
+def test_what_recipes_found_stands_on_the_page_of_a_watch(tmp_path):
+    found = th.recipes.saliency(nn.Linear(3, 2), torch.ones(1, 3), target=0)
+    th.page(tmp_path / "watch.html", watched(), also=found)
+    text = (tmp_path / "watch.html").read_text()
+    assert '"title":"saliency: [1, 3]"' in text
+
+
+def test_what_is_none_of_these_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="of a watch, or of what recipes found; got a Linear"):
         th.page(tmp_path / "page.html", nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="also= is what recipes found, or matplotlib figures; got a Linear"):
+        th.page(tmp_path / "page.html", watched(), also=[nn.Linear(1, 1)])
     assert not list(tmp_path.iterdir())

@@ -1,18 +1,22 @@
-"""``--edit`` on the command line: ``h.5=zero()``, ``h.7.mlp=scale(2, at=at[:, -1])``."""
+"""``--edit`` and ``--edits`` on the command line: ``h.5=zero()``, and files that ``th.save_edits`` wrote."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from tenterhook.address import Selector
 from tenterhook.cli.inputs import READERS
 from tenterhook.cli.trouble import Trouble, speaking
 from tenterhook.edit import ready
+from tenterhook.edit.saved import load_edits
 
-__all__ = ["read_edits"]
+__all__ = ["edits_of_files", "read_edits"]
 
 EDITS = {
     name.lower(): getattr(ready, name) for name in ("Add", "Clamp", "Mean", "Noise", "Project", "Scale", "Set", "Zero")
@@ -29,6 +33,17 @@ def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
         if found is None:
             raise Trouble(f"{text!r} is no edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
         changes.setdefault(found["selector"], []).append(_edit(found["edit"]))
+    return changes
+
+
+def edits_of_files(files: Iterable[Path], model: nn.Module) -> dict[Selector, Any]:
+    """The changes in files of edits, one file after the other, on the device and in the type of the model."""
+    like = next((each for each in model.parameters() if each.is_floating_point()), None)
+    device, dtype = (None, None) if like is None else (like.device, like.dtype)
+    changes: dict[Selector, Any] = {}
+    for file in files:
+        for address, edits in load_edits(file, device=device, dtype=dtype).items():
+            changes.setdefault(address, []).extend(edits if isinstance(edits, list) else [edits])
     return changes
 
 

@@ -12,7 +12,7 @@ import click
 
 from tenterhook._draw import short_number
 from tenterhook.address import resolve
-from tenterhook.cli.edits import read_edits
+from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.options import FORMS, Asked, counting, model_options, print_json
 from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.trouble import FAILED, Trouble
@@ -29,6 +29,7 @@ Examples:
   tenterhook record ./gpt2 'transformer.h.*' '**.attn:attn_weights' -i 'text:The cat sat' --grad -o run.th
   tenterhook record transformers:BertConfig 'encoder.layer.3' -i 'input_ids=int:1x16<30522' --stop -o run.th
   tenterhook record mymodels.py:Net -i x.npy --edit 'layer2=zero(at=at[:, 3])' -o edited.th
+  tenterhook record ./gpt2 -i 'text:The cat sat' --edits calm.edits -o steered.th
 \b
 """
     + FORMS
@@ -45,6 +46,14 @@ Examples:
     help="What to go back from: the model's own loss or else the sum of its output; or the output's sum, mean, max.",
 )
 @click.option("--edit", "edits", multiple=True, metavar="SELECTOR=EDIT", help="A change on the way: 'h.5=zero()'.")
+@click.option(
+    "--edits",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Changes from a file that th.save_edits wrote; they come before those of --edit.",
+)
 @click.option("--stop", is_flag=True, help="Run nothing after the last of the points.")
 @click.option("--keep", default="all", show_default=True, metavar="all|last|N", help="Of a module's calls.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
@@ -54,6 +63,7 @@ def record(  # noqa: PLR0913  # each is an option
     file: Path,
     loss: Any,
     edits: tuple[str, ...],
+    files: tuple[Path, ...],
     keep: str,
     *,
     grad: bool,
@@ -67,12 +77,15 @@ def record(  # noqa: PLR0913  # each is an option
     """
     if stop and grad:
         raise Trouble("--stop ends the run before there is a loss, so that --grad would have nothing to go back from.")
-    wanted = Run(list(selectors), grad, loss, read_edits(edits), stop, _keep(keep))
+    changes = edits_of_files(files, asked.model)
+    for selector, made in read_edits(edits).items():
+        changes.setdefault(selector, []).extend(made)
+    wanted = Run(list(selectors), grad, loss, changes, stop, _keep(keep))
     with _progress(asked, wanted) as passed, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tape, error = run(asked.model, asked.inputs, wanted, passed)
     tape.notes["model"] = _about(asked)
-    tape.notes["edits"] = list(edits)
+    tape.notes["edits"] = [*map(str, files), *edits]
     tape.save(file)
     for text in dict.fromkeys(str(each.message) for each in said):
         click.echo(f"warning: {text}", err=True)

@@ -2,5 +2,6 @@
 
 ``trace`` is what Dynamo sees where a session has touched a module, ``inside`` the same for places inside a forward,
 ``reel`` how values leave a graph that has no breaks, ``gradient`` and ``opaque`` the operations that run in a graph,
-``entry`` where compiled code begins, ``report`` what a session tells of it all.
+``entry`` where compiled code begins, ``report`` what a session tells of it all, ``taking`` what
+``th.features`` does in a graph.
 """

@@ -189,7 +189,7 @@ def _mark(held: Any) -> None:
     members = list(vars(held).values()) if isinstance(held, type) else [held]
     for member in members:
         function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-        if isinstance(function, FunctionType):
+        if isinstance(function, FunctionType) and not getattr(function, "_is_traced", False):
             _mark_code(function.__code__)
 
 

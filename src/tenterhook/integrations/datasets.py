@@ -26,7 +26,8 @@ def features(
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """A function for ``Dataset.map(..., batched=True)`` that adds what passes at points as columns.
 
-    The model runs no further than the last of the points, and without gradients.
+    The model runs no further than the last of the points, and without gradients, but for its first run: a point that is
+    passed several times has to be told apart (``"cell#2"``).
 
     Args:
         model: any ``nn.Module``.
@@ -35,8 +36,7 @@ def features(
             different length need a batch size of 1, or a tokenizer that pads.
         at: which part of each value, such as ``th.at[:, 0]``; the examples stay in front.
     """
-    for address in points:
-        th.points(model, address)
+    body = th.features(model, points)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def run(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def features(
         if not given:
             has = ", ".join(batch)
             raise th.UnsupportedModel(f"the batch has none of {', '.join(inputs)}; it has {has}. Say inputs=[...].")
-        with torch.no_grad(), th.record(model, *points, stop=True, device="cpu") as tape:
-            model(**given)
-        return {column: _column(tape[address], address, at) for address, column in points.items()}
+        with torch.no_grad():
+            found = body(**given)
+        return {column: _column(found[column], address, at) for address, column in points.items()}
 
     return run
 
@@ -64,4 +64,4 @@ def _column(value: Any, address: str, at: Any) -> Any:
     if len(found) != 1:
         raise th.TapeError(f"{address!r} passes {len(found)} tensors, and a column holds one")
     tensor = found[0] if at is None else found[0][at]
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tenterhook.recipes._heat import new_figure
+
 __all__ = ["Attack"]
 
 SHOWN = 6
@@ -43,10 +45,8 @@ class Attack:
 
     def show(self, count: int = SHOWN) -> Any:
         """A matplotlib figure: the image, what was added, enlarged, and the result, for the first few."""
-        from matplotlib.figure import Figure
-
         count = min(count, len(self.images))
-        figure = Figure(figsize=(1.5 * count, 4.6), layout="constrained")
+        figure = new_figure(1.5 * count, 4.6)
         axes: Any = figure.subplots(3, count, squeeze=False)
         change = (self.examples - self.images).float().cpu()
         far = max(float(change[:count].abs().max()), 1e-12)

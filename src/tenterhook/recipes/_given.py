@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,10 @@ __all__ = [
     "each",
     "everywhere",
     "floats",
-    "live",
     "lone",
     "one_point",
     "output_scores",
+    "reader",
     "restful",
     "selected",
 ]
@@ -69,29 +69,31 @@ def one_point(model: nn.Module, point: Any) -> str:
     return found[0]
 
 
-def lone(value: Any, point: str) -> Tensor:
-    """The floating-point tensor in a value, where there is one."""
-    found = list(floats(value))
+def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> Tensor:
+    """The tensor in a value, where there is one; by default only floating-point ones count."""
+    found = list(floats(value) if floating else _tensors(value))
     if len(found) == 1:
         return found[0]
-    what = "no floating-point tensor" if not found else f"{len(found)} tensors"
-    raise th.RecipeError(f"{point!r} passes {what}; choose a point with one, such as a variable inside the forward")
+    what = f"no {'floating-point ' if floating else ''}tensor" if not found else f"{len(found)} tensors"
+    text = f"{recipe + ': ' if recipe else ''}{point!r} passes {what}, and one is needed"
+    raise th.RecipeError(f"{text}. Choose a point with one, such as a variable: th.points(model, '{point}:*')")
 
 
-def live(model: nn.Module, point: str, given: Given) -> Tensor:
-    """The value at a point with its graph, in a run that goes no further."""
-    found: list[Tensor] = []
+def reader(model: nn.Module, point: str) -> Callable[..., Tensor]:
+    """A function of the model's arguments that gives the value at a point, with its graph, and runs no further.
 
-    def keep(value: Any) -> None:
-        found.append(lone(value, point))
+    Its first run goes on, to see whether the point is passed several times.
+    """
+    body = th.features(model, {point: "value"})
 
-    args, kwargs = given
-    with th.edit(model, {point: keep}), th.record(model, point, stop=True, copy="never"):
-        model(*args, **kwargs)
-    if len(found) > 1:
-        text = f"{point!r} was passed {len(found)} times in one run. Say which call is meant: {point + '#0'!r}, …"
-        raise th.AmbiguousCall(text)
-    return found[0]
+    def read(*args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return lone(body(*args, **kwargs)["value"], point)
+        except th.AmbiguousCall as error:
+            text = f"{point!r} is passed several times in one run. Say which call is meant: {point + '#0'!r}, …"
+            raise th.AmbiguousCall(text) from error
+
+    return read
 
 
 def output_scores(output: Any) -> Tensor:

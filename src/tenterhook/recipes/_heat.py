@@ -1,4 +1,4 @@
-"""A grid of numbers as a matplotlib figure: points down, places along."""
+"""Matplotlib figures of what recipes found; a grid of numbers as one: points down, places along."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["heatmap"]
+__all__ = ["heatmap", "new_figure"]
+
+MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches, that pyplot does not know. Matplotlib is loaded when a picture is wanted."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ModuleNotFoundError(MISSING, name="matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def heatmap(
@@ -20,13 +31,9 @@ def heatmap(
     words: Sequence[Sequence[str]] | None = None,
 ) -> Any:
     """A heat map; ``words`` stand in its cells."""
-    from matplotlib.figure import Figure
-
     values = grid.detach().float().cpu()
     width = 0.75 if words is not None else 0.38
-    figure = Figure(
-        figsize=(max(4.6, 2.8 + width * values.shape[1]), 1.4 + 0.28 * values.shape[0]), layout="constrained"
-    )
+    figure = new_figure(max(4.6, 2.8 + width * values.shape[1]), 1.4 + 0.28 * values.shape[0])
     axes = figure.add_subplot()
     far = max(float(values.abs().max()), 1e-12)
     look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -far, "vmax": far} if signed else {"cmap": "Blues", "vmin": 0}

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 import tenterhook as th
 
-__all__ = ["Given", "Score", "Target", "baseline_like", "differentiable", "lone", "prepared"]
+__all__ = ["Given", "Score", "Target", "baseline_like", "differentiable", "prepared"]
 
 Target = int | Tensor | tuple[int, ...] | Callable[[Any], Tensor] | None
 """a class, one for each example, an index into each example's output, a function of the output, or the highest score"""
@@ -208,15 +208,3 @@ def baseline_like(given: Given, baseline: Any, x: Tensor) -> Tensor:
     except RuntimeError as error:
         text = f"{given.recipe}: the baseline is a number or broadcasts to the input, {list(x.shape)}"
         raise th.RecipeError(f"{text}; got {list(found.shape)}") from error
-
-
-def lone(value: Any, recipe: str, point: str) -> Tensor:
-    """The tensor in a value, where there is one."""
-    if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    found = [part for part in parts if isinstance(part, Tensor)]
-    if len(found) != 1:
-        text = f"{recipe}: {point!r} passes {len(found)} tensors, and one is needed"
-        raise th.RecipeError(f"{text}. Choose a point with one, such as a variable: th.points(model, '{point}:*')")
-    return found[0]

@@ -7,7 +7,7 @@ passes there for another input. The last two leave the rest of the model with va
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ class Ablation:
     base: float
     how: How
     spread: Tensor | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def effect(self) -> Tensor:
@@ -119,7 +120,9 @@ def ablate(  # noqa: PLR0913
     found = th.sweep(model, cases, metric, *args, batch=batch, progress=progress, **kwargs)
     values = found.grid.reshape(len(addresses), len(places), draws)
     spread = values.std(2) if draws > 1 else None
-    return Ablation(addresses, tuple(places), values.mean(2), float(torch.as_tensor(found.base)), how, spread)
+    settings = {"how": how} | ({"samples": samples, "seed": seed} if how == "resample" else {})
+    base = float(torch.as_tensor(found.base))
+    return Ablation(addresses, tuple(places), values.mean(2), base, how, spread, settings)
 
 
 def _places(at: Any) -> dict[str, Any]:

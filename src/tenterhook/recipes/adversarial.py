@@ -156,7 +156,8 @@ def feature_attack(  # noqa: PLR0913
 ) -> Attack:
     """Move what passes at an inner point, towards that of ``guide`` or as far away as possible (Sabour et al. 2016).
 
-    The model runs no further than the point while it is attacked. ``settings`` has the mean distance of the features
+    The model runs no further than the point while it is attacked; a point that is passed several times has to be told
+    apart, as in ``point="relu#1"``. ``settings`` has the mean distance of the features
     before and after. Success is, with a guide, that an example's features lie nearer to the guide's than to those of
     its own image; without one, that the model's answer changed.
 
@@ -176,16 +177,17 @@ def feature_attack(  # noqa: PLR0913
     if guide is not None and guide.shape != images.shape:
         raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, and the images {list(images.shape)}")
     given.restful(model)
+    read = given.reader(model, address)
     with torch.no_grad():
         before = given.output_scores(model(images)).argmax(1)
-        own = given.live(model, address, ((images,), {})).flatten(1)
-        aim = None if guide is None else given.live(model, address, ((guide,), {})).flatten(1)
+        own = read(images).flatten(1)
+        aim = None if guide is None else read(guide).flatten(1)
     sign, centre = (1, own) if aim is None else (-1, aim)
 
     def uphill(found: Tensor) -> Tensor:
         leaf = found.detach().requires_grad_()
         with torch.enable_grad():
-            features = given.live(model, address, ((leaf,), {})).flatten(1)
+            features = read(leaf).flatten(1)
             value = sign * (features - centre).square().sum()
         return _gradient(value, leaf, f"the value at {address!r}")
 
@@ -194,7 +196,7 @@ def feature_attack(  # noqa: PLR0913
     found = _climb(uphill, ball, ball.random(seed) if aim is None else images, steps, size)
     with torch.no_grad():
         after = given.output_scores(model(found)).argmax(1)
-        features = given.live(model, address, ((found,), {})).flatten(1)
+        features = read(found).flatten(1)
     far = (features - own).norm(dim=1)
     near = far if aim is None else (features - aim).norm(dim=1)
     first = torch.zeros_like(far) if aim is None else (own - aim).norm(dim=1)

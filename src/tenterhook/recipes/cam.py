@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tenterhook as th
-from tenterhook.recipes._target import Given, Score, Target, differentiable, lone, prepared
+from tenterhook.recipes._given import lone
+from tenterhook.recipes._target import Given, Score, Target, differentiable, prepared
 from tenterhook.recipes.gradients import guided_backprop
 from tenterhook.recipes.result import Attribution
 
@@ -33,13 +34,7 @@ TOKENS = (
 
 
 def gradcam(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    point: str,
-    target: Target = None,
-    reshape: Reshape = None,
-    more: Any = (),
+    model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
     """Grad-CAM: the maps of a layer, weighted by the mean of their gradients, as far as they speak for the target.
 
@@ -71,13 +66,7 @@ def gradcam(
 
 
 def gradcam_plus_plus(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    point: str,
-    target: Target = None,
-    reshape: Reshape = None,
-    more: Any = (),
+    model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
     """Grad-CAM++: as :func:`gradcam`, with weights that count every place where a map speaks for the target.
 
@@ -97,13 +86,7 @@ def gradcam_plus_plus(
 
 
 def layercam(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    point: str,
-    target: Target = None,
-    reshape: Reshape = None,
-    more: Any = (),
+    model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
     """LayerCAM: each place of a map is weighted by its own gradient, where that is positive; sharp at early layers.
 
@@ -117,13 +100,7 @@ def layercam(
 
 
 def guided_gradcam(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    point: str,
-    target: Target = None,
-    reshape: Reshape = None,
-    more: Any = (),
+    model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
     """Guided backprop, times the map of Grad-CAM: fine, and only where the class is.
 
@@ -166,7 +143,7 @@ def scorecam(
         with th.record(model, point, copy="always") as tape:
             output = given.run(given.x)
         score.settle(output)
-        value = _with_map(given, lone(tape[point], given.recipe, point), point, reshape)
+        value = _with_map(given, lone(tape[point], point, given.recipe, floating=False), point, reshape)
         weights, how = _weights(given, score, _masks(value, given.x.shape[2:]), batch)
         found = torch.einsum("c,c...->...", weights, value[0]).relu_()[None]
     return Attribution("Score-CAM", found, given.x, score.target, {"point": point}, how=how, kind="map")
@@ -191,13 +168,13 @@ def _cam(  # noqa: PLR0913, PLR0917
     with differentiable(given, f"{point!r}"), th.record(model, point, grad=True) as tape:
         # Where what comes before the point is frozen, there is a graph only if the input has one.
         scores = score(given.run(given.x.clone().requires_grad_().clone()))
-        value = _with_map(given, lone(tape[point], recipe, point), point, reshape)
+        value = _with_map(given, lone(tape[point], point, recipe, floating=False), point, reshape)
         try:
             tape.backward(scores.sum())
         except th.GradientError as error:
             text = f"{recipe} needs a score that depends on {point!r} by differentiable operations: {error}"
             raise th.RecipeError(text) from error
-    slope = lone(tape.grad[point], recipe, point)
+    slope = lone(tape.grad[point], point, recipe, floating=False)
     slope = slope if reshape is None else reshape(slope)
     found = combine(value, slope)
     return Attribution(name, found, given.x, score.target, {"point": point}, kind="map")

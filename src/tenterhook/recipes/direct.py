@@ -6,8 +6,8 @@ held. So a score is a sum of contributions. That holds for some architectures on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
 from tenterhook.recipes._readout import TOLERANCE, Readout, readout
 
 __all__ = ["DirectLogits", "direct_logits"]
 
 LAST = (slice(None), -1)
+SHOWN = 40  # bars in a picture
 Linear = Callable[[Tensor], Tensor]
 
 
@@ -27,7 +29,8 @@ Linear = Callable[[Tensor], Tensor]
 class DirectLogits:
     """Contributions to a score: ``[points, examples]``, and ``bias``, what the readout adds by itself.
 
-    ``contributions.sum(0) + bias`` is ``score``, up to ``error``.
+    ``contributions.sum(0) + bias`` is ``score``, up to ``error``. ``heads`` has those of single heads, ``[heads,
+    examples]``, by the projection that they leave through.
     """
 
     points: tuple[str, ...]
@@ -35,6 +38,8 @@ class DirectLogits:
     bias: Tensor
     score: Tensor
     error: float
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, count: int = 5) -> list[tuple[str, float]]:
         """The points with the largest contribution on average, whatever its sign."""
@@ -42,14 +47,15 @@ class DirectLogits:
         return [(self.points[i], float(mean[i])) for i in mean.abs().argsort(descending=True)[:count].tolist()]
 
     def show(self) -> Any:
-        """A matplotlib figure: a bar for each contribution, averaged over the examples."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1.2 + 0.24 * (len(self.points) + 1)), layout="constrained")
+        """A matplotlib figure: a bar for each contribution, averaged over the examples; of many, the largest."""
+        named = dict(zip(self.points, self.contributions.mean(1).tolist(), strict=True))
+        shown = {point for point, _ in self.best(SHOWN)}
+        bars = {point: value for point, value in named.items() if point in shown} | {"bias": float(self.bias.mean())}
+        figure = new_figure(6, 1.2 + 0.24 * len(bars))
         axes = figure.add_subplot()
-        values = [*self.contributions.mean(1).tolist(), float(self.bias.mean())]
-        colors = ["tab:red" if value > 0 else "tab:blue" for value in values]
-        axes.barh([*self.points, "bias"], values, color=colors)
+        axes.barh(
+            list(bars), list(bars.values()), color=["tab:red" if each > 0 else "tab:blue" for each in bars.values()]
+        )
         axes.invert_yaxis()
         axes.tick_params(labelsize=7)
         axes.set_title(f"direct contributions to the score, {float(self.score.mean()):.3f}", fontsize=9)
@@ -60,7 +66,7 @@ class DirectLogits:
         return "\n".join([*lines, *(f"  {point:<28} {value:+.3f}" for point, value in self.best())])
 
 
-def direct_logits(
+def direct_logits(  # noqa: PLR0913
     model: nn.Module,
     inputs: Any,
     *,
@@ -70,11 +76,15 @@ def direct_logits(
     at: Any = LAST,
     norm: str | None = None,
     head: str | None = None,
+    heads: Mapping[Any, int] | None = None,
 ) -> DirectLogits:
     """Split a token's score into what each point wrote for it.
 
     Raises ``th.RecipeError`` where the points do not add up to the stream, or the readout is not linear: then there is
     no such split.
+
+    With ``heads``, what attention writes is split further, into what each head wrote and the bias of the projection.
+    That projection takes the place of the attention in ``points``.
 
     Args:
         model: a language model, or anything whose stream is read by one head.
@@ -86,15 +96,22 @@ def direct_logits(
         at: the position, with the examples in front; the last if it is not given.
         norm: as for ``logit_lens``.
         head: the same.
+        heads: the projections by which heads write into the stream, and how many heads each has: in GPT-2
+            ``{"transformer.h.*.attn.c_proj": 12}``, in Llama ``{"model.layers.*.self_attn.o_proj": 32}``.
     """
     reads = readout(model, inputs, norm=norm, head=head)
-    addresses = given.selected(model, points)
+    split = {each: count for where, count in (heads or {}).items() for each in given.selected(model, where)}
+    addresses = tuple(each for each in given.selected(model, points) if each not in split)
     args, kwargs = given.arguments(inputs)
-    with torch.no_grad(), th.record(model, *addresses, reads.stream, reads.head) as tape:
+    asked = [*addresses, *split, *(f"{each}:in" for each in split)]
+    with torch.no_grad(), th.record(model, *asked, reads.stream, reads.head) as tape:
         model(*args, **kwargs)
     whole = given.lone(tape[reads.stream], reads.stream)
     scores, stream = given.lone(tape[reads.head], reads.head)[at], whole[at].double()
     parts = [_written(tape[point], point, whole)[at].double() for point in addresses]
+    for projection, count in split.items():
+        parts += _by_head(model, projection, count, tape, at)
+        addresses += (*(f"{projection} head {number}" for number in range(count)), f"{projection} bias")
     limit = TOLERANCE.get(whole.dtype, 1e-4)
     _check_sum(parts, stream, limit)
     linear, offset = _normed(reads, whole[at], limit)
@@ -105,12 +122,35 @@ def direct_logits(
     error = float((found.sum(0) + bias - score).abs().max())
     if error > limit * max(1.0, float(scores.double().abs().max())) * 10:
         raise th.RecipeError(f"the contributions add up to something else than the score, off by {error:.3g}")
-    return DirectLogits(addresses, found.float(), bias.float(), score.float(), error)
+    settings = {"target": target, "against": against, "at": at, "norm": reads.norm, "head": reads.head}
+    single, first = dict[str, Tensor](), len(addresses) - sum(count + 1 for count in split.values())
+    for projection, count in split.items():
+        single[projection] = found[first : first + count].float()
+        first += count + 1
+    return DirectLogits(addresses, found.float(), bias.float(), score.float(), error, single, settings)
+
+
+def _by_head(model: nn.Module, projection: str, heads: int, tape: Any, at: Any) -> list[Tensor]:
+    """What each head wrote through a projection, and what the projection adds by itself; by trying, and checked."""
+    module, came = model.get_submodule(projection), given.lone(tape[f"{projection}:in"], f"{projection}:in")
+    gave = given.lone(tape[projection], projection)
+    if type(heads) is not int or heads < 1 or came.shape[-1] % heads:
+        text = f"what comes to {projection!r} is {came.shape[-1]} wide, and cannot be of {heads!r} heads of one width"
+        raise th.RecipeError(f"{text}. The number is that of query heads: config.num_attention_heads.")
+    owner = torch.arange(came.shape[-1], device=came.device) // (came.shape[-1] // heads)
+    with torch.no_grad():
+        own = module(torch.zeros_like(came))
+        each = [module(came.where(owner == head, 0)) - own for head in range(heads)]
+    gap = float((torch.stack([*each, own]).double().sum(0) - gave.double()).abs().max())
+    if gap > TOLERANCE.get(gave.dtype, 1e-4) * max(1.0, float(gave.double().abs().max())) * 10:
+        text = f"what the heads write through {projection!r} does not add up to what it gives: off by {gap:.3g}"
+        raise th.RecipeError(f"{text}. A projection is linear, such as attn.c_proj, self_attn.o_proj, attention.dense.")
+    return [part[at].double() for part in (*each, own)]
 
 
 def _written(value: Any, point: str, stream: Tensor) -> Tensor:
     """What a point wrote: the tensor in its value that has the stream's shape."""
-    found = [each for each in _tensors(value) if _fits(each, stream)]
+    found = [each for each in given.floats(value) if _fits(each, stream)]
     if len(found) != 1:
         text = f"{point!r} passes {len(found)} tensors of the stream's shape, {list(stream.shape)}, and one is needed"
         raise th.RecipeError(text)
@@ -122,14 +162,6 @@ def _fits(value: Tensor, stream: Tensor) -> bool:
         value.dim() == stream.dim() and value.shape[-1] == stream.shape[-1]
         and all(own in (1, whole) for own, whole in zip(value.shape, stream.shape, strict=True))
     )  # fmt: skip
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _check_sum(parts: Sequence[Tensor], stream: Tensor, limit: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._target import Given, Score, Target, differentiable, prepared
+from tenterhook.recipes._target import NO_GRADIENT, Given, Score, Target, differentiable, prepared
 from tenterhook.recipes.result import Attribution
 
 __all__ = ["deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"]
@@ -146,6 +146,8 @@ def gradient(
         leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
         # What the model gets is no leaf, so that it may change it in place, and the caller's tensor stays as it is.
         scores = score(given.run(leaf.clone(), rows), rows)
+        if not scores.requires_grad:
+            raise th.RecipeError(NO_GRADIENT.format(recipe=given.recipe, what="the input"))
         handles = _at_relus(given, scores, rule) if rule is not None else []
         try:
             return torch.autograd.grad(scores.sum(), leaf)[0]

@@ -6,8 +6,8 @@ affine map before them, because early points speak another basis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Lens:
     logits: Tensor
     final: Tensor
     tuned: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def top(self, count: int = 1) -> Tensor:
         """The most likely tokens at each point, ``[points, …, count]``."""
@@ -95,7 +96,8 @@ def logit_lens(
     addresses = given.selected(model, points)
     values, final = _stream(model, inputs, addresses, reads, at)
     with torch.no_grad():
-        return Lens(addresses, torch.stack([reads(value) for value in values]), final)
+        scores = torch.stack([reads(value) for value in values])
+    return Lens(addresses, scores, final, settings={"norm": reads.norm, "head": reads.head, "at": at})
 
 
 class TunedLens(nn.Module):
@@ -118,7 +120,8 @@ class TunedLens(nn.Module):
         values, final = _stream(model, inputs, self.points, reads, at)
         with torch.no_grad():
             scores = torch.stack([reads(self._mapped(place, value)) for place, value in enumerate(values)])
-        return Lens(self.points, scores, final, tuned=True)
+        settings = {"norm": self.norm, "head": self.head, "at": at}
+        return Lens(self.points, scores, final, tuned=True, settings=settings)
 
     def loss(self, reads: Readout, values: Sequence[Tensor], final: Tensor) -> Tensor:
         """KL(final ‖ lens), averaged over positions and points."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._given import arguments
+from tenterhook.recipes._given import arguments, lone
+from tenterhook.recipes._given import selected as addresses_of
+from tenterhook.recipes._heat import heatmap
 
 __all__ = ["Agreement", "Patching", "activation", "attribution", "path"]
 
@@ -56,6 +58,11 @@ class Patching:
     estimated: bool = field(default=False, kw_only=True)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What was asked for."""
+        return {"mode": self.mode, "estimated": self.estimated}
+
+    @property
     def effects(self) -> Tensor:
         """The effect for each pair."""
         start, end = (self.corrupt, self.clean) if self.mode == "denoise" else (self.clean, self.corrupt)
@@ -79,20 +86,11 @@ class Patching:
         width = len(self.places)
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
-    def heatmap(self, *, title: str = "") -> Any:
+    def show(self, *, title: str = "") -> Any:
         """A matplotlib figure of the effect: points down, places along."""
-        from matplotlib.figure import Figure
-
-        grid = self.effect.float().cpu()
-        figure = Figure(figsize=(2.5 + 0.35 * grid.shape[1], 1.5 + 0.3 * grid.shape[0]), layout="constrained")
-        axes = figure.add_subplot()
-        far = max(float(grid.abs().max()), 1e-12)
-        image = axes.imshow(grid.numpy(), cmap="RdBu_r", vmin=-far, vmax=far, aspect="auto")
-        axes.set_xticks(range(len(self.places)), self.places)
-        axes.set_yticks(range(len(self.points)), self.points)
-        axes.set(title=title or ("estimated effect" if self.estimated else "effect"))
-        figure.colorbar(image)
-        return figure
+        return heatmap(
+            self.effect, self.points, self.places, title=title or ("estimated effect" if self.estimated else "effect")
+        )
 
     def __repr__(self) -> str:
         lines = [f"{'estimated ' if self.estimated else ''}patching ({self.mode}), {len(self.values)} pair(s)"]
@@ -138,7 +136,7 @@ def activation(  # noqa: PLR0913
         batch: as for ``th.sweep``.
         progress: as for ``th.sweep``.
     """
-    places, selected = _places(at), _selected(model, points)
+    places, selected = _places(at), addresses_of(model, points)
     rows, ends = [], []
     how: tuple[str, ...] = ()
     for here, there in _pairs(clean, corrupt):
@@ -147,7 +145,7 @@ def activation(  # noqa: PLR0913
 
         def edits(point: str, place: str, given: Any = given) -> dict[str, Any]:
             index = places[place]
-            value = _lone(given[point], point)
+            value = _tensor(given[point], point)
             return {point: th.set(value if index is None else value[index], at=index)}
 
         args, kwargs = arguments(base)
@@ -175,7 +173,7 @@ def attribution(
     The estimate is the gradient of the metric times the difference of the values. It is exact where the model is
     linear between the two. ``check`` runs true patching as well and reports how the two agree.
     """
-    places, selected = _places(at), _selected(model, points)
+    places, selected = _places(at), addresses_of(model, points)
     rows, ends = [], []
     for here, there in _pairs(clean, corrupt):
         source, base = (here, there) if mode == "denoise" else (there, here)
@@ -226,12 +224,14 @@ def path(
         metric: one number from the model's output.
         mode: as for :func:`activation`.
     """
-    sending, receiving, held = (_selected(model, each) for each in (senders, receivers, freeze))
+    sending, receiving, held = (addresses_of(model, each) for each in (senders, receivers, freeze))
     rows, ends = [], []
     for here, there in _pairs(clean, corrupt):
         source, base = (here, there) if mode == "denoise" else (there, here)
         given, measured = _recorded(model, source, sending, metric)
         own, start = _recorded(model, base, list(dict.fromkeys([*held, *receiving])), metric)
+        for receiver in receiving:
+            own[receiver]  # One of several calls has to be named: the run that stops would see the first alone.
         args, kwargs = arguments(base)
         row = []
         with torch.no_grad():
@@ -257,15 +257,15 @@ def _unless_later(
     """Those frozen points that a run passes before it comes to the last receiver; others are never reached."""
     order: list[str] = []
 
-    def note(_value: Any, ctx: Any) -> None:
-        order.append(ctx.address)
+    def noted(point: str) -> Callable[[Any], None]:
+        return lambda _value: order.append(point)
 
-    with th.edit(model, dict.fromkeys((*frozen, sender, *receivers), note)):
+    with th.edit(model, {point: noted(point) for point in (*frozen, sender, *receivers)}):
         model(*args, **kwargs)
     last = max(index for index, point in enumerate(order) if point in receivers)
     first = order.index(sender) if sender in order else last
     if first > last:
-        raise ValueError(f"{sender!r} comes after the receivers, so that nothing of it can reach them")
+        raise th.RecipeError(f"{sender!r} comes after the receivers, so that nothing of it can reach them")
     return {point: edit for point, edit in frozen.items() if point in order[:last]}
 
 
@@ -273,12 +273,8 @@ def _pairs(clean: Any, corrupt: Any) -> list[tuple[Any, Any]]:
     if not isinstance(clean, list) and not isinstance(corrupt, list):
         return [(clean, corrupt)]
     if not isinstance(clean, list) or not isinstance(corrupt, list) or len(clean) != len(corrupt) or not clean:
-        raise ValueError("give as many clean inputs as corrupt ones, in two lists, or one of each")
+        raise th.RecipeError("give as many clean inputs as corrupt ones, in two lists, or one of each")
     return list(zip(clean, corrupt, strict=True))
-
-
-def _selected(model: nn.Module, points: Any) -> tuple[str, ...]:
-    return tuple(str(point) for point in th.points(model, points))
 
 
 def _places(at: Places) -> dict[str, Any]:
@@ -297,19 +293,12 @@ def _recorded(model: nn.Module, given: Any, points: Sequence[str], metric: Metri
     return tape, torch.as_tensor(measured).detach()
 
 
-def _lone(value: Any, point: str) -> Tensor:
-    """The tensor in a value, where there is one."""
-    if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    found = [part for part in parts if isinstance(part, Tensor)]
-    if len(found) != 1:
-        raise ValueError(f"{point!r} passes {len(found)} tensors; choose a point with one, such as a variable inside")
-    return found[0]
+def _tensor(value: Any, point: str) -> Tensor:
+    return lone(value, point, "patching", floating=False)
 
 
 def _estimate(given: Any, tape: Any, point: str, index: Any) -> Tensor:
-    gap = (_lone(given[point], point) - _lone(tape[point], point)) * _lone(tape.grad[point], point)
+    gap = (_tensor(given[point], point) - _tensor(tape[point], point)) * _tensor(tape.grad[point], point)
     return gap.sum() if index is None else gap[index].sum()
 
 
@@ -334,6 +323,8 @@ def _patching(
     patched_from, base = torch.stack([each for each, _ in ends]), torch.stack([each for _, each in ends])
     clean, corrupt = (patched_from, base) if mode == "denoise" else (base, patched_from)
     if bool((clean == corrupt).any()):
-        raise ValueError("the metric is the same for both inputs of a pair, so that there is no difference to trace")
+        raise th.RecipeError(
+            "the metric is the same for both inputs of a pair, so that there is no difference to trace"
+        )
     values = torch.stack(rows)
     return Patching(tuple(points), places, values, clean, corrupt, mode, how, estimated=estimated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._target import Given, Score, Target, baseline_like, differentiable, lone, prepared
+from tenterhook.recipes._given import lone
+from tenterhook.recipes._target import Given, Score, Target, baseline_like, differentiable, prepared
 from tenterhook.recipes.gradients import gradient, in_batches
 from tenterhook.recipes.result import Attribution
 
 __all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients"]
+
+Slope = Callable[[Tensor, Tensor], Tensor]
+"""the gradient of the score at some places, of which the second says of which example each is"""
 
 
 def integrated_gradients(
@@ -54,15 +59,7 @@ def integrated_gradients(
     score, x = Score(given, target), given.x
     start = baseline_like(given, baseline, x)
     change = _change(given, score, start)
-    gap, total = x - start, torch.zeros_like(x)
-    places, weights = _rule(given.examples, steps, x)
-    for rows, place, weight in zip(
-        in_batches(given.recipe, given.examples, steps, batch, x.device),
-        places.split(batch), weights.split(batch), strict=True,
-    ):  # fmt: skip
-        found = gradient(given, score, torch.addcmul(start[rows], gap[rows], _across(place, x)), rows)
-        total.index_add_(0, rows, found * _across(weight, x))
-    found = total.mul_(gap)
+    found = _integrated(given, steps, batch, (start, x), lambda at, rows: gradient(given, score, at, rows))
     error = found.flatten(1).sum(1) - change
     settings = {"steps": steps, "baseline": 0 if baseline is None else baseline}
     return Attribution("integrated gradients", found, x, score.target, settings, error)
@@ -91,19 +88,15 @@ def layer_integrated_gradients(
     with torch.no_grad():
         first, end = _value_at(given, point, start, score=None), _value_at(given, point, x, score=score)
         change = _change(given, score, start)
-    gap, total = end - first, torch.zeros_like(end)
-    places, weights = _rule(given.examples, steps, end)
-    for rows, place, weight in zip(
-        in_batches(given.recipe, given.examples, steps, batch, x.device),
-        places.split(batch), weights.split(batch), strict=True,
-    ):  # fmt: skip
+
+    def slope(leaf: Tensor, rows: Tensor) -> Tensor:
         with differentiable(given, f"{point!r}"):
-            leaf = torch.addcmul(first[rows], gap[rows], _across(place, end)).requires_grad_()
+            leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
             with th.edit(model, {point: th.set(leaf)}):
                 scores = score(given.run(x[rows], rows), rows)
-            found = torch.autograd.grad(scores.sum(), leaf)[0]
-        total.index_add_(0, rows, found * _across(weight, end))
-    found = total.mul_(gap)
+            return torch.autograd.grad(scores.sum(), leaf)[0]
+
+    found = _integrated(given, steps, batch, (first, end), slope)
     error = found.flatten(1).sum(1) - change
     settings = {"point": point, "steps": steps, "baseline": 0 if baseline is None else baseline}
     return Attribution("integrated gradients", found, x, score.target, settings, error, kind="point")
@@ -139,8 +132,8 @@ def conductance(
         with differentiable(given, f"{point!r}"), th.record(model, point, grad=True) as tape:
             leaf = torch.addcmul(start[rows], (x - start)[rows], at).requires_grad_()
             _backward(given, tape, score(given.run(leaf.clone(), rows), rows))
-        value = lone(tape[point], given.recipe, point).unflatten(0, (len(some), -1))
-        slope = lone(tape.grad[point], given.recipe, point).unflatten(0, (len(some), -1))
+        value = lone(tape[point], point, given.recipe, floating=False).unflatten(0, (len(some), -1))
+        slope = lone(tape.grad[point], point, given.recipe, floating=False).unflatten(0, (len(some), -1))
         if last is not None:
             value, slope = torch.cat([last[0], value]), torch.cat([last[1], slope])
         step = (value.diff(dim=0) * slope[:-1]).sum(0)
@@ -153,6 +146,20 @@ def conductance(
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _integrated(given: Given, steps: int, batch: int, ends: tuple[Tensor, Tensor], slope: Slope) -> Tensor:
+    """The integral of the slope along the way from one end to the other, times the way."""
+    first, end = ends
+    gap, total = end - first, torch.zeros_like(end)
+    places, weights = _rule(given.examples, steps, end)
+    for rows, place, weight in zip(
+        in_batches(given.recipe, given.examples, steps, batch, end.device),
+        places.split(batch), weights.split(batch), strict=True,
+    ):  # fmt: skip
+        found = slope(torch.addcmul(first[rows], gap[rows], _across(place, end)), rows)
+        total.index_add_(0, rows, found * _across(weight, end))
+    return total.mul_(gap)
 
 
 def _change(given: Given, score: Score, start: Tensor) -> Tensor:
@@ -176,7 +183,7 @@ def _value_at(given: Given, point: str, x: Tensor, *, score: Score | None) -> Te
         output = given.run(x)
     if score is not None:
         score.settle(output)
-    value = lone(tape[point], given.recipe, point)
+    value = lone(tape[point], point, given.recipe, floating=False)
     if not value.is_floating_point() or value.shape[:1] != x.shape[:1]:
         text = f"{given.recipe} needs a floating-point value with the {len(x)} examples in front"
         raise th.RecipeError(f"{text}, and at {point!r} there is {list(value.shape)} of {value.dtype}")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._target import Given, Score, Target, baseline_like, lone, prepared
+from tenterhook.recipes._given import lone
+from tenterhook.recipes._target import Given, Score, Target, baseline_like, prepared
 from tenterhook.recipes.result import Attribution
 
 __all__ = ["channel_ablation", "feature_ablation", "occlusion"]
@@ -152,7 +153,7 @@ def channel_ablation(  # noqa: PLR0913
     with torch.no_grad(), th.record(model, point, copy="never") as tape:
         score.settle(given.run(given.x))
     calls = [tape[point]] if "#" in point else tape.calls(point)
-    shapes = [lone(each, given.recipe, point).shape for each in calls]
+    shapes = [lone(each, point, given.recipe, floating=False).shape for each in calls]
     if any(len(shape) <= (dim if dim >= 0 else -dim) or shape[dim] != shapes[0][dim] for shape in shapes):
         shown = ", ".join(str(list(shape)) for shape in shapes)
         text = (

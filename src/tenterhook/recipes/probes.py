@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._target import lone
+from tenterhook.recipes._given import lone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+from tenterhook.recipes._heat import new_figure
 
 __all__ = ["Probes", "probe"]
 
@@ -34,6 +35,7 @@ class Probes:
     chance: float
     classifiers: Mapping[str, Any]
     widths: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
@@ -42,11 +44,7 @@ class Probes:
 
     def show(self) -> Figure:
         """A matplotlib figure: the accuracy at each point, with the spread over the folds."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ModuleNotFoundError('pictures need matplotlib: pip install "tenterhook[page]"') from None
-        made = Figure(figsize=(2.5 + 0.6 * len(self.points), 3.2), layout="constrained")
+        made: Figure = new_figure(2.5 + 0.6 * len(self.points), 3.2)
         axes = made.add_subplot()
         along = range(len(self.points))
         axes.errorbar(along, self.accuracy.mean(1).numpy(), self.accuracy.std(1).numpy(), fmt="o-", capsize=3)
@@ -125,7 +123,8 @@ def probe(
         classifiers[point] = made.fit(vectors.numpy(), wanted.numpy())
     chance = float(wanted.unique(return_counts=True)[1].max()) / len(wanted)
     widths = tuple(each.shape[1] for each in kept.values())
-    return Probes(tuple(kept), torch.stack(accuracy), chance, classifiers, widths)
+    settings = {"folds": folds, "pool": pool, "seed": seed, **options}
+    return Probes(tuple(kept), torch.stack(accuracy), chance, classifiers, widths, settings)
 
 
 def _vectors(model: nn.Module, inputs: Tensor, points: Any, pool: Pool, batch: int) -> dict[str, Tensor]:
@@ -134,7 +133,7 @@ def _vectors(model: nn.Module, inputs: Tensor, points: Any, pool: Pool, batch: i
     body = th.features(model, points)
     parts: dict[str, list[Tensor]] = {address: [] for address in body.points.values()}
     for address, value in _run(body, inputs, batch):
-        parts[address].append(_pooled(lone(value, "probe", address), pool).float().cpu())
+        parts[address].append(_pooled(lone(value, address, "probe", floating=False), pool).float().cpu())
     return {address: torch.cat(each) for address, each in parts.items()}
 
 

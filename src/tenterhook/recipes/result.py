@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tenterhook as th
+from tenterhook.recipes._heat import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Attribution", "side_by_side"]
 
-MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
 SHOWN = 8  # examples in a picture
 STRIP, IMAGE, VOLUME = 2, 3, 4  # dimensions of a map with the examples in front
 CUT = 0.995  # of the values that a colour scale covers, so that a few pixels do not make the rest pale
@@ -74,7 +74,6 @@ class Attribution:
             alpha: how much the map covers of the image; 1 is all of it.
             title: what stands above it instead of the method's name.
         """
-        figure = _figures()
         found = self.map.detach().float().cpu()
         if found.dim() == STRIP:
             return _strip(found, labels, title or self._title())
@@ -85,7 +84,7 @@ class Attribution:
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
-        made: Figure = figure(figsize=(6.8, (height + 0.4) * count + 0.4), layout="constrained")
+        made: Figure = new_figure(6.8, (height + 0.4) * count + 0.4)
         made.suptitle(title or self._title(), fontsize=11)
         axes: Any = made.subplots(count, 2, squeeze=False)
         for row in range(count):
@@ -164,26 +163,20 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
     image, count = _image(found[0].inputs[example]), len(maps) + 1
     rows = -(-count // columns)
     wide = min(count, columns)
-    made: Figure = _figures()(figsize=(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3))
-    made.set_layout_engine("constrained")
+    made: Figure = new_figure(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3)
+    made.set_label(", ".join(each._title() for each in found))  # noqa: SLF001  Of this file.
     axes: Any = made.subplots(rows, wide, squeeze=False)
     for each in axes.flat:
         each.set_axis_off()
     axes.flat[0].imshow(image.numpy(), cmap="gray")
-    axes.flat[0].set_title(found[0]._named(example) or "input", fontsize=8)  # noqa: SLF001  Of this file.
-    for place, one, values in zip(axes.flat[1:], found, maps, strict=False):
+    targets = [each._named(example) for each in found]  # noqa: SLF001  Of this file.
+    one = len(set(targets)) == 1  # Otherwise each map says what it explains.
+    axes.flat[0].set_title((targets[0] if one else "") or "input", fontsize=8)
+    for place, each, values, target in zip(axes.flat[1:], found, maps, targets, strict=False):
         _over(place, image, values, alpha)
-        place.set_title(one._title(), fontsize=8)  # noqa: SLF001  Of this file.
+        title = each._title()  # noqa: SLF001  Of this file.
+        place.set_title(title if one else f"{title}\n{target}", fontsize=8)
     return made
-
-
-def _figures() -> Any:
-    """Matplotlib's class of figures, which is loaded when a picture is wanted."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ModuleNotFoundError(MISSING, name="matplotlib") from None
-    return Figure
 
 
 def _resized(found: Tensor, size: Sequence[int]) -> Tensor:
@@ -230,14 +223,16 @@ def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
         found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
         **_scale(found),
     )  # fmt: skip
-    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.046)
+    # Inside the axes' own frame, so that the scale is as high as the image.
+    bar = axes.figure.colorbar(drawn, cax=axes.inset_axes((1.04, 0, 0.05, 1)))
     bar.ax.tick_params(labelsize=6)
+    bar.ax.yaxis.offsetText.set_fontsize(6)
 
 
 def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
     found = found[:SHOWN]
     width = min(14.0, 2.5 + 0.45 * found.shape[1])
-    made: Figure = _figures()(figsize=(width, 1.3 + 0.35 * len(found)), layout="constrained")
+    made: Figure = new_figure(width, 1.3 + 0.35 * len(found))
     axes = made.add_subplot()
     drawn = axes.imshow(found.numpy(), aspect="auto", **_scale(found))
     axes.set_yticks([])

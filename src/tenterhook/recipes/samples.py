@@ -1,7 +1,7 @@
 """The gradient of every example by itself, from one forward and one backward pass.
 
 Each layer's input and the gradient of its output are recorded. Both have the examples in front, so the gradient of a
-weight is known before it is summed over them.
+weight is known before it is summed over them. Attention and recurrent layers are run again: see ``_whole``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.func import functional_call, vjp, vmap
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes._whole import WHOLE, Arguments, arguments_of, whole_gradients
 
 __all__ = ["SampleGradients", "per_sample_gradients"]
 
@@ -39,9 +41,7 @@ class SampleGradients:
 
     def show(self) -> Any:
         """A matplotlib figure: the loss of each example against the length of its gradient."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+        figure = new_figure(4.6, 3.2)
         axes = figure.add_subplot()
         axes.scatter(self.losses.tolist(), self.norms.tolist(), s=8)
         axes.set(xlabel="loss", ylabel="length of the gradient", title=f"{len(self.losses)} examples")
@@ -82,13 +82,16 @@ def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Te
     # A value that all examples share (the embeddings of positions) is given to each, so that each has its gradient.
     held = {id(module) for module in layers.values()}
     changes = {lambda _name, module: id(module) in held: spread}
-    with torch.enable_grad(), th.edit(model, changes, check=False), th.record(model, *points, grad=True) as tape:
+    session = th.record(model, *points, grad=True)
+    with torch.enable_grad(), arguments_of(layers) as calls, th.edit(model, changes, check=False), session as tape:
         losses = _checked(loss(model(*args, **kwargs)), count)
         tape.backward(losses.sum())
-    return SampleGradients(_gathered(model, layers, tape, count), losses.detach())
+    return SampleGradients(_gathered(model, layers, tape, calls, count), losses.detach())
 
 
-def _gathered(model: nn.Module, layers: dict[str, nn.Module], tape: Any, count: int) -> dict[str, Tensor]:
+def _gathered(
+    model: nn.Module, layers: dict[str, nn.Module], tape: Any, calls: Arguments, count: int
+) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for name, module in layers.items():
@@ -96,9 +99,12 @@ def _gathered(model: nn.Module, layers: dict[str, nn.Module], tape: Any, count: 
         for call, (took_in, gave_out) in enumerate(zip(tape.calls(took), tape.calls(gave), strict=True)):
             if f"{gave}#{call}" not in tape.grad:
                 continue  # This call has no part in the loss.
-            values = (took_in, gave_out, tape.grad[f"{gave}#{call}"])
-            x, y, g = (_examples(each, name, count) for each in values)
-            for own, value in _gradients(module, name, x, y, g).items():
+            slope = tape.grad[f"{gave}#{call}"]
+            if module in calls:
+                made = whole_gradients(module, name, calls[module][call], gave_out, slope, count)
+            else:
+                made = _gradients(module, name, *(_examples(each, name, count) for each in (took_in, gave_out, slope)))
+            for own, value in made.items():
                 full = names[id(module.get_parameter(own))]
                 found[full] = found[full] + value if full in found else value
     return {name: found[name] for name in names.values() if name in found}
@@ -163,9 +169,14 @@ def _cannot(name: str, module: nn.Module) -> str:
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules with parameters of their own that are to have gradients; those that mix examples are refused."""
-    found = {}
+    found: dict[str, nn.Module] = {}
+    within: tuple[str, ...] = ()  # Parts of a layer that is taken as a whole.
     for name, module in model.named_modules():
-        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+        if isinstance(module, WHOLE) and any(p.requires_grad for p in module.parameters()):
+            found[name] = module
+            within += (f"{name}." if name else "",)
+            continue
+        if name.startswith(within) or not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
         if isinstance(module, MIXING) and module.training:
             text = f"{name!r} ({type(module).__name__}) mixes the examples in training mode"

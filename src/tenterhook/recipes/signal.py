@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._given import floats
+from tenterhook.recipes._heat import new_figure
 
 __all__ = ["LayerSignal", "Signal", "learning_signal"]
 
@@ -54,9 +55,7 @@ class Signal:
 
     def show(self) -> Any:
         """A matplotlib figure: the ratio of each layer, on a logarithmic scale."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1.2 + 0.24 * len(self.layers)), layout="constrained")
+        figure = new_figure(6, 1.2 + 0.24 * len(self.layers))
         axes = figure.add_subplot()
         ratios = [layer.ratio for layer in self.layers]
         colors = ["tab:red" if layer.remark else "tab:blue" for layer in self.layers]

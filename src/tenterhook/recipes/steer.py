@@ -7,6 +7,7 @@ takes, ``th.save_edits`` writes and somebody else applies.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes import _given as given
+from tenterhook.recipes._heat import new_figure
 
 __all__ = ["Steering", "steering"]
 
+MASK = "attention_mask"
 POSITIONS = ("all", "last", "prompt")
 LAST = (slice(None), -1)
 
@@ -39,6 +42,11 @@ class Steering:
     negative: Tensor
     at: Any = None
     pool: tuple[int, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the vector was asked for with."""
+        return {"point": self.point, "at": self.at, "pool": self.pool}
 
     @property
     def norm(self) -> float:
@@ -88,9 +96,7 @@ class Steering:
 
     def show(self) -> Any:
         """A matplotlib figure: where the examples of both sets lie along the vector."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 2.6), layout="constrained")
+        figure = new_figure(6, 2.6)
         axes = figure.add_subplot()
         both = torch.cat([self.positive, self.negative]).float()
         bins = torch.linspace(float(both.min()), float(both.max()) + 1e-6, 25).tolist()
@@ -108,7 +114,14 @@ class Steering:
 
 
 def steering(
-    model: nn.Module, positive: Any, negative: Any, *, point: Any, at: Any = None, pool: int | tuple[int, ...] = ()
+    model: nn.Module,
+    positive: Any,
+    negative: Any,
+    *,
+    point: Any,
+    at: Any = None,
+    pool: int | tuple[int, ...] = (),
+    mask: str | None = MASK,
 ) -> Steering:
     """The difference of the means of two sets of inputs, at a point.
 
@@ -121,7 +134,11 @@ def steering(
     >>> with found.apply(model, scale=2):
     ...     steered = model(torch.zeros(1, 2))
 
-    The model runs no further than the point, and without gradients.
+    The model runs no further than the point, and without gradients; but for its first run, which goes on to see whether
+    the point is passed several times. Then you are asked which call is meant (``point="relu#1"``).
+
+    Padding does not count: where an input has a mask, the mean is over the positions that it lets in, and a position
+    that it shuts out cannot be asked for.
 
     Args:
         model: any ``nn.Module``.
@@ -130,12 +147,14 @@ def steering(
         negative: the others.
         point: where: one address.
         at: which part of the value, such as ``th.at[:, -1]`` for the last position; the first dimension must stay.
-        pool: dimensions to average over within an example, after ``at``: 1 for the positions of a sentence. The
-            average is over padding too; give a list of inputs without any.
+            ``"last"`` is each example's last position that is not padding, on whichever side that is.
+        pool: dimensions to average over within an example, after ``at``: 1 for the positions of a sentence.
+        mask: the argument of the model that says which positions count, ``[examples, positions]``; None for all.
     """
     address = given.one_point(model, point)
     dims = (pool,) if isinstance(pool, int) else tuple(pool)
-    sets = [_examples(model, inputs, address, at, dims) for inputs in (positive, negative)]
+    read = given.reader(model, address)
+    sets = [_examples(model, inputs, read, address, at, dims, mask) for inputs in (positive, negative)]
     shapes = sorted({tuple(each.shape[1:]) for each in sets})
     if len(shapes) > 1:
         raise th.RecipeError(_LENGTHS.format(point=address, shapes=" and ".join(map(str, map(list, shapes)))))
@@ -157,16 +176,23 @@ _LENGTHS = (
 )
 
 
-def _examples(model: nn.Module, inputs: Any, point: str, at: Any, pool: tuple[int, ...]) -> Tensor:
+_PADDED = (
+    "what is asked for at {point!r} is padding in {count} of the examples, by their mask.\n"
+    'Average over positions, pool=1; or take each example\'s last one, at="last".'
+)
+
+
+def _examples(
+    model: nn.Module, inputs: Any, read: Any, point: str, at: Any, pool: tuple[int, ...], mask: str | None
+) -> Tensor:
     """The values at a point, one row for each example."""
     rows = []
     for args, kwargs in given.each(inputs):
-        with torch.no_grad(), th.record(model, point, stop=True) as tape:
-            model(*args, **kwargs)
-        value = given.lone(tape[point], point)
+        with torch.no_grad():
+            value = read(*args, **kwargs)
+        counts = None if mask is None else _counts(model, args, kwargs, mask, value)
         try:
-            value = value if at is None else value[at]
-            value = value.mean(pool) if pool else value
+            value = _pooled(value, counts, at, pool, point)
         except (IndexError, RuntimeError) as error:
             text = f"at={at!r}, pool={pool!r} do not fit the value at {point!r}, {list(value.shape)}: {error}"
             raise th.RecipeError(text) from error
@@ -177,3 +203,52 @@ def _examples(model: nn.Module, inputs: Any, point: str, at: Any, pool: tuple[in
         shapes = " and ".join(str(list(shape)) for shape in sorted({tuple(row.shape[1:]) for row in rows}))
         raise th.RecipeError(_LENGTHS.format(point=point, shapes=shapes))
     return torch.cat(rows)
+
+
+def _counts(model: nn.Module, args: Any, kwargs: Any, mask: str, value: Tensor) -> Tensor | None:
+    """Which positions of a value count; None where there is no padding."""
+    try:
+        found = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get(mask, kwargs.get(mask))
+    except TypeError:  # The model takes something else than its signature says.
+        found = kwargs.get(mask)
+    if found is None and mask == MASK:
+        return None
+    if not isinstance(found, Tensor) or found.dim() != 2:  # noqa: PLR2004
+        got = "nothing" if found is None else list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise th.RecipeError(f"mask={mask!r} is an argument of the model, [examples, positions]; got {got}")
+    if bool((found < 0).any()):
+        text = f"{mask} has numbers below zero, as if it were added to scores"
+        raise th.RecipeError(f"{text}. A mask is 1 where a position counts and 0 where not; or say mask=None.")
+    if bool(found.all()):
+        return None
+    if found.shape != value.shape[:2]:
+        text = f"the value is {list(value.shape)}, and {mask}, {list(found.shape)}, cannot say which of it is padding"
+        raise th.RecipeError(f"{text}. Give inputs without padding, or mask=None.")
+    return found != 0
+
+
+def _pooled(value: Tensor, counts: Tensor | None, at: Any, pool: tuple[int, ...], point: str) -> Tensor:
+    """A part of a value, averaged over some dimensions of it, without what does not count."""
+    if isinstance(at, str):
+        if at != "last":
+            raise th.RecipeError(f'at= is an index such as th.at[:, -1], or "last"; got {at!r}')
+        places = torch.arange(value.shape[1], device=value.device).expand(value.shape[:2])
+        last = (places if counts is None else places.where(counts, -1)).amax(1)
+        if bool((last < 0).any()):
+            raise th.RecipeError(_PADDED.format(point=point, count=int((last < 0).sum())))
+        value, counts = value[torch.arange(len(value), device=value.device), last], None
+    elif at is not None:
+        whole, value = value, value[at]
+        counts = None if counts is None else _spread(counts, whole)[at]
+    elif counts is not None:
+        counts = _spread(counts, value)
+    if counts is None:
+        return value.mean(pool) if pool else value
+    times = counts.sum(pool) if pool else counts
+    if not bool(times.all()):
+        raise th.RecipeError(_PADDED.format(point=point, count=int((times == 0).flatten(1).any(1).sum())))
+    return (value.where(counts, 0).double().sum(pool) / times).to(value.dtype) if pool else value
+
+
+def _spread(counts: Tensor, value: Tensor) -> Tensor:
+    return counts.reshape(*counts.shape, *[1] * (value.dim() - 2)).expand_as(value)

@@ -58,6 +58,8 @@ class Page:
     failures: Sequence[Mapping[str, Any] | None] = ()
     points: Sequence[Mapping[str, Any]] = ()
     pictures: Sequence[Mapping[str, Any] | None] = ()
+    figures: Sequence[Mapping[str, Any]] = ()
+    """each a ``title``, some ``lines`` of text, and a ``png`` in base64, which is empty where there is none"""
 
 
 def write(path: str | os.PathLike[str], page: Page) -> int:
@@ -80,6 +82,7 @@ def write_tapes(
     size: int = SIZE,
     maps: int = 512,
     title: str | None = None,
+    also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> int:
     """Write the page of one tape, or of two side by side; gives its size in bytes.
@@ -90,10 +93,11 @@ def write_tapes(
         size: how many bytes it may have. Pictures are made as fine as that allows, and left out where it does not.
         maps: how many maps are drawn of one value.
         title: what stands at its top.
+        also: results of recipes, or matplotlib figures, that are shown with them.
         progress: is told how many pictures were made, and of how many.
     """
     named = {"tape": tapes} if isinstance(tapes, Tape) else dict(tapes)
-    return write(path, tapes_page(named, size=size, maps=maps, title=title, progress=progress))
+    return write(path, tapes_page(named, size=size, maps=maps, title=title, also=also, progress=progress))
 
 
 def tapes_page(
@@ -102,10 +106,12 @@ def tapes_page(
     size: int = SIZE,
     maps: int = 512,
     title: str | None = None,
+    also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Page:
     """The page of one or two tapes, before it is written."""
     from tenterhook.report.document import points
+    from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
     from tenterhook.report.lighten import lighten
     from tenterhook.report.remarks import remarks
@@ -127,6 +133,7 @@ def tapes_page(
         tokens=[each.get("tokens", []) for each in notes],
         failures=[each.get("failure") for each in notes],
         points=rows,
+        figures=figures(also, (size - LEAST) // 2),
     )
     left_out = lighten(rows, size - SPARE * len(pictures.layouts), lambda: len(render(page).encode()))
     page.remarks = [*page.remarks, *({"text": text} for text in left_out)]
@@ -162,6 +169,7 @@ def render(page: Page) -> str:
         "failures": list(page.failures),
         "points": list(page.points),
         "pictures": list(page.pictures),
+        "figures": list(page.figures),
         "version": __version__,
     }
     # What ends a script must not stand in it, whatever a module is called.

@@ -1,9 +1,9 @@
-"""``th.page``: one HTML file that shows what was recorded or watched."""
+"""``th.page``: one HTML file that shows what was recorded, watched or found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenterhook.record.tape import Tape
@@ -11,7 +11,9 @@ from tenterhook.record.tape import Tape
 __all__ = ["page"]
 
 
-def page(path: str | os.PathLike[str], of: Any, *, title: str | None = None, size: int = 10_000_000) -> int:
+def page(
+    path: str | os.PathLike[str], of: Any, *, also: Any = (), title: str | None = None, size: int = 10_000_000
+) -> int:
     """Write one HTML page that opens from disk and fetches nothing; gives its size in bytes.
 
     >>> import os, tempfile, torch, tenterhook as th
@@ -24,17 +26,36 @@ def page(path: str | os.PathLike[str], of: Any, *, title: str | None = None, siz
 
     Args:
         path: where to; a file that is there is replaced.
-        of: a tape; two tapes by name, to be shown side by side; or a watch.
+        of: a tape; two tapes by name, to be shown side by side; a watch; or what a recipe found, or a list of that.
+        also: what recipes found, shown with the tape or the watch. A matplotlib figure can stand for a result.
         title: what stands at its top.
         size: how many bytes it may have. Pictures are made as fine as that allows.
     """
-    from tenterhook.report.page import write, write_tapes
+    from tenterhook.report.figures import drawable, figures
+    from tenterhook.report.page import LEAST, Page, write, write_tapes
     from tenterhook.watch.results import Results
 
+    more = _listed(also)
+    if wrong := [each for each in more if not drawable(each)]:
+        raise TypeError(f"also= is what recipes found, or matplotlib figures; got a {type(wrong[0]).__name__}")
     if isinstance(of, Results):
         from tenterhook.report.watched import watch_page
 
-        return write(path, watch_page(of, title=title))
+        made = watch_page(of, title=title)
+        made.figures = figures(more, size - LEAST)
+        return write(path, made)
     if isinstance(of, Tape) or (isinstance(of, Mapping) and all(isinstance(each, Tape) for each in of.values())):
-        return write_tapes(path, of, title=title, size=size)
-    raise TypeError(f"a page is of a tape, of two tapes by name, or of a watch; got a {type(of).__name__}")
+        return write_tapes(path, of, title=title, size=size, also=more)
+    found = _listed(of)
+    if found and all(map(drawable, found)):
+        shown = figures([*found, *more], size - LEAST)
+        heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
+        return write(path, Page(title or heading, figures=shown))
+    raise TypeError(
+        "a page is of a tape, of two tapes by name, of a watch, or of what recipes found; "
+        f"got a {type(found[0] if found else of).__name__}"
+    )
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]

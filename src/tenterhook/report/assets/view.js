@@ -85,11 +85,21 @@
       table.footer.map((line) => el("p", { class: "note" }, line)),
     );
 
+  const figureCard = ({ title, lines, png }) =>
+    el(
+      "section",
+      { class: "card figure" },
+      el("h3", {}, title),
+      png ? el("img", { alt: title, src: `data:image/png;base64,${png}` }) : null,
+      lines.map((line) => el("p", { class: "note" }, line)),
+    );
+
   const drawOverview = () => {
     TH.charts.forget();
     overview.replaceChildren();
     overview.append(...TH.data.failures.map((failure, run) => failure && failureCard(failure, run)).filter(Boolean));
     overview.append(...[remarksCard()].filter(Boolean));
+    overview.append(...TH.data.figures.map(figureCard));
     depthCard();
     for (const chart of TH.data.charts) {
       const box = el("div", { class: "line" });

@@ -1,0 +1,120 @@
+"""Attention and recurrent layers, example by example.
+
+Their weights take part in ways that no formula of an input and a gradient tells, and PyTorch runs them as one
+operation. So a copy of each is run again for every example by itself, with the arguments that the layer was given, and
+differentiated; what comes out has to be what came out for the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+
+__all__ = ["WHOLE", "Arguments", "arguments_of", "whole_gradients"]
+
+WHOLE = (nn.MultiheadAttention, nn.RNNBase)
+PAIRED = 3  # dimensions of an input with examples and positions
+
+Arguments = dict[nn.Module, list[Mapping[str, Any]]]
+"""by layer, what each of its calls was given, by name"""
+
+
+@contextlib.contextmanager
+def arguments_of(layers: Mapping[str, nn.Module]) -> Iterator[Arguments]:
+    """What those layers that are run again are given, inside."""
+    found: Arguments = {module: [] for module in layers.values() if isinstance(module, WHOLE)}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        found[module].append({name: _copied(value) for name, value in bound.items()})
+
+    with contextlib.ExitStack() as stack:
+        for module in found:
+            stack.enter_context(th.hooks.register_forward_pre_hook(module, keep, with_kwargs=True))
+        yield found
+
+
+def whole_gradients(
+    module: nn.Module, name: str, given: Mapping[str, Any], output: Any, grad: Any, count: int
+) -> dict[str, Tensor]:
+    """The gradient of each parameter of a layer, its parts' too, for every example."""
+    twin = copy.deepcopy(module)  # And no functional_call, which leaves other weights in a recurrent layer.
+    wanted = {own: parameter for own, parameter in twin.named_parameters() if parameter.requires_grad}
+    outside = 0 if getattr(module, "batch_first", False) else 1
+    rows = []
+    for example in range(count):
+        own = {key: _one(key, value, module, name, example, count) for key, value in given.items()}
+        with torch.enable_grad():
+            again = type(twin).forward(twin, **own)  # Without other libraries' hooks, which have seen the call.
+        parts = [
+            (made, _taken(value, dim, example), _taken(slope, dim, example))
+            for (made, value, slope), dim in zip(_leaves(again, output, grad), _dims(module, outside), strict=False)
+        ]
+        if any(not torch.allclose(made, value, rtol=1e-3, atol=1e-4) for made, value, _ in parts):
+            text = f"{name!r} ({type(module).__name__}) gives something else when it is run again for one example"
+            raise th.RecipeError(
+                f"{text}: it draws at random, or a hook changes it. Set its dropout to 0, or call model.eval()."
+            )
+        used = [(made, slope) for made, _, slope in parts if slope is not None and made.requires_grad]
+        outs, slopes = [made for made, _ in used], [slope for _, slope in used]
+        rows.append(torch.autograd.grad(outs, list(wanted.values()), slopes, allow_unused=True, materialize_grads=True))
+    return {own: torch.stack(each) for own, each in zip(wanted, zip(*rows, strict=True), strict=True)}
+
+
+def _dims(module: nn.Module, outside: int) -> tuple[int, ...]:
+    """Where the examples are in each tensor that a layer gives: attention and its weights, or output and states."""
+    return (outside, 0) if isinstance(module, nn.MultiheadAttention) else (outside, 1, 1)
+
+
+def _one(key: str, value: Any, module: nn.Module, name: str, example: int, count: int) -> Any:
+    """One example of an argument."""
+    if key == "hx":
+        return tuple(_cut(each, 1, example, count, name) for each in value) if isinstance(value, tuple) else (
+            value if value is None else _cut(value, 1, example, count, name)
+        )  # fmt: skip
+    if not isinstance(value, Tensor):
+        if key == "input":  # A packed sequence has its examples interleaved.
+            raise th.RecipeError(f"{name!r} is given a {type(value).__name__}: give a tensor, padded, in its place")
+        return value
+    if key == "key_padding_mask":
+        return _cut(value, 0, example, count, name)
+    if key == "attn_mask":
+        each = value.shape[0] // count
+        return value if value.dim() < PAIRED else value[example * each : (example + 1) * each]
+    if value.dim() != PAIRED:
+        raise th.RecipeError(f"{name!r} is given {list(value.shape)}, without a dimension for the examples")
+    return _cut(value, 0 if module.batch_first else 1, example, count, name)
+
+
+def _cut(value: Tensor, dim: int, example: int, count: int, name: str) -> Tensor:
+    if value.shape[dim] != count:
+        text = f"{name!r} is given {list(value.shape)}, where dimension {dim} has to be the {count} examples"
+        raise th.RecipeError(f"{text}. Is batch_first= as it should be?")
+    return value.narrow(dim, example, 1)
+
+
+def _taken(value: Any, dim: int, example: int) -> Any:
+    return None if value is None else value.narrow(dim, example, 1)
+
+
+def _leaves(made: Any, value: Any, slope: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """The tensors of an output beside those that were recorded, and their gradients, where they have one."""
+    if isinstance(made, Tensor):
+        yield made, value, slope
+    elif isinstance(made, tuple):
+        for place, each in enumerate(made):
+            yield from _leaves(each, value[place], None if slope is None else slope[place])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(map(_copied, value)) if type(value) is tuple else value
