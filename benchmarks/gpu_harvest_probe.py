@@ -1,0 +1,439 @@
+"""A probe, not a benchmark: where the time of a harvest to host memory goes. Prints tables; temporary."""
+
+# ruff: noqa
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import os
+import pstats
+import queue
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_harvest import DEVICE, LAYERS, MEMORY, SAMPLES, TINY, TOKENS, Discard, _column, llama
+from tenterhook.harvest.job import Job
+from tenterhook.harvest.make import hand_over
+from tenterhook.harvest.rows import Taking
+from tenterhook.sinks.shards_place import Directory
+from transformers import masking_utils
+
+BATCHES, ROUNDS = (2, 2) if TINY else (20, 4)
+BEGAN = time.perf_counter()
+LIMIT = 110.0
+
+
+class FakeEvent:
+    def __init__(self, **_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+class FakeStream:
+    def wait_event(self, _: Any) -> None: ...
+    def record_event(self, *_: Any) -> FakeEvent:
+        return FakeEvent()
+    def synchronize(self) -> None: ...
+
+
+if TINY:
+    Event: Any = FakeEvent
+    Stream: Any = FakeStream
+    on = lambda stream: contextlib.nullcontext()
+    current = FakeStream
+    sync = lambda: None
+    pinned = lambda n: torch.empty(n, dtype=torch.uint8)
+    keep_for = lambda tensor, stream: None
+else:
+    Event, Stream, on, current = torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream
+    sync = torch.cuda.synchronize
+    pinned = lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    keep_for = lambda tensor, stream: tensor.record_stream(stream)
+
+# -- the test of a number at the beginning of a forward -------------------------------------------------------------------
+
+ORIGINAL = getattr(masking_utils, "find_packed_sequence_indices", None)
+waited = {"sync": 0.0}
+
+
+def timed_find(*args: Any, **kwargs: Any) -> Any:
+    began = time.perf_counter()
+    found = ORIGINAL(*args, **kwargs)
+    waited["sync"] += time.perf_counter() - began
+    return found
+
+
+@contextlib.contextmanager
+def finding(function: Any) -> Any:
+    if ORIGINAL is None:
+        yield
+        return
+    masking_utils.find_packed_sequence_indices = function
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = ORIGINAL
+
+
+model = llama()
+inner = model.model
+NBYTES = SAMPLES * TOKENS * inner.config.hidden_size * next(inner.parameters()).element_size()
+gen = torch.Generator().manual_seed(1)
+batches = [torch.randint(1000, (SAMPLES, TOKENS), generator=gen) for _ in range(BATCHES)]
+if not TINY:
+    batches = [b.pin_memory() for b in batches]
+side = Stream()
+RING = pinned(MEMORY if not TINY else NBYTES * 64)
+SLOTS = RING.numel() // NBYTES
+DEST = torch.zeros(NBYTES * 2 * LAYERS, dtype=torch.uint8)
+
+
+class Way:
+    """Runs all batches; a hook on every block does ``passed``; after a batch ``after``; at the end ``end``."""
+
+    chunk = 0
+    record_stream = True
+    timing = False
+    blocking = False
+    thread = ""  # "", "wait", "poll", "copy", "numpy"
+    threads = 1
+    group = 1
+    late = ""  # "", "end", "next"
+    slots = 0
+    copies = True
+    events = True
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name = name
+        for key, value in options.items():
+            setattr(self, key, value)
+        self.slot = 0
+        self.held: list[Any] = []
+        self.group_of: list[Any] = []
+        self.before: list[Any] = []
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def room(self) -> Tensor:
+        at = self.slot % (self.slots or SLOTS)
+        self.slot += 1
+        return RING[at * NBYTES : (at + 1) * NBYTES]
+
+    def passed(self, _m: Any, _a: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if not self.events:
+            return
+        if self.late == "next" and self.before:
+            self.send([self.before.pop(0)], None)
+        if self.late:
+            self.group_of.append(value)
+            return
+        self.group_of.append(value)
+        if len(self.group_of) == self.group:
+            self.send(self.group_of, current().record_event())
+            self.group_of = []
+
+    def send(self, values: list[Any], computed: Any) -> None:
+        with on(side):
+            if computed is not None:
+                side.wait_event(computed)
+            if not self.copies:
+                return
+            began = None
+            if self.timing:
+                began = Event(enable_timing=True)
+                began.record(side)
+            rooms = []
+            for value in values:
+                flat = value.detach().flatten(0, 1).reshape(-1).view(torch.uint8)
+                room = self.room()
+                if self.chunk:
+                    for i in range(0, NBYTES, self.chunk):
+                        room[i : i + self.chunk].copy_(flat[i : i + self.chunk], non_blocking=True)
+                else:
+                    room.copy_(flat, non_blocking=True)
+                rooms.append(room)
+            done = Event(enable_timing=self.timing, blocking=self.blocking)
+            done.record(side)
+        if self.record_stream:
+            for value in values:
+                keep_for(value, side)
+        else:
+            self.held.append((done, values))
+        if self.thread:
+            self.todo.put((began, done, rooms))
+
+    def after(self) -> None:
+        if self.late == "end":
+            computed = current().record_event()
+            for value in self.group_of:
+                self.send([value], computed)
+            self.group_of = []
+        elif self.late == "next":
+            for value in self.before:
+                self.send([value], None)
+            self.before, self.group_of = self.group_of, []
+            side.wait_event(current().record_event())
+        while len(self.held) > 2 * LAYERS:
+            done, _ = self.held.pop(0)
+            done.synchronize()
+
+    def work(self) -> None:
+        at = 0
+        while (item := self.todo.get()) is not None:
+            began, done, rooms = item
+            if self.thread == "poll":
+                while not done.query():
+                    time.sleep(0.0003)
+            else:
+                done.synchronize()
+            if began is not None:
+                began.elapsed_time(done)
+            for room in rooms:
+                if self.thread == "copy":
+                    at = (at + 1) % (2 * LAYERS)
+                    DEST[at * NBYTES : (at + 1) * NBYTES].copy_(room)
+                elif self.thread == "numpy":
+                    at = (at + 1) % (2 * LAYERS)
+                    DEST.numpy()[at * NBYTES : (at + 1) * NBYTES] = room.numpy()
+
+    def run(self, spans: list[Any]) -> float:
+        handles = [layer.register_forward_hook(self.passed) for layer in inner.layers] if self.name != "plain" else []
+        workers = [threading.Thread(target=self.work) for _ in range(self.threads if self.thread else 0)]
+        for worker in workers:
+            worker.start()
+        host = 0.0
+        with torch.no_grad():
+            for batch in batches:
+                ids = batch.to(DEVICE, non_blocking=True)
+                first = Event(enable_timing=True)
+                first.record()
+                began = time.perf_counter()
+                inner(ids)
+                host += time.perf_counter() - began
+                last = Event(enable_timing=True)
+                last.record()
+                spans.append((first, last))
+                self.after()
+        if self.late == "next":
+            self.after()
+        for _ in workers:
+            self.todo.put(None)
+        for worker in workers:
+            worker.join()
+        self.held.clear()
+        for handle in handles:
+            handle.remove()
+        sync()
+        return host
+
+
+class Ours(Way):
+    """The library's way, or parts of it."""
+
+    part = "all"
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.job = Job(inner, ("layers.*",), Taking("token"), stop=False)
+        made = self.job.run(batches[0], 0)
+        self.columns = {key: _column(key, rows) for (key, _), rows in made.rows.items()}
+        self.writer = Discard(Directory("/tmp/none"), MEMORY) if self.part in ("all", "ahead") else None
+
+    def run(self, spans: list[Any]) -> float:
+        host = 0.0
+        for number, batch in enumerate(batches):
+            first = Event(enable_timing=True)
+            first.record()
+            began = time.perf_counter()
+            begin = self.writer.ahead if self.writer is not None else (lambda _: None)
+            made = self.job.run(batch, number * SAMPLES, None if self.part == "record" else begin)
+            host += time.perf_counter() - began
+            last = Event(enable_timing=True)
+            last.record()
+            spans.append((first, last))
+            if self.part == "all":
+                hand_over(made, lambda key: self.columns[key[0]], 0, self.writer)
+            elif self.part == "ahead":
+                for key, piece in made.begun:
+                    self.writer.hand(0, self.columns["layers.0"], piece)
+        if self.writer is not None:
+            self.writer.drain()
+        sync()
+        return host
+
+
+ways: list[Way] = [
+    Way("plain"),
+    Way("hooks that do nothing", events=False),
+    Way("side stream waits, nothing else", copies=False),
+    Way("copies, 16 slots, refs held", slots=16, record_stream=False),
+    Way("copies, 16 slots, record_stream", slots=16),
+    Way("copies, whole ring, refs held", record_stream=False),
+    Way("copies, whole ring, record_stream"),
+    Way("… timing events", timing=True),
+    Way("… thread waits, spinning", thread="wait"),
+    Way("… thread waits, blocking", thread="wait", blocking=True),
+    Way("… thread waits, blocking, timing", thread="wait", blocking=True, timing=True),
+    Way("… thread polls 0.3 ms", thread="poll"),
+    Way("… 64 slots, thread waits, blocking, timing", thread="wait", blocking=True, timing=True, slots=64),
+    Way("… thread copies out, torch", thread="copy", blocking=True),
+    Way("… 2 threads copy out, torch", thread="copy", blocking=True, threads=2),
+    Way("… 2 threads copy out, numpy", thread="numpy", blocking=True, threads=2),
+    Way("copies in chunks of 4 MiB", chunk=4 << 20),
+    Way("copies in chunks of 1 MiB", chunk=1 << 20),
+    Way("copies in groups of 4", group=4),
+    Way("copies in groups of 8", group=8),
+    Way("copies at the end", late="end", record_stream=False),
+    Way("copies during the next forward", late="next", record_stream=False),
+    Ours("ours: recording only", part="record"),
+    Ours("ours: recording + begin that does nothing", part="begin"),
+    Ours("ours: without the rows on the CPU", part="ahead"),
+    Ours("ours: all"),
+]
+SYNCLESS = {"plain", "copies, whole ring, record_stream", "… thread waits, blocking, timing", "copies at the end", "ours: all"}
+
+
+def rates() -> None:
+    """Device to pinned memory, alone."""
+    if TINY:
+        return
+    source = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+    for label, rooms in (("one room", 1), ("16 rooms", 16), ("the whole ring", SLOTS)):
+        best = 1e9
+        for _ in range(3):
+            sync()
+            began = time.perf_counter()
+            with on(side):
+                for i in range(SLOTS):
+                    at = i % rooms
+                    RING[at * NBYTES : (at + 1) * NBYTES].copy_(source, non_blocking=True)
+            sync()
+            best = min(best, time.perf_counter() - began)
+        print(f"device to pinned, {label}: {SLOTS * NBYTES / best / 1e9:.1f} GB/s, {best / SLOTS * 1e3:.3f} ms each")
+    began = time.perf_counter()
+    for _ in range(200):
+        Event(enable_timing=True, blocking=True).record(side)
+    print(f"event made and recorded: {(time.perf_counter() - began) / 200 * 1e6:.1f} µs")
+    began = time.perf_counter()
+    for _ in range(200):
+        event = current().record_event()
+        side.wait_event(event)
+    print(f"record + wait_event: {(time.perf_counter() - began) / 200 * 1e6:.1f} µs")
+    small = torch.zeros((), device=DEVICE)
+    sync()
+    began = time.perf_counter()
+    for _ in range(200):
+        bool(small == 0)
+    print(f"bool() of a number on an idle device: {(time.perf_counter() - began) / 200 * 1e6:.1f} µs")
+    began = time.perf_counter()
+    for i in range(64):
+        DEST[(i % 32) * NBYTES : (i % 32 + 1) * NBYTES].copy_(RING[i * NBYTES : (i + 1) * NBYTES])
+    print(f"pinned to pageable by one thread: {64 * NBYTES / (time.perf_counter() - began) / 1e9:.1f} GB/s")
+    print("cores:", os.cpu_count(), "torch threads:", torch.get_num_threads(), flush=True)
+
+
+def table(title: str, chosen: list[Way], find: Any, rounds: int) -> None:
+    walls: dict[str, list[float]] = {way.name: [] for way in chosen}
+    hosts: dict[str, list[float]] = {way.name: [] for way in chosen}
+    syncs: dict[str, list[float]] = {way.name: [] for way in chosen}
+    gpus: dict[str, list[float]] = {way.name: [] for way in chosen}
+    with finding(find):
+        for way in chosen:
+            way.run([])  # warm
+        for turn in range(rounds):
+            if time.perf_counter() - BEGAN > LIMIT:
+                print("(out of time after", turn, "rounds)")
+                break
+            for way in chosen:
+                spans: list[Any] = []
+                waited["sync"] = 0.0
+                sync()
+                began = time.perf_counter()
+                host = way.run(spans)
+                walls[way.name].append((time.perf_counter() - began) / BATCHES * 1e3)
+                hosts[way.name].append(host / BATCHES * 1e3)
+                syncs[way.name].append(waited["sync"] / BATCHES * 1e3)
+                gpus[way.name].append(statistics.median(a.elapsed_time(b) for a, b in spans))
+    base = min(walls["plain"])
+    print(f"\n## {title}: ms a batch (min, median, ratio of minima; host in forward; of it waiting for the number; GPU from first to last)")
+    for way in chosen:
+        wall, name = walls[way.name], way.name
+        print(
+            f"{name:46s} {min(wall):7.2f} {statistics.median(wall):7.2f} {min(wall) / base:6.3f}   host {min(hosts[name]):6.2f}"
+            f"  number {min(syncs[name]):6.2f}  GPU {min(gpus[name]):6.2f}"
+        )
+    sys.stdout.flush()
+
+
+def profiled(way: Way) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    global batches
+    kept, batches = batches, batches[:6]
+    try:
+        kinds = [ProfilerActivity.CPU] + ([] if TINY else [ProfilerActivity.CUDA])
+        with profile(activities=kinds) as prof:
+            way.run([])
+        kernels = copies = 0.0
+        number, biggest = 0, {}
+        spans = []
+        for event in prof.events():
+            if event.device_type.name != "CUDA":
+                continue
+            took = event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end, event.name))
+            if "Memcpy DtoH" in event.name:
+                copies, number = copies + took, number + (took > 50)
+            elif "Memcpy" not in event.name:
+                kernels += took
+                biggest[event.name] = biggest.get(event.name, 0.0) + took
+        print(f"\n## profile of {way.name!r}: kernels {kernels / 6e3:.2f} ms, DtoH {copies / 6e3:.2f} ms in {number / 6:.1f} large copies a batch")
+        for name, took in sorted(biggest.items(), key=lambda pair: -pair[1])[:6]:
+            print(f"   {took / 6e3:7.3f} ms  {name[:90]}")
+        idle, end = [], None
+        for start, stop, name in sorted(span for span in spans if "Memcpy" not in span[2]):
+            if end is not None and start > end:
+                idle.append((start - end, name))
+            end = stop if end is None else max(end, stop)
+        idle.sort(key=lambda pair: -pair[0])
+        print(f"   no kernel runs: {sum(gap for gap, _ in idle) / 6e3:.2f} ms a batch; largest gaps (µs, next kernel): "
+              + "; ".join(f"{gap:.0f} {name[:40]}" for gap, name in idle[:12]))
+        averages = sorted(prof.key_averages(), key=lambda each: -each.self_cpu_time_total)[:14]
+        for each in averages:
+            print(f"   host {each.self_cpu_time_total / 6e3:7.3f} ms {each.count / 6:7.1f}×  {each.key[:60]}")
+    except Exception as error:
+        print(f"profile of {way.name!r} failed: {error!r:.300}")
+    finally:
+        batches = kept
+    sys.stdout.flush()
+
+
+def python_profile(way: Way) -> None:
+    prof = cProfile.Profile()
+    prof.enable()
+    way.run([])
+    prof.disable()
+    print(f"\n## Python of the main thread, {way.name!r}, {BATCHES} batches")
+    pstats.Stats(prof, stream=sys.stdout).sort_stats("tottime").print_stats(28)
+    sys.stdout.flush()
+
+
+rates()
+table("as it is", ways, timed_find, ROUNDS)
+named = {way.name: way for way in ways}
+if ORIGINAL is not None:
+    table("without the test of a number", [way for way in ways if way.name in SYNCLESS], lambda *a, **k: None, 3)
+for name in ("plain", "copies, whole ring, record_stream", "ours: all"):
+    profiled(named[name])
+python_profile(named["ours: all"])
+print(f"all of it took {time.perf_counter() - BEGAN:.0f} s")
