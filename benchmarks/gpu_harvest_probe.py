@@ -35,6 +35,7 @@ class FakeEvent:
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
+
     def elapsed_time(self, _: Any) -> float:
         return 0.0
 
@@ -43,6 +44,7 @@ class FakeStream:
     def wait_event(self, _: Any) -> None: ...
     def record_event(self, *_: Any) -> FakeEvent:
         return FakeEvent()
+
     def synchronize(self) -> None: ...
 
 
@@ -300,7 +302,13 @@ ways: list[Way] = [
     Ours("ours: without the rows on the CPU", part="ahead"),
     Ours("ours: all"),
 ]
-SYNCLESS = {"plain", "copies, whole ring, record_stream", "… thread waits, blocking, timing", "copies at the end", "ours: all"}
+SYNCLESS = {
+    "plain",
+    "copies, whole ring, record_stream",
+    "… thread waits, blocking, timing",
+    "copies at the end",
+    "ours: all",
+}
 
 
 def rates() -> None:
@@ -365,7 +373,9 @@ def table(title: str, chosen: list[Way], find: Any, rounds: int) -> None:
                 syncs[way.name].append(waited["sync"] / BATCHES * 1e3)
                 gpus[way.name].append(statistics.median(a.elapsed_time(b) for a, b in spans))
     base = min(walls["plain"])
-    print(f"\n## {title}: ms a batch (min, median, ratio of minima; host in forward; of it waiting for the number; GPU from first to last)")
+    print(
+        f"\n## {title}: ms a batch (min, median, ratio of minima; host in forward; of it waiting for the number; GPU from first to last)"
+    )
     for way in chosen:
         wall, name = walls[way.name], way.name
         print(
@@ -397,7 +407,9 @@ def profiled(way: Way) -> None:
             elif "Memcpy" not in event.name:
                 kernels += took
                 biggest[event.name] = biggest.get(event.name, 0.0) + took
-        print(f"\n## profile of {way.name!r}: kernels {kernels / 6e3:.2f} ms, DtoH {copies / 6e3:.2f} ms in {number / 6:.1f} large copies a batch")
+        print(
+            f"\n## profile of {way.name!r}: kernels {kernels / 6e3:.2f} ms, DtoH {copies / 6e3:.2f} ms in {number / 6:.1f} large copies a batch"
+        )
         for name, took in sorted(biggest.items(), key=lambda pair: -pair[1])[:6]:
             print(f"   {took / 6e3:7.3f} ms  {name[:90]}")
         idle, end = [], None
@@ -406,8 +418,10 @@ def profiled(way: Way) -> None:
                 idle.append((start - end, name))
             end = stop if end is None else max(end, stop)
         idle.sort(key=lambda pair: -pair[0])
-        print(f"   no kernel runs: {sum(gap for gap, _ in idle) / 6e3:.2f} ms a batch; largest gaps (µs, next kernel): "
-              + "; ".join(f"{gap:.0f} {name[:40]}" for gap, name in idle[:12]))
+        print(
+            f"   no kernel runs: {sum(gap for gap, _ in idle) / 6e3:.2f} ms a batch; largest gaps (µs, next kernel): "
+            + "; ".join(f"{gap:.0f} {name[:40]}" for gap, name in idle[:12])
+        )
         averages = sorted(prof.key_averages(), key=lambda each: -each.self_cpu_time_total)[:14]
         for each in averages:
             print(f"   host {each.self_cpu_time_total / 6e3:7.3f} ms {each.count / 6:7.1f}×  {each.key[:60]}")

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tenterhook._draw import Column, Drawn, Row, Table, short_number
+from tenterhook._look.progress import Move, bar
 from tenterhook.harvest.job import Batch
-from tenterhook.sinks.shards_write import Writer
 
 __all__ = ["Harvest", "Meter", "shown"]
 
 BUSY = 0.8  # The share of the time that something is busy for it to be what limits.
 GIGA = 1e9
+OFTEN = 0.1  # seconds between two looks at the bar
 
 
 class Meter:
     """Counts what passes. ``limit`` says what the rest waits for: the model, copies from the device, or the disk."""
 
-    def __init__(self, batches: int | None = None) -> None:
+    def __init__(self, batches: int | None = None, workers: int = 1) -> None:
         self.total, self.batches, self.rows, self.nbytes = batches, 0, 0, 0
-        self.writer: Writer | None = None
-        self._began = time.perf_counter()
-        self._bar: Any = None
+        self.spent: dict[str, float] = {}  # seconds of all workers together; a writer's own, while it counts them
+        self._workers, self._began = workers, time.perf_counter()
+        self._move: Move | None = None
+        self._told = 0.0
 
     def passed(self, made: Batch) -> None:
         """A batch was run, and its rows handed over."""
-        self.batches += 1
-        self.rows += made.count
-        self.nbytes += sum(int(tensor.nbytes) for tensor in made.rows.values())
-        if self._bar is not None:
-            self._bar(self)
+        self.add(1, made.count, sum(int(tensor.nbytes) for tensor in made.rows.values()))
+
+    def add(self, batches: int, rows: int, nbytes: int) -> None:
+        """So much more is done."""
+        self.batches, self.rows, self.nbytes = self.batches + batches, self.rows + rows, self.nbytes + nbytes
+        if self._move is not None and self.seconds - self._told > OFTEN:
+            self.tell()
+
+    def tell(self) -> None:
+        """Move the bar, if there is one."""
+        if self._move is not None:
+            self._move(self.batches, note=self.text())
+            self._told = self.seconds
 
     @property
     def seconds(self) -> float:
@@ -44,11 +53,9 @@ class Meter:
     @property
     def limit(self) -> str:
         """What limits: ``model``, ``copy`` or ``disk``."""
-        if self.writer is None:
-            return "model"
-        shares = {name: spent / max(self.seconds, 1e-9) for name, spent in self.writer.seconds.items()}
-        name = max(shares, key=lambda each: shares[each])
-        return name if shares[name] > BUSY else "model"
+        shares = {name: spent / max(self.seconds * self._workers, 1e-9) for name, spent in self.spent.items()}
+        name = max(shares, key=lambda each: shares[each], default="model")
+        return name if shares.get(name, 0.0) > BUSY else "model"
 
     def text(self) -> str:
         """One line."""
@@ -60,24 +67,13 @@ class Meter:
 @contextlib.contextmanager
 def shown(meter: Meter, *, progress: bool | None) -> Iterator[None]:
     """A bar in the terminal while the harvest runs; by default only if somebody is there to see it."""
-    if not (sys.stderr.isatty() if progress is None else progress):
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("harvest"), BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[how]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=False) as bar:
-        task = bar.add_task("harvest", total=meter.total, how="")
-
-        def update(now: Meter) -> None:
-            bar.update(task, completed=now.batches, how=now.text())
-
-        meter._bar = update  # noqa: SLF001
+    with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
+        meter._move = move  # noqa: SLF001
         try:
             yield
         finally:
-            meter._bar = None  # noqa: SLF001
+            meter.tell()
+            meter._move = None  # noqa: SLF001
 
 
 @dataclass(frozen=True, repr=False)

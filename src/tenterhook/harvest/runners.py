@@ -98,7 +98,8 @@ def run_here(
     """Make the missing shards that are mine, one after the other, in this process."""
     found = len(committed(place))
     meter = Meter(_left(place, plan, mine))
-    meter.writer = writer = Writer(place, options.memory)
+    writer = Writer(place, options.memory)
+    meter.spent = writer.seconds
     finished = False
     try:
         with shown(meter, progress=options.progress):

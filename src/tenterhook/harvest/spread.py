@@ -144,7 +144,8 @@ def _run_list(
 ) -> Harvest:
     """Run these shards and keep those that are marked; run the model at least so many times for each."""
     meter = Meter(len(shards) * plan.per_shard)
-    meter.writer = writer = Writer(place, options.memory)
+    writer = Writer(place, options.memory)
+    meter.spent = writer.seconds
     found, finished = len(committed(place)), False
     try:
         with shown(meter, progress=options.progress):

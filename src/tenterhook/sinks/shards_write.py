@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -72,12 +72,20 @@ class Writer:
         self._raise()
         self._todo.put((shard, columns, facts))
 
-    def drain(self) -> None:
-        """Wait until all that was put is written and committed."""
+    def mark(self) -> Callable[[], None]:
+        """What waits until all that was put so far is written and committed; others may put more meanwhile."""
         done = threading.Event()
         self._todo.put(done)
-        done.wait()
-        self._raise()
+
+        def wait() -> None:
+            done.wait()
+            self._raise()
+
+        return wait
+
+    def drain(self) -> None:
+        """Wait until all that was put is written and committed."""
+        self.mark()()
 
     def close(self, *, quiet: bool = False) -> None:
         """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
@@ -105,8 +113,7 @@ class Writer:
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
             if isinstance(item, threading.Event):
-                self._wait_for_commits()
-                item.set()
+                self._set_when_committed(item)
                 continue
             shard, what, more = item
             try:
@@ -147,6 +154,12 @@ class Writer:
             for column in columns:
                 del self._files[shard, column]
             self._committing = self._helpers.committer.submit(self._committed, shard, files, facts)
+
+    def _set_when_committed(self, done: threading.Event) -> None:
+        if self._committing is None:
+            done.set()
+        else:
+            self._committing.add_done_callback(lambda _: done.set())
 
     def _wait_for_commits(self) -> None:
         if self._committing is not None:
