@@ -24,7 +24,7 @@ from tenterhook.harvest.rows import Taking
 from tenterhook.sinks.shards_place import Directory
 from transformers import masking_utils
 
-BATCHES, ROUNDS = (2, 2) if TINY else (20, 4)
+BATCHES, ROUNDS = (2, 2) if TINY else (24, 9)
 BEGAN = time.perf_counter()
 LIMIT = 110.0
 
@@ -249,7 +249,7 @@ class Ours(Way):
         self.job = Job(inner, ("layers.*",), Taking("token"), stop=False)
         made = self.job.run(batches[0], 0)
         self.columns = {key: _column(key, rows) for (key, _), rows in made.rows.items()}
-        self.writer = Discard(Directory("/tmp/none"), MEMORY) if self.part in ("all", "ahead") else None
+        self.writer = Discard(Directory("/tmp/none"), MEMORY // 2) if self.part in ("all", "ahead") else None
 
     def run(self, spans: list[Any]) -> float:
         host = 0.0
@@ -266,10 +266,41 @@ class Ours(Way):
             if self.part == "all":
                 hand_over(made, lambda key: self.columns[key[0]], 0, self.writer)
             elif self.part == "ahead":
-                for key, piece in made.begun:
-                    self.writer.hand(0, self.columns["layers.0"], piece)
+                self.writer.hand(0, [(self.columns["layers.0"], piece) for key, piece in made.begun])
         if self.writer is not None:
             self.writer.drain()
+        sync()
+        return host
+
+
+class Switching(Ours):
+    def run(self, spans: list[Any]) -> float:
+        sys.setswitchinterval(0.0002)
+        try:
+            return super().run(spans)
+        finally:
+            sys.setswitchinterval(0.005)
+
+
+class Slowly(Ours):
+    """The rows of a batch are handed over when the next one has run: the writer has nothing to wait for."""
+
+    def run(self, spans: list[Any]) -> float:
+        host, before = 0.0, None
+        for number, batch in enumerate(batches):
+            first = Event(enable_timing=True)
+            first.record()
+            began = time.perf_counter()
+            made = self.job.run(batch, number * SAMPLES, self.writer.ahead)
+            host += time.perf_counter() - began
+            last = Event(enable_timing=True)
+            last.record()
+            spans.append((first, last))
+            if before is not None:
+                hand_over(before, lambda key: self.columns[key[0]], 0, self.writer)
+            before = made
+        hand_over(before, lambda key: self.columns[key[0]], 0, self.writer)
+        self.writer.drain()
         sync()
         return host
 
@@ -278,29 +309,14 @@ ways: list[Way] = [
     Way("plain"),
     Way("hooks that do nothing", events=False),
     Way("side stream waits, nothing else", copies=False),
-    Way("copies, 16 slots, refs held", slots=16, record_stream=False),
-    Way("copies, 16 slots, record_stream", slots=16),
     Way("copies, whole ring, refs held", record_stream=False),
-    Way("copies, whole ring, record_stream"),
-    Way("… timing events", timing=True),
-    Way("… thread waits, spinning", thread="wait"),
-    Way("… thread waits, blocking", thread="wait", blocking=True),
     Way("… thread waits, blocking, timing", thread="wait", blocking=True, timing=True),
-    Way("… thread polls 0.3 ms", thread="poll"),
-    Way("… 64 slots, thread waits, blocking, timing", thread="wait", blocking=True, timing=True, slots=64),
-    Way("… thread copies out, torch", thread="copy", blocking=True),
-    Way("… 2 threads copy out, torch", thread="copy", blocking=True, threads=2),
-    Way("… 2 threads copy out, numpy", thread="numpy", blocking=True, threads=2),
-    Way("copies in chunks of 4 MiB", chunk=4 << 20),
-    Way("copies in chunks of 1 MiB", chunk=1 << 20),
-    Way("copies in groups of 4", group=4),
-    Way("copies in groups of 8", group=8),
-    Way("copies at the end", late="end", record_stream=False),
-    Way("copies during the next forward", late="next", record_stream=False),
     Ours("ours: recording only", part="record"),
     Ours("ours: recording + begin that does nothing", part="begin"),
     Ours("ours: without the rows on the CPU", part="ahead"),
     Ours("ours: all"),
+    Switching("ours: all, switching often"),
+    Slowly("ours: all, handed over a batch later"),
 ]
 SYNCLESS = {
     "plain",
@@ -447,7 +463,7 @@ table("as it is", ways, timed_find, ROUNDS)
 named = {way.name: way for way in ways}
 if ORIGINAL is not None:
     table("without the test of a number", [way for way in ways if way.name in SYNCLESS], lambda *a, **k: None, 3)
-for name in ("plain", "copies, whole ring, record_stream", "ours: all"):
+for name in ("plain", "ours: all"):
     profiled(named[name])
 python_profile(named["ours: all"])
 print(f"all of it took {time.perf_counter() - BEGAN:.0f} s")

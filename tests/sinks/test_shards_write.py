@@ -115,7 +115,7 @@ def test_what_is_handed_without_a_column_is_given_back_and_not_written(place):
     place.may_go_on.set()
     writer = Writer(place, 10**6)
     (piece,) = writer._host.stage(ROWS)  # As a stage ahead of its use would give it.
-    writer.hand(0, None, piece)
+    writer.hand(0, [(None, piece)])
     writer.drain()
     assert not writer.budget.used
     assert not list(place.root.rglob("*.safetensors"))
