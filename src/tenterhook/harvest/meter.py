@@ -10,6 +10,7 @@ from typing import Any
 
 from tenterhook._draw import Column, Drawn, Row, Table, short_number
 from tenterhook._look.progress import Move, bar
+from tenterhook.errors import HarvestError
 from tenterhook.harvest.job import Batch
 
 __all__ = ["Harvest", "Meter", "shown"]
@@ -52,7 +53,7 @@ class Meter:
 
     @property
     def limit(self) -> str:
-        """What limits: ``model``, ``copy`` or ``disk``."""
+        """What limits: ``model``, ``copy``, ``disk``, or the ``function`` that rows are given to."""
         shares = {name: spent / max(self.seconds * self._workers, 1e-9) for name, spent in self.spent.items()}
         name = max(shares, key=lambda each: shares[each], default="model")
         return name if shares.get(name, 0.0) > BUSY else "model"
@@ -92,6 +93,8 @@ class Harvest(Drawn):
 
     def open(self) -> Any:
         """The store, to read."""
+        if isinstance(self.place, str):
+            raise HarvestError(f"the rows were given to {self.place}, and are not stored; give to= a place.")
         from tenterhook.harvest.verb import open as open_store
 
         return open_store(self.place)
@@ -109,5 +112,7 @@ class Harvest(Drawn):
             ("limited by", self.limit),
             ("memory in flight", f"{self.peak / 2**20:.0f} of {self.memory / 2**20:.0f} MiB"),
         ]
+        if isinstance(self.place, str):  # the name of a function
+            cells = [cell for cell in cells if not cell[0].startswith("shards")]
         rows = tuple(Row(pair) for pair in cells)
         return Table(f"harvested into {self.place}", (Column(""), Column("", right=True)), rows)
