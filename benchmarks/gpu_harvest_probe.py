@@ -17,16 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_harvest import DEVICE, LAYERS, MEMORY, SAMPLES, TINY, TOKENS, Discard, _column, llama
+from benchmarks.gpu_harvest import DEVICE, LAYERS, MEMORY, SAMPLES, TINY, TOKENS, llama
 from tenterhook.harvest.job import Job
 from tenterhook.harvest.make import hand_over
 from tenterhook.harvest.rows import Taking
+from tenterhook.sinks.shards import Column
+from tenterhook.sinks.shards_file import Rows
 from tenterhook.sinks.shards_place import Directory
+from tenterhook.sinks.shards_write import Writer
 from transformers import masking_utils
 
 BATCHES, ROUNDS = (2, 2) if TINY else (24, 9)
 BEGAN = time.perf_counter()
 LIMIT = 110.0
+
+
+class Discard(Writer):
+    def _write(self, shard: int, column: Any, piece: Any) -> None:
+        self.seconds["copy"] += piece.ready()
+        piece.release()
+
+
+def _column(key: str, rows: Tensor) -> Column:
+    return Column(key, "value", key, Rows(key, rows.dtype, tuple(rows.shape[1:])).kind, tuple(rows.shape[1:]))
 
 
 class FakeEvent:
@@ -273,6 +286,19 @@ class Ours(Way):
         return host
 
 
+class Public(Way):
+    def run(self, spans: list[Any]) -> float:
+        import tenterhook as th
+
+        began = time.perf_counter()
+        th.harvest(inner, batches, "layers.*", to=lambda rows: None, rows="token", stop=False, progress=False, memory=MEMORY // 2)
+        sync()
+        last = Event(enable_timing=True)
+        last.record()
+        spans.append((last, last))
+        return time.perf_counter() - began
+
+
 class Switching(Ours):
     def run(self, spans: list[Any]) -> float:
         sys.setswitchinterval(0.0002)
@@ -315,6 +341,7 @@ ways: list[Way] = [
     Ours("ours: recording + begin that does nothing", part="begin"),
     Ours("ours: without the rows on the CPU", part="ahead"),
     Ours("ours: all"),
+    Public("th.harvest to a function (pins its ring each time)"),
     Switching("ours: all, switching often"),
     Slowly("ours: all, handed over a batch later"),
 ]
