@@ -83,11 +83,11 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         length: tokens of a line of text at most.
         shard_rows: rows in a shard, about: a shard is a whole number of batches.
         shard_bytes: the same in bytes; 512 MiB if neither is given.
-        memory: bytes on their way to the disk at most; then the model waits.
+        memory: bytes on their way at most; then the model waits.
         engine: ``"local"``: this process. ``"ranks"``: every process of ``torchrun`` or ``srun`` calls this and
             makes its share. ``"ray"``: Ray Data. ``"auto"``: ranks where there are some, else this process.
-        workers: with ray: how many.
-        address: with ray: a cluster to connect to.
+        workers: with ray: how many; by default one for each GPU if the model is on one, else for each CPU but one.
+        address: with ray: a cluster to connect to; by default one is started on this machine.
         progress: a bar on standard error; by default if that is a terminal.
     """
     from tenterhook.harvest.job import Job

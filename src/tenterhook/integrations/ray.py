@@ -103,12 +103,13 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         plan = settle(place, here, source, options.asked)
         found = committed(place)
         todo = sorted(set(range(plan.shards or 0)) - set(found))
-        wanted = options.workers or max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
-        workers = max(1, min(wanted, len(todo)))
+        on_gpu, points = here.device.type == "cuda", here.found or ()
+        del here  # A model that was made for the plan alone takes no memory from the workers.
+        workers = min(options.workers or _as_many_as_fit(ray.cluster_resources(), on_gpu=on_gpu), max(1, len(todo)))
         meter, made, peak = Meter(len(todo) * plan.per_shard, workers), 0, 0
         meter.spent = dict.fromkeys(("copy", "disk"), 0.0)
         with shown(meter, progress=options.progress):
-            for done in _results(ray, (job, batches, options, plan, here.found or ()), here, todo, workers):
+            for done in _results(ray, (job, batches, options, plan, points), todo, workers, on_gpu=on_gpu):
                 for name in meter.spent:
                     meter.spent[name] += done[name]
                 meter.add(done["batches"], done["rows"], done["nbytes"])
@@ -158,7 +159,14 @@ def _ray(address: str | None) -> Iterator[Any]:
             ray.shutdown()
 
 
-def _results(ray: Any, made_of: tuple[Any, ...], here: Job, todo: list[int], workers: int) -> Iterator[dict[str, Any]]:
+def _as_many_as_fit(resources: dict[str, float], *, on_gpu: bool) -> int:
+    """One worker for each GPU, or one for each CPU but one, which is left to those who hand out the work."""
+    return max(1, int(resources.get("GPU", 1)) if on_gpu else int(resources.get("CPU", 1)) - 1)
+
+
+def _results(
+    ray: Any, made_of: tuple[Any, ...], todo: list[int], workers: int, *, on_gpu: bool
+) -> Iterator[dict[str, Any]]:
     if not todo:
         return
     size = max(1, len(todo) // (workers * TASKS))
@@ -175,7 +183,7 @@ def _results(ray: Any, made_of: tuple[Any, ...], here: Job, todo: list[int], wor
             max_concurrent_calls_per_actor=AT_ONCE,
             enable_true_multi_threading=True,
         ),
-        num_gpus=1 if here.device.type == "cuda" else None,
+        num_gpus=1 if on_gpu else None,
     )
     for row in made.iter_rows():
         if row.get("error") is not None:
