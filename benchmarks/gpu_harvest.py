@@ -53,8 +53,6 @@ except ImportError:
     CHECKSUM = "crc32, because xxhash is not installed"
 
 import tenterhook as th  # noqa: E402
-from tenterhook.harvest.job import Job  # noqa: E402
-from tenterhook.harvest.rows import Taking  # noqa: E402
 from tenterhook.harvest.weights import weights_of  # noqa: E402
 
 TINY = "--tiny" in sys.argv
@@ -190,22 +188,33 @@ def steady(took: dict[int, float]) -> float:
     return (took[BATCHES] - took[SHORT]) / (BATCHES - SHORT)
 
 
-def check(job: Job, batch: Tensor, model: nn.Module) -> None:
-    """Before anything is timed: the rows are what plain hooks see, bit for bit."""
-    seen: dict[str, Tensor] = {}
+def check(model: nn.Module, batches: list[Tensor]) -> None:
+    """Before anything is timed: what arrives in host memory is what plain hooks see, bit for bit, in every batch."""
+    seen: list[dict[str, Tensor]] = []
 
     def keeper(name: str) -> Any:
-        return lambda _, __, output: seen.update({name: output[0] if isinstance(output, tuple) else output})
+        return lambda _, __, output: seen[-1].update({name: output[0] if isinstance(output, tuple) else output})
 
     handles = [layer.register_forward_hook(keeper(f"layers.{i}")) for i, layer in enumerate(model.model.layers)]
     with torch.no_grad():
-        model.model(batch.to(DEVICE))
+        for batch in batches:
+            seen.append({})
+            model.model(batch.to(DEVICE))
     for handle in handles:
         handle.remove()
-    made = job.run(batch, 0)
-    for name, value in seen.items():
-        if not torch.equal(made.rows[name, "value"], value.flatten(0, 1)):
-            raise AssertionError(f"{name} is not what a hook sees")
+    # A ring that has room for less than two batches, so that it is used again and again.
+    room = 3 * sum(value.nbytes for value in seen[0].values()) // 2
+    wrong: list[str] = []
+    numbers = iter(seen)
+
+    def compare(rows: dict[str, Tensor]) -> None:
+        right = next(numbers)
+        wrong.extend(name for name in right if not torch.equal(rows[name], right[name].flatten(0, 1).cpu()))
+
+    options: dict[str, Any] = {"rows": "token", "stop": False, "progress": False}
+    th.harvest(model.model, batches, "layers.*", to=compare, memory=max(room, 1 << 16), **options)
+    if wrong or next(numbers, None) is not None:
+        raise AssertionError(f"not what a hook sees, or not there: {wrong}")
 
 
 def main() -> None:
@@ -215,8 +224,7 @@ def main() -> None:
     batches = [torch.randint(1000, (SAMPLES, TOKENS), generator=generator) for _ in range(BATCHES)]
     if not TINY:
         batches = [batch.pin_memory() for batch in batches]
-    job = Job(model.model, ("layers.*",), Taking("token"), stop=False)
-    check(job, batches[0], model)
+    check(model, batches[:SOME])
     result: dict[str, Any] = {
         "device": "cpu" if TINY else torch.cuda.get_device_name(),
         "torch": torch.__version__,
