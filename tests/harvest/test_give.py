@@ -110,6 +110,15 @@ def ring(monkeypatch):
     return released
 
 
+@pytest.fixture
+def plain_bf16():
+    """On some CPUs the bf16 of oneDNN dies."""
+    torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.usefixtures("plain_bf16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_given_where_the_copy_put_them(ring, dtype):
     model, seen = net().to(dtype), []
