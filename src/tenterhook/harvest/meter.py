@@ -79,7 +79,10 @@ def shown(meter: Meter, *, progress: bool | None) -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class Harvest(Drawn):
-    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already."""
+    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already.
+
+    ``place`` is where the rows are; or the name of the function that they were given to.
+    """
 
     place: Any
     rows: int

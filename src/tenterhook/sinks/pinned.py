@@ -165,7 +165,7 @@ class PinnedStage:
         self._computed.record(main)
         self._stream.wait_event(self._computed)
         if torch.cuda.current_device() == self.device.index:
-            torch.cuda.set_stream(self._stream)  # A third of the time that the context manager takes.
+            torch.cuda.set_stream(self._stream)  # Less work than the context manager, which is for any device.
             try:
                 group.add(room, part, self._stream)
             finally:
