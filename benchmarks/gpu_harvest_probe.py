@@ -28,8 +28,10 @@ from tenterhook.sinks.shards_place import Directory
 from tenterhook.sinks.shards_write import Writer
 from transformers import masking_utils
 
-BATCHES, ROUNDS = (2, 2) if TINY else (30, 12)
+BATCHES, ROUNDS = (2, 2) if TINY else (24, 8)
 BEGAN = time.perf_counter()
+import faulthandler
+faulthandler.dump_traceback_later(75, exit=True)
 LIMIT = 110.0
 
 
@@ -419,6 +421,7 @@ def table(title: str, chosen: list[Way], find: Any, rounds: int) -> None:
     gpus: dict[str, list[float]] = {way.name: [] for way in chosen}
     with finding(find):
         for way in chosen:
+            print("warm", way.name, round(time.perf_counter() - BEGAN, 1), flush=True)
             way.run([])  # warm
         for turn in range(rounds):
             if time.perf_counter() - BEGAN > LIMIT:
