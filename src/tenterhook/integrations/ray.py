@@ -58,8 +58,8 @@ class _Maker:
         self.job: Job = job()
         self.job.found = found
         self.source: Source = options.source(batches)
-        self.plan, self.place = plan, place_of(options.to)
-        self.writer = Writer(self.place, options.memory)
+        self.plan, self.place, self.memory = plan, place_of(options.to), options.memory
+        self.writer = Writer(self.place, self.memory)
         self._running = threading.Lock()
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -73,22 +73,31 @@ class _Maker:
 
     def _made(self, shards: list[int]) -> dict[str, float]:
         """Make shards and wait until they are committed. What came of it, and the seconds that the writer was busy."""
-        meter, made = Meter(), 0
+        meter = Meter()
         with self._running:  # One model, one thread at a time.
-            before = dict(self.writer.seconds)
-            for shard in shards:
-                if self.place.size(commit_name(shard)) is not None:
-                    continue
-                start, stop = self.plan.range_of(shard)
-                self.place.sweep([shard])
-                part = (shard, self.source.read(start, stop), self.source.samples_before(start) or 0)
-                make_shard(self.job, self.plan, part, self.writer, meter)
-                made += 1
-            wait = self.writer.mark()
-            spent = {name: seconds - before[name] for name, seconds in self.writer.seconds.items()}
+            writer, before = self.writer, dict(self.writer.seconds)
+            try:
+                made = sum(self._make(shard, meter) for shard in shards)
+            except BaseException:
+                # It holds a part of a shard, to which a second attempt must not add.
+                self.writer = Writer(self.place, self.memory)
+                writer.close(quiet=True)
+                raise
+            wait = writer.mark()
+            spent = {name: seconds - before[name] for name, seconds in writer.seconds.items()}
         wait()
         counts = {"batches": meter.batches, "rows": meter.rows, "nbytes": meter.nbytes, "made": made}
-        return {**counts, "peak": self.writer.budget.peak, **spent}
+        return {**counts, "peak": writer.budget.peak, **spent}
+
+    def _make(self, shard: int, meter: Meter) -> bool:
+        """Make a shard, unless it is there."""
+        if self.place.size(commit_name(shard)) is not None:
+            return False
+        self.place.sweep([shard])
+        start, stop = self.plan.range_of(shard)
+        part = (shard, self.source.read(start, stop), self.source.samples_before(start) or 0)
+        make_shard(self.job, self.plan, part, self.writer, meter)
+        return True
 
 
 def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
