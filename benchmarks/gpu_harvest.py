@@ -53,20 +53,14 @@ except ImportError:
     CHECKSUM = "crc32, because xxhash is not installed"
 
 import tenterhook as th  # noqa: E402
-from tenterhook.harvest.job import Job  # noqa: E402
-from tenterhook.harvest.make import hand_over  # noqa: E402
-from tenterhook.harvest.rows import Taking  # noqa: E402
 from tenterhook.harvest.weights import weights_of  # noqa: E402
-from tenterhook.sinks.shards import Column  # noqa: E402
-from tenterhook.sinks.shards_file import Rows  # noqa: E402
-from tenterhook.sinks.shards_place import Directory  # noqa: E402
-from tenterhook.sinks.shards_write import Writer  # noqa: E402
 
 TINY = "--tiny" in sys.argv
 DEVICE = "cpu" if TINY else "cuda"
 ROUNDS, SHORT, BATCHES = (2, 2, 6) if TINY else (3, 40, 340)
 LAYERS, SAMPLES, TOKENS = (2, 2, 16) if TINY else (16, 8, 512)
 HOST, DISK = 1.10, 1.05
+FACTS = 3  # sample, position and token of each row
 SOME = 2 if TINY else 10  # of the slowest way
 PLAIN, BY_HAND = "plain forward", "all blocks to host, .cpu() in hooks"
 ALL_TO_HOST, ONE_TO_DISK = "all blocks to host memory", "one block to disk"
@@ -98,14 +92,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Discard(Writer):
-    """A writer that takes every byte to host memory, and no further."""
-
-    def _write(self, shard: int, column: Column, piece: Any) -> None:  # noqa: ARG002
-        self.seconds["copy"] += piece.ready()
-        piece.release()
-
-
 def plain(model: nn.Module, batches: list[Tensor]) -> None:
     """The forward alone, up to the logits' layer, as the others run it."""
     with torch.no_grad():
@@ -131,13 +117,16 @@ def by_hand(model: nn.Module, batches: list[Tensor]) -> None:
     synchronize()
 
 
-def to_host(job: Job, batches: list[Tensor], columns: dict[str, Column], writer: Discard) -> None:
-    """Every block of every batch into host memory, through the pinned ring."""
-    for number, batch in enumerate(batches):
-        made = job.run(batch, number * SAMPLES, job.begins(writer.ahead))
-        hand_over(made, lambda key: columns[key[0]], 0, writer)
-    writer.drain()
-    synchronize()
+def to_host(model: nn.Module, batches: list[Tensor]) -> Any:
+    """Every block of every batch into host memory, where a function gets it."""
+    counted = []
+    done = th.harvest(
+        model.model, batches, "layers.*", to=lambda rows: counted.append(len(rows)), rows="token", stop=False,
+        progress=False, memory=MEMORY,
+    )  # fmt: skip
+    if counted != [LAYERS + FACTS] * len(batches):
+        raise AssertionError("the function did not get every row")
+    return done
 
 
 def to_disk(model: nn.Module, batches: list[Tensor], folder: Path) -> None:
@@ -199,22 +188,33 @@ def steady(took: dict[int, float]) -> float:
     return (took[BATCHES] - took[SHORT]) / (BATCHES - SHORT)
 
 
-def check(job: Job, batch: Tensor, model: nn.Module) -> None:
-    """Before anything is timed: the rows are what plain hooks see, bit for bit."""
-    seen: dict[str, Tensor] = {}
+def check(model: nn.Module, batches: list[Tensor]) -> None:
+    """Before anything is timed: what arrives in host memory is what plain hooks see, bit for bit, in every batch."""
+    seen: list[dict[str, Tensor]] = []
 
     def keeper(name: str) -> Any:
-        return lambda _, __, output: seen.update({name: output[0] if isinstance(output, tuple) else output})
+        return lambda _, __, output: seen[-1].update({name: output[0] if isinstance(output, tuple) else output})
 
     handles = [layer.register_forward_hook(keeper(f"layers.{i}")) for i, layer in enumerate(model.model.layers)]
     with torch.no_grad():
-        model.model(batch.to(DEVICE))
+        for batch in batches:
+            seen.append({})
+            model.model(batch.to(DEVICE))
     for handle in handles:
         handle.remove()
-    made = job.run(batch, 0)
-    for name, value in seen.items():
-        if not torch.equal(made.rows[name, "value"], value.flatten(0, 1)):
-            raise AssertionError(f"{name} is not what a hook sees")
+    # A ring that has room for less than two batches, so that it is used again and again.
+    room = 3 * sum(value.nbytes for value in seen[0].values()) // 2
+    wrong: list[str] = []
+    numbers = iter(seen)
+
+    def compare(rows: dict[str, Tensor]) -> None:
+        right = next(numbers)
+        wrong.extend(name for name in right if not torch.equal(rows[name], right[name].flatten(0, 1).cpu()))
+
+    options: dict[str, Any] = {"rows": "token", "stop": False, "progress": False}
+    th.harvest(model.model, batches, "layers.*", to=compare, memory=max(room, 1 << 16), **options)
+    if wrong or next(numbers, None) is not None:
+        raise AssertionError(f"not what a hook sees, or not there: {wrong}")
 
 
 def main() -> None:
@@ -224,9 +224,7 @@ def main() -> None:
     batches = [torch.randint(1000, (SAMPLES, TOKENS), generator=generator) for _ in range(BATCHES)]
     if not TINY:
         batches = [batch.pin_memory() for batch in batches]
-    job = Job(model.model, ("layers.*",), Taking("token"), stop=False)
-    check(job, batches[0], model)
-    columns = {key: _column(key, rows) for (key, _), rows in job.run(batches[0], 0).rows.items()}
+    check(model, batches[:SOME])
     result: dict[str, Any] = {
         "device": "cpu" if TINY else torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -238,10 +236,10 @@ def main() -> None:
     tell(result)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writer = Discard(Directory(folder / "none"), MEMORY)
+        told: list[Any] = []
         ways: dict[str, Way] = {
             PLAIN: lambda part: plain(model, part),
-            ALL_TO_HOST: lambda part: to_host(job, part, columns, writer),
+            ALL_TO_HOST: lambda part: told.append(to_host(model, part)),
             ONE_TO_DISK: lambda part: to_disk(model, part, folder / "acts"),
         }
         first = {name: seconds(functools.partial(way, batches[:SHORT])) for name, way in ways.items()}
@@ -250,15 +248,10 @@ def main() -> None:
         result[BY_HAND] = {"ms": seconds(lambda: by_hand(model, batches[:SOME])) / SOME * 1e3}
         result["disk GB/s"] = disk_rate(folder) / 1e9
         tell(result)
-        turns(ways, batches, folder / "acts", lambda took: report(result, took, folder, writer))
-        writer.close()
+        turns(ways, batches, folder / "acts", lambda took: report(result, took, folder, told[-1]))
 
 
-def _column(key: str, rows: Tensor) -> Column:
-    return Column(key, "value", key, Rows(key, rows.dtype, tuple(rows.shape[1:])).kind, tuple(rows.shape[1:]))
-
-
-def report(result: dict[str, Any], took: Took, folder: Path, writer: Writer) -> None:
+def report(result: dict[str, Any], took: Took, folder: Path, told: Any) -> None:
     """The figures so far, with their goals."""
     store = th.open(folder / "acts")
     stored = sum(record["bytes"] for shard in store.shards for record in shard["files"].values())
@@ -275,8 +268,8 @@ def report(result: dict[str, Any], took: Took, folder: Path, writer: Writer) -> 
     result[BY_HAND]["ratio"] = result[BY_HAND]["ms"] / base / 1e3
     result[ONE_TO_DISK]["of max(forward, disk)"] = steady(took[ONE_TO_DISK]) / limit
     result["stored GB"] = stored / 1e9
-    result["pinned bytes in flight at most"] = writer.budget.peak
-    result["seconds that the model waited for room"] = writer.budget.waited
+    result["pinned bytes in flight at most"] = told.peak
+    result["to host memory, limited by"] = told.limit
     result["goals"] = {
         f"{ALL_TO_HOST} ≤ {HOST}": steady(took[ALL_TO_HOST]) / base <= HOST,
         f"{ONE_TO_DISK} ≤ {DISK} of max(forward, bytes / disk rate)": steady(took[ONE_TO_DISK]) / limit <= DISK,

@@ -182,7 +182,7 @@ def memory(root: Path) -> Iterator[Row]:
 def workers(root: Path) -> Iterator[Row]:
     """Two processes of torchrun and two workers of Ray, at the same work, once they run."""
     work = "rows/s of two workers, once both run"
-    ranks = max(harvest_workers.torchrun(root / f"ranks-{turn}") for turn in range(2))
-    yield Row(work, "torchrun", ranks, "count")
-    ray = max(harvest_workers.ray(root / f"ray-{turn}") for turn in range(2))
-    yield Row(work, "ray", ray, "count", goal="≥ 0.95 of torchrun", met=ray >= 0.95 * ranks)
+    rates = harvest_workers.compare(root)
+    yield Row(work, "torchrun", rates["torchrun"], "count")
+    met = rates["ray"] >= 0.95 * rates["torchrun"]
+    yield Row(work, "ray", rates["ray"], "count", goal="≥ 0.95 of torchrun", met=met)

@@ -40,6 +40,27 @@ def tensor_parallel(folder):
     th.harvest(model, killed.batches(), "0", "1", to=folder, shard_rows=4 * killed.SIZE)
 
 
+def both(folder):
+    """Four processes, two by two: a tensor-parallel plan along one side, FSDP2 along the other."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    model = parallelize_module(killed.model(), mesh["model"], plan)
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh["data"])
+    th.harvest(model, killed.batches(), "0", "1", to=folder, shard_rows=4 * killed.SIZE)
+
+
+def hybrid(folder):
+    """Four processes: parameters are spread over two, and there are two copies of that."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    model = killed.model()
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    th.harvest(model, killed.batches(), "0", "1", to=folder, shard_rows=4 * killed.SIZE)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "SLOW" in os.environ:

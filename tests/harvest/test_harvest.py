@@ -1,15 +1,18 @@
+import json
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
+from tenterhook.harvest.weights import weights_of
 from tenterhook.sinks.shards_place import Directory
 
 
@@ -65,6 +68,28 @@ def test_several_points_and_globs_stand_beside_each_other(tmp_path):
     row = store[11]
     assert torch.equal(row["1"], row["0"].relu())
     assert torch.equal(row["2:in"], row["1"])
+
+
+def test_the_manifest_says_what_was_harvested_and_a_commit_what_a_shard_is(tmp_path):
+    model, batches = net(), list(x.split(10))
+    th.harvest(model, batches, "0", "1", to=tmp_path, shard_rows=20, dtype=torch.float16)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["format_version"]) == ("tenterhook.rows", 1)
+    assert manifest["harvest"]["model"]["class"] == "torch.nn.modules.container.Sequential"
+    assert manifest["harvest"]["model"]["weights"] == weights_of(model)
+    assert manifest["harvest"]["points"] == ["0", "1"]
+    assert [(column["key"], column["dtype"], column["shape"]) for column in manifest["columns"]] == [
+        ("0", "F16", [8]), ("1", "F16", [8]), ("sample", "I64", [])
+    ]  # fmt: skip
+    shards = [{"batches": [k, k + 2], "samples": [10 * k, 10 * k + 20]} for k in range(0, len(batches) - 1, 2)]
+    assert manifest["plan"]["shards"][: len(shards)] == shards
+    assert manifest["versions"]["torch"] == torch.__version__
+    commit = json.loads((tmp_path / "commits/00000001.json").read_text())
+    assert (commit["rows"], commit["batches"], commit["samples"]) == (20, [2, 4], [20, 40])
+    for name, record in commit["files"].items():
+        data = (tmp_path / name).read_bytes()
+        assert len(data) == record["bytes"]
+        assert record["blocks"] == [xxhash.xxh3_64(data[record["head"] :]).hexdigest()]
 
 
 @pytest.fixture
@@ -558,4 +583,5 @@ def test_a_bar_tells_rows_bytes_and_what_limits(tmp_path, capsys):
     assert "rows/s" in shown
     assert "GB/s" in shown
     assert "limit:" in shown
+    assert "left" in shown
     assert "10/10" in shown

@@ -186,7 +186,7 @@ def test_a_disk_that_is_really_full(tmp_path, whole):
         assert done.found == there
         assert files(disk / "acts") == files(whole)
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # Others may be looking at it.
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

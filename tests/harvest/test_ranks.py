@@ -96,10 +96,14 @@ def test_another_number_of_processes_finishes_what_some_began(tmp_path, whole):
     assert data_files(folder) == data_files(whole)
 
 
+SPREAD = {"fsdp": 2, "tensor_parallel": 2, "both": 4, "hybrid": 4}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("kind", SPREAD)
 def test_a_model_that_is_spread_over_processes_gives_the_same_rows(tmp_path, whole, kind):
-    assert finish(start(kind, tmp_path / "acts")) == [0, 0]
+    assert finish(start(kind, tmp_path / "acts", SPREAD[kind])) == [0] * SPREAD[kind]
+    assert verify(tmp_path / "acts").complete
     mine, right = th.open(tmp_path / "acts"), th.open(whole)
     assert mine.complete
     assert torch.equal(mine["sample"][:], right["sample"][:])
@@ -108,15 +112,15 @@ def test_a_model_that_is_spread_over_processes_gives_the_same_rows(tmp_path, who
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("kind", SPREAD)
 def test_a_model_that_is_spread_goes_on_after_a_loss(tmp_path, kind):
-    folder = tmp_path / "acts"
-    assert finish(start(kind, folder)) == [0, 0]
+    folder, world = tmp_path / "acts", SPREAD[kind]
+    assert finish(start(kind, folder, world)) == [0] * world
     before = data_files(folder)
     for shard in (3, 4, 14):  # An odd number, and the last one, which is shorter than none here.
         (folder / f"commits/{shard:08d}.json").unlink()
         (folder / f"shards/{shard:08d}/0.safetensors").unlink()
-    assert finish(start(kind, folder)) == [0, 0]
+    assert finish(start(kind, folder, world)) == [0] * world
     assert data_files(folder) == before
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 HARVEST = Path(__file__).parents[1] / "harvest"
 sys.path.insert(0, str(HARVEST))
@@ -98,3 +99,14 @@ def test_what_is_there_is_not_made_again(tmp_path, whole, ray):
 def test_a_stream_cannot_be_handed_out(tmp_path, ray):
     with pytest.raises(th.HarvestError, match="known beforehand"):
         th.harvest(killed.model(), iter(killed.batches()), "0", to=tmp_path / "acts", engine="ray", workers=1)
+
+
+def test_what_goes_wrong_in_a_worker_is_told_as_without_ray_and_what_was_committed_stays(tmp_path, ray):
+    batches = [torch.randn(4, 3) for _ in range(8)]
+    batches[6] = torch.randn(4, 2)
+    made = {"shard_rows": 4, "engine": "ray", "workers": 1}
+    with pytest.raises(th.HarvestError, match="changed at batch 6") as caught:
+        th.harvest(torch.nn.Identity(), batches, ":return", to=tmp_path / "acts", **made)
+    assert type(caught.value) is th.HarvestError
+    assert {7} >= set(committed(Directory(tmp_path / "acts"))) - {0, 1, 2, 3, 4, 5}
+    assert verify(tmp_path / "acts")

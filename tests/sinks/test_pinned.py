@@ -65,6 +65,14 @@ def test_one_part_may_pass_however_large():
     assert budget.peak == 1000
 
 
+def test_from_the_cpu_a_piece_is_had_at_once_if_there_is_room():
+    stage = HostStage(Budget(100))
+    first = stage.ahead(torch.zeros(80, dtype=torch.uint8))
+    assert stage.ahead(torch.zeros(21, dtype=torch.uint8)) is None
+    first.release()
+    assert stage.ahead(torch.zeros(21, dtype=torch.uint8)) is not None
+
+
 def test_from_the_cpu_nothing_is_copied():
     tensor = torch.randn(5, 3)
     (piece,) = HostStage(Budget(1000)).stage(tensor)
@@ -101,6 +109,9 @@ class Event:
     def synchronize(self):
         pass
 
+    def query(self):
+        return True
+
     def elapsed_time(self, _):
         return 1500.0
 
@@ -132,7 +143,8 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
 
 
 @pytest.fixture
@@ -148,6 +160,23 @@ def test_pieces_of_the_ring_hold_the_bytes_of_the_tensor(stage):
         piece.release()
     assert bytes(out) == tensor.numpy().tobytes()
     assert stage.budget.used == 0
+
+
+def test_all_that_was_begun_is_waited_for_at_once_and_held_until_it_is_done(stage, monkeypatch):
+    parts = [torch.arange(number, dtype=torch.uint8) for number in (10, 30)]
+    pieces = [stage.ahead(part) for part in parts]
+    first = stage._open
+    assert first._held[1].data_ptr() == parts[1].data_ptr()  # Nobody else gets its memory.
+    stage.seal()
+    monkeypatch.setattr(Event, "query", lambda _: False)
+    stage.ahead(parts[0])
+    stage.seal()
+    assert [len(group._held) for group in stage._sealed] == [2, 1]  # None is known to be done.
+    monkeypatch.setattr(Event, "query", lambda _: True)
+    stage.ahead(parts[1])
+    assert not stage._sealed
+    assert not first._held  # Although nobody has read it yet.
+    assert [piece.ready() for piece in pieces] == [6.0, 0.0]  # Four times as much as the first, which took 1.5 s.
 
 
 def test_what_begins_ahead_never_waits_and_comes_back_in_order(stage):

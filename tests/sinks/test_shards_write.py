@@ -53,6 +53,50 @@ def test_rows_of_the_next_shard_are_written_while_one_is_committed(place):
     assert committed(place) == [0, 1]
 
 
+def test_who_waits_for_a_mark_waits_for_what_was_put_before_it_and_no_more(place):
+    writer = Writer(place, 10**6)
+    writer.put(0, COLUMN, ROWS)
+    writer.end(0, (COLUMN,), {"rows": 10})
+    wait = writer.mark()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    writer.put(1, COLUMN, ROWS)
+    for _ in range(1000):
+        if not writer.budget.used:
+            break
+        threading.Event().wait(0.01)
+    assert not writer.budget.used  # The next rows are written while somebody waits for the commit.
+    assert waiting.is_alive()
+    place.may_go_on.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert committed(place) == [0]
+    writer.close()
+
+
+def test_who_waits_for_a_mark_is_told_of_a_commit_that_failed(place):
+    place.failing = "00000000"
+    writer = Writer(place, 10**6)
+    writer.put(0, COLUMN, ROWS)
+    writer.end(0, (COLUMN,), {"rows": 10})
+    wait = writer.mark()
+    place.may_go_on.set()
+    with pytest.raises(th.StoreError, match="could not be written"):
+        wait()
+    writer.close(quiet=True)
+
+
+def test_a_sweep_of_some_shards_leaves_the_others_alone(tmp_path):
+    place = Directory(tmp_path)
+    left = {place.spool(f"{folder}/x.safetensors"): folder for folder in ("shards/00000003", "shards/00000004")}
+    left |= {place.spool(f"commits/{shard:08d}.json"): f"commits/{shard}" for shard in (3, 4)}
+    for file in left:
+        file.touch()
+    assert place.sweep([3]) == 2
+    assert sorted(left[file] for file in left if file.exists()) == ["commits/4", "shards/00000004"]
+    assert place.sweep(range(4, 6)) == 2
+
+
 def test_a_commit_that_fails_is_told_and_no_later_one_is_made(place):
     place.failing = "00000001"
     place.may_go_on.set()
@@ -71,7 +115,7 @@ def test_what_is_handed_without_a_column_is_given_back_and_not_written(place):
     place.may_go_on.set()
     writer = Writer(place, 10**6)
     (piece,) = writer._host.stage(ROWS)  # As a stage ahead of its use would give it.
-    writer.hand(0, None, piece)
+    writer.hand(0, [(None, piece)])
     writer.drain()
     assert not writer.budget.used
     assert not list(place.root.rglob("*.safetensors"))

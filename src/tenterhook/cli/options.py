@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ __all__ = [
     "FORMS",
     "Asked",
     "as_json",
-    "counting",
     "make_model",
     "model_alone",
     "model_options",
@@ -149,21 +147,6 @@ def size_of(text: str) -> int:
     if found is None:
         raise Trouble(f"a size is a number of bytes, for example 10MB; got {text!r}")
     return int(float(found[1]) * UNITS[found[2]])
-
-
-@contextlib.contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the terminal that is told how far the work is; none where nobody looks."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _all: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
 def print_table(table: Table) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from tenterhook._draw import short_number
+from tenterhook._look.progress import bar
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
-from tenterhook.cli.options import FORMS, Asked, counting, model_options, print_json
+from tenterhook.cli.options import FORMS, Asked, model_options, print_json
 from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.trouble import FAILED, Trouble
 from tenterhook.record.table import failed
@@ -128,7 +129,7 @@ def _progress(asked: Asked, wanted: Run) -> Iterator[Callable[[str], None]]:
     """A bar that moves as points are passed for the first time."""
     points = len(resolve(asked.model, wanted.selectors or "**"))
     seen: set[str] = set()
-    with counting("points") as tell:
+    with bar("points") as tell:
 
         def passed(address: str) -> None:
             seen.add(address)

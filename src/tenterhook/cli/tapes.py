@@ -14,8 +14,9 @@ import click
 
 from tenterhook._draw import Column, Row, Table
 from tenterhook._look.numbers import numbers
+from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
-from tenterhook.cli.options import counting, print_json, print_table, size_of
+from tenterhook.cli.options import print_json, print_table, size_of
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
 from tenterhook.record.table import table
@@ -158,7 +159,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
         if most < LEAST:
             raise Trouble(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
         tapes = {_name(file, files): read_tape(file) for file in files}
-        with counting("pictures") as progress, _told_as_trouble():
+        with bar("pictures") as progress, _told_as_trouble():
             written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
         click.echo(f"{target}: {written / 1e6:.1f} MB")
     if open_:

@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.job import Batch, Job, Key
 from tenterhook.harvest.meter import Meter
 from tenterhook.harvest.plan import Plan, check_digest, check_end
 from tenterhook.harvest.source import Digest, Source, size_of
 from tenterhook.sinks.shards import Column, committed, read_commit
+from tenterhook.sinks.shards_file import DTYPES
 from tenterhook.sinks.shards_place import Place
 from tenterhook.sinks.shards_write import Writer
 
@@ -42,6 +45,7 @@ def make_shard(job: Job, plan: Plan, part: Part, writer: Writer, meter: Meter) -
         hand_over(made, plan.column, shard, writer)
         sample, rows, count = sample + made.samples, rows + made.count, count + 1
         meter.passed(made)
+        del made  # Or its rows would keep the device's memory while the model runs again.
     if count:
         facts = {
             "batches": [start, start + count],
@@ -54,13 +58,19 @@ def make_shard(job: Job, plan: Plan, part: Part, writer: Writer, meter: Meter) -
 
 
 def hand_over(made: Batch, column: Callable[[Key], Column], shard: int, writer: Writer) -> None:
-    """Give the rows of a batch to the writer: first what is on its way already, which holds memory that others need."""
-    for key, piece in made.begun:
-        writer.hand(shard, None if key is None else column(key), piece)
-    begun = {key for key, _ in made.begun}
+    """Give the rows of a batch to the writer: first, and all at once, what is on its way already or has room now."""
+    pieces = [(None if key is None else column(key), piece) for key, piece in made.begun]
+    begun, later = {key for key, _ in made.begun}, list[tuple[Column, Tensor]]()
     for key, tensor in made.rows.items():
         if key not in begun:
-            writer.put(shard, column(key), tensor)
+            piece = writer.ahead(tensor) if tensor.device.type == "cpu" else None
+            if piece is not None:
+                pieces.append((column(key), piece))
+            else:
+                later.append((column(key), tensor))
+    writer.hand(shard, pieces)
+    for each, tensor in later:
+        writer.put(shard, each, tensor)
 
 
 def _check_rows(plan: Plan, made: Batch, batch: int) -> None:
@@ -68,7 +78,7 @@ def _check_rows(plan: Plan, made: Batch, batch: int) -> None:
         tensor = made.rows.get((column.key, column.kind))
         if tensor is None:
             raise HarvestError(f"batch {batch} has no {column.key!r}, which the first batch had")
-        if tuple(tensor.shape[1:]) != column.shape or tensor.dtype != column.rows.dtype:
+        if tuple(tensor.shape[1:]) != column.shape or tensor.dtype != DTYPES[column.dtype]:
             then, now = f"{column.rows.dtype} {list(column.shape)}", f"{tensor.dtype} {list(tensor.shape[1:])}"
             raise HarvestError(CHANGED.format(address=column.key, batch=batch, then=then, now=now))
 

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tenterhook._draw import Column, Drawn, Row, Table, short_number
+from tenterhook._look.progress import Move, bar
+from tenterhook.errors import HarvestError
 from tenterhook.harvest.job import Batch
-from tenterhook.sinks.shards_write import Writer
 
 __all__ = ["Harvest", "Meter", "shown"]
 
 BUSY = 0.8  # The share of the time that something is busy for it to be what limits.
 GIGA = 1e9
+OFTEN = 0.1  # seconds between two looks at the bar
 
 
 class Meter:
     """Counts what passes. ``limit`` says what the rest waits for: the model, copies from the device, or the disk."""
 
-    def __init__(self, batches: int | None = None) -> None:
+    def __init__(self, batches: int | None = None, workers: int = 1) -> None:
         self.total, self.batches, self.rows, self.nbytes = batches, 0, 0, 0
-        self.writer: Writer | None = None
-        self._began = time.perf_counter()
-        self._bar: Any = None
+        self.spent: dict[str, float] = {}  # seconds of all workers together; a writer's own, while it counts them
+        self._workers, self._began = workers, time.perf_counter()
+        self._move: Move | None = None
+        self._told = 0.0
 
     def passed(self, made: Batch) -> None:
         """A batch was run, and its rows handed over."""
-        self.batches += 1
-        self.rows += made.count
-        self.nbytes += sum(int(tensor.nbytes) for tensor in made.rows.values())
-        if self._bar is not None:
-            self._bar(self)
+        self.add(1, made.count, sum(int(tensor.nbytes) for tensor in made.rows.values()))
+
+    def add(self, batches: int, rows: int, nbytes: int) -> None:
+        """So much more is done."""
+        self.batches, self.rows, self.nbytes = self.batches + batches, self.rows + rows, self.nbytes + nbytes
+        if self._move is not None and self.seconds - self._told > OFTEN:
+            self.tell()
+
+    def tell(self) -> None:
+        """Move the bar, if there is one."""
+        if self._move is not None:
+            self._move(self.batches, note=self.text())
+            self._told = self.seconds
 
     @property
     def seconds(self) -> float:
@@ -43,12 +53,10 @@ class Meter:
 
     @property
     def limit(self) -> str:
-        """What limits: ``model``, ``copy`` or ``disk``."""
-        if self.writer is None:
-            return "model"
-        shares = {name: spent / max(self.seconds, 1e-9) for name, spent in self.writer.seconds.items()}
-        name = max(shares, key=lambda each: shares[each])
-        return name if shares[name] > BUSY else "model"
+        """What limits: ``model``, ``copy``, ``disk``, or the ``function`` that rows are given to."""
+        shares = {name: spent / max(self.seconds * self._workers, 1e-9) for name, spent in self.spent.items()}
+        name = max(shares, key=lambda each: shares[each], default="model")
+        return name if shares.get(name, 0.0) > BUSY else "model"
 
     def text(self) -> str:
         """One line."""
@@ -60,29 +68,21 @@ class Meter:
 @contextlib.contextmanager
 def shown(meter: Meter, *, progress: bool | None) -> Iterator[None]:
     """A bar in the terminal while the harvest runs; by default only if somebody is there to see it."""
-    if not (sys.stderr.isatty() if progress is None else progress):
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("harvest"), BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[how]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=False) as bar:
-        task = bar.add_task("harvest", total=meter.total, how="")
-
-        def update(now: Meter) -> None:
-            bar.update(task, completed=now.batches, how=now.text())
-
-        meter._bar = update  # noqa: SLF001
+    with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
+        meter._move = move  # noqa: SLF001
         try:
             yield
         finally:
-            meter._bar = None  # noqa: SLF001
+            meter.tell()
+            meter._move = None  # noqa: SLF001
 
 
 @dataclass(frozen=True, repr=False)
 class Harvest(Drawn):
-    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already."""
+    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already.
+
+    ``place`` is where the rows are; or the name of the function that they were given to.
+    """
 
     place: Any
     rows: int
@@ -96,6 +96,8 @@ class Harvest(Drawn):
 
     def open(self) -> Any:
         """The store, to read."""
+        if isinstance(self.place, str):
+            raise HarvestError(f"the rows were given to {self.place}, and are not stored; give to= a place.")
         from tenterhook.harvest.verb import open as open_store
 
         return open_store(self.place)
@@ -113,5 +115,7 @@ class Harvest(Drawn):
             ("limited by", self.limit),
             ("memory in flight", f"{self.peak / 2**20:.0f} of {self.memory / 2**20:.0f} MiB"),
         ]
+        if isinstance(self.place, str):  # the name of a function
+            cells = [cell for cell in cells if not cell[0].startswith("shards")]
         rows = tuple(Row(pair) for pair in cells)
         return Table(f"harvested into {self.place}", (Column(""), Column("", right=True)), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Callable
@@ -48,7 +49,11 @@ class Plan:
 
     def column(self, key: Key) -> Column:
         """The column of a key."""
-        return next(column for column in self.columns if (column.key, column.kind) == key)
+        return self._by_key[key]
+
+    @functools.cached_property
+    def _by_key(self) -> dict[Key, Column]:
+        return {(column.key, column.kind): column for column in self.columns}
 
 
 def settle(place: Place, job: Job, source: Source, asked: dict[str, Any], agree: Callable[[bool], bool] = bool) -> Plan:

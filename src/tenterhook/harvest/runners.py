@@ -23,6 +23,10 @@ __all__ = ["Options", "ranks", "run"]
 
 ENGINES = ("auto", "local", "ranks", "ray")
 LEAST = 1 << 16
+FUNCTION = (
+    "to= is a function, which is given the rows of every batch in this process: there are no shards, and no workers "
+    "elsewhere. Leave shard_rows=, shard_bytes= and engine= out; in each of many processes give it that one's batches."
+)
 # Runners of other libraries, by name: this room does not know them.
 ELSEWHERE = {"ray": "tenterhook.integrations.ray"}
 
@@ -47,8 +51,15 @@ class Options:
             raise ValueError(f"engine= is one of {', '.join(ENGINES)}; got {self.engine!r}")
         if self.memory < LEAST:
             raise ValueError(f"memory= is a number of bytes, {LEAST} at least; got {self.memory}")
+        if self.is_function and (self.engine not in ("auto", "local") or any(self.asked.values())):
+            raise ValueError(FUNCTION)
         if self.asked["shard_rows"] is not None and self.asked["shard_bytes"] is not None:
             raise ValueError("give shard_rows= or shard_bytes=, not both")
+
+    @property
+    def is_function(self) -> bool:
+        """Whether rows are not stored, but given to a function."""
+        return callable(self.to)
 
     def source(self, batches: Any) -> Source:
         """The data, cut into batches."""
@@ -60,6 +71,10 @@ class Options:
 def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
     """Choose the runner."""
     engine = options.engine
+    if options.is_function:
+        from tenterhook.harvest.give import run_to_function
+
+        return run_to_function(job(), options.source(batches), options)
     if engine == "auto":
         engine = "ranks" if ranks(slurm=False)[1] > 1 else "local"
     if engine in ELSEWHERE:
@@ -98,7 +113,8 @@ def run_here(
     """Make the missing shards that are mine, one after the other, in this process."""
     found = len(committed(place))
     meter = Meter(_left(place, plan, mine))
-    meter.writer = writer = Writer(place, options.memory)
+    writer = Writer(place, options.memory)
+    meter.spent = writer.seconds
     finished = False
     try:
         with shown(meter, progress=options.progress):

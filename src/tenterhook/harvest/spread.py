@@ -4,12 +4,16 @@ Shard ``k`` is made by process ``k % world``. That is so however often processes
 to be asked. Only where the model itself is spread over the processes must they run it together:
 
 - tensor parallel: all processes of the mesh run the same batches, and its first one writes;
-- FSDP2: each process has its own batches, and all run the model equally often, some of them for nothing at the end.
+- FSDP2, and HSDP: each process has its own batches, and all run the model equally often, some of them for nothing at
+  the end;
+- both at once: the processes that hold the parts of one layer run the same batches, and one of them writes; beside each
+  other, such groups do as the processes of FSDP2 do.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -31,7 +35,14 @@ TOGETHER = (
     "this model is spread over processes, which have to run it together, and so the batches must be known beforehand: "
     "give a list, a tensor, a data set or a DataLoader in its own order."
 )
-MIXED = "a model that is spread by FSDP2 and by a tensor-parallel plan at once cannot be harvested; use one of them."
+PLANES = (
+    "the tensor-parallel plan of this model has a mesh of more than one dimension and there is no FSDP2 in it, so that "
+    "which processes run the same batches is not known. Use a mesh of one dimension, or fully_shard on the other."
+)
+OTHERS = (
+    "this model is spread over {spread} processes, and there are {world}. Harvest with those that have a part of it; "
+    "the others would wait for ever."
+)
 
 
 def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, int]) -> Harvest:
@@ -42,10 +53,8 @@ def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, in
     if job.gather and not is_fsdp:
         return _tensor_parallel(job, source, place, options, rank)
     if is_fsdp:
-        job.gather = False  # What passes is plain; only parameters are spread.
-        if _dimensions(job.model) > 1:
-            raise UnsupportedModel(MIXED)
-        return _in_step(job, _known(source), place, options, rank)
+        part, writes = _part_of(job, rank)
+        return _in_step(job, _known(source), place, options, part, writes=writes)
     plan = settle(place, job, source, options.asked)
     mine = range(number, plan.shards, world) if plan.shards is not None else _Every(number, world)
     place.sweep(mine)
@@ -66,9 +75,31 @@ def _is_fsdp(model: nn.Module) -> bool:
     return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
-def _dimensions(model: nn.Module) -> int:
-    meshes = [each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")]
-    return max((int(mesh.ndim) for mesh in meshes), default=1)
+def _part_of(job: Job, rank: tuple[int, int]) -> tuple[tuple[int, int], bool]:
+    """The number of this process among those that have batches of their own, and of those; and whether it writes."""
+    beside = _ranks_of(next(_data_meshes(job.model)))
+    whole = max(
+        (_ranks_of(each.device_mesh) for each in job.model.parameters() if hasattr(each, "device_mesh")), key=len
+    )
+    if max(len(whole), len(beside)) != rank[1]:
+        raise UnsupportedModel(OTHERS.format(spread=max(len(whole), len(beside)), world=rank[1]))
+    # If only parameters are spread, what passes is plain. With a tensor-parallel plan it may have to be put together.
+    job.gather = len(whole) > len(beside)
+    return (beside.index(rank[0]), len(beside)), not job.gather or whole[0] in beside
+
+
+def _data_meshes(model: nn.Module) -> Iterator[Any]:
+    """The processes among which FSDP2 spreads parameters, and which have batches of their own."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            # There is no public way to ask; a later torch has several groups for a module, an earlier one has one.
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
+            yield from (group.mesh_info.mesh for group in groups if group is not None)
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    return [int(each) for each in mesh.mesh.flatten()]
 
 
 def _known(source: Source) -> Source:
@@ -106,7 +137,7 @@ def _tensor_parallel(job: Job, source: Source, place: Place, options: Options, r
     """Every process of the mesh runs every batch, because the model is one; the mesh' first process writes."""
     mesh = next(each.device_mesh for each in job.model.parameters() if hasattr(each, "device_mesh"))
     if mesh.ndim > 1:
-        raise UnsupportedModel(MIXED)
+        raise UnsupportedModel(PLANES)
     group, size = mesh.get_group(), mesh.size()
     mine, meshes = rank[0] // size, rank[1] // size
     plan = _settled(job, _known(source), place, options)
@@ -117,12 +148,14 @@ def _tensor_parallel(job: Job, source: Source, place: Place, options: Options, r
     return _run_list(job, plan, source, place, options, [(shard, False) for shard in todo])
 
 
-def _in_step(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
-    """Rounds of one shard for each process; who has none in the last round runs another's, for nothing."""
+def _in_step(
+    job: Job, source: Source, place: Place, options: Options, part: tuple[int, int], *, writes: bool
+) -> Harvest:
+    """Rounds of one shard for each part; who has none in the last round runs another's, for nothing."""
     plan = _settled(job, source, place, options)
-    todo, (number, world) = _agreed(place, plan), rank
-    rounds = [todo[start : start + world] for start in range(0, len(todo), world)]
-    mine = [(each[number], True) if number < len(each) else (each[0], False) for each in rounds]
+    todo, (number, count) = _agreed(place, plan), part
+    rounds = [todo[start : start + count] for start in range(0, len(todo), count)]
+    mine = [(each[number], writes) if number < len(each) else (each[0], False) for each in rounds]
     place.sweep([shard for shard, keep in mine if keep])
     longest = [max(_length(plan, shard) for shard in each) for each in rounds]
     return _run_list(job, plan, source, place, options, mine, longest)
@@ -144,7 +177,8 @@ def _run_list(
 ) -> Harvest:
     """Run these shards and keep those that are marked; run the model at least so many times for each."""
     meter = Meter(len(shards) * plan.per_shard)
-    meter.writer = writer = Writer(place, options.memory)
+    writer = Writer(place, options.memory)
+    meter.spent = writer.seconds
     found, finished = len(committed(place)), False
     try:
         with shown(meter, progress=options.progress):

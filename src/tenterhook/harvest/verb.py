@@ -24,7 +24,7 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     model: nn.Module | Callable[[], nn.Module],
     batches: Any,
     *points: Selector,
-    to: str | os.PathLike[str] | Any,
+    to: str | os.PathLike[str] | Callable[[dict[str, Tensor]], Any] | Any,
     rows: Literal["sample", "token"] = "sample",
     mask: str | Callable[[Any], Tensor] | None = "attention_mask",
     reduce: Literal["last", "mean", "max"] | Callable[[Tensor, Tensor | None], Tensor] | None = None,
@@ -56,12 +56,18 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
 
     The same call again goes on where the commits stop; another model, other data or other options are refused.
 
+    >>> rows = []
+    >>> done = th.harvest(model, torch.randn(100, 2), "1", to=lambda batch: rows.append(batch["1"].sum(0)))
+    >>> len(rows), done.rows
+    (4, 100)
+
     Args:
         model: any ``nn.Module``, or a function that makes it, which workers elsewhere call for themselves.
         batches: an iterable of tensors, tuples or dicts; a ``DataLoader``; a data set; a tensor of samples; a file
             (``.npy``, ``.safetensors``, ``.parquet``, or ``.txt`` with a tokenizer).
         *points: what to store; any selectors.
-        to: a directory, a URL such as ``s3://bucket/acts``, or a store of obstore.
+        to: a directory, a URL such as ``s3://bucket/acts``, or a store of obstore. Or a function, which is given a dict
+            with the rows of each batch, in host memory, while the model runs on; nothing is stored then.
         rows: one row for each ``"sample"``, or for each ``"token"`` that the mask lets through.
         mask: which tokens count: a tensor of the batch by name, or a function of the batch; ``None`` for all.
         reduce: make one row of a sample's tokens, ``"last"``, ``"mean"`` or ``"max"``; or a function ``(value, mask)``.
@@ -77,11 +83,11 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         length: tokens of a line of text at most.
         shard_rows: rows in a shard, about: a shard is a whole number of batches.
         shard_bytes: the same in bytes; 512 MiB if neither is given.
-        memory: bytes on their way to the disk at most; then the model waits.
+        memory: bytes on their way at most; then the model waits.
         engine: ``"local"``: this process. ``"ranks"``: every process of ``torchrun`` or ``srun`` calls this and
             makes its share. ``"ray"``: Ray Data. ``"auto"``: ranks where there are some, else this process.
-        workers: with ray: how many.
-        address: with ray: a cluster to connect to.
+        workers: with ray: how many; by default one for each GPU if the model is on one, else for each CPU but one.
+        address: with ray: a cluster to connect to; by default one is started on this machine.
         progress: a bar on standard error; by default if that is a terminal.
     """
     from tenterhook.harvest.job import Job

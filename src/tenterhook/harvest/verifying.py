@@ -13,9 +13,9 @@ import xxhash
 from tenterhook._draw import Column as Shown
 from tenterhook._draw import Drawn, Row, Table
 from tenterhook.errors import StoreError
-from tenterhook.sinks.shards import END, SHARDS, Column, commit_name, committed, file_name, read_commit, read_manifest
+from tenterhook.sinks.shards import END, Column, commit_name, committed, file_name, read_commit, read_manifest
 from tenterhook.sinks.shards_file import BLOCK, checksum_of, head_of
-from tenterhook.sinks.shards_place import Place, place_of
+from tenterhook.sinks.shards_place import SHARDS, Place, place_of
 
 __all__ = ["Report", "verify"]
 

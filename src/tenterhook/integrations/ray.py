@@ -3,6 +3,9 @@
 A worker is an actor that holds the model. It makes shards under fixed names and commits each before it says so. If it
 dies, Ray starts another and gives it the shards that were not reported; those that were committed it passes over, and
 the others it makes to the same bytes.
+
+A worker has two tasks at a time. One runs the model; the other waits until the disk has what it made before. So the
+model does not wait for a commit, nor for Ray to hand out the next task, however few shards a task has.
 """
 
 from __future__ import annotations
@@ -10,11 +13,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenterhook.errors import HarvestError
+from torch import Tensor
+
+from tenterhook._tree import map_tensors
+from tenterhook.errors import HarvestError, TenterhookError
 from tenterhook.harvest.job import Job
 from tenterhook.harvest.make import make_shard
 from tenterhook.harvest.meter import Harvest, Meter, shown
@@ -34,8 +42,10 @@ KNOWN = (
     'engine="ray" hands out shards by number, so the batches must be known beforehand: give a list, a tensor, a data '
     "set or a DataLoader in its own order, or a function that makes one."
 )
-TASKS = 4
-"""Tasks for each worker, about: within one, the writing of a shard overlaps with the making of the next."""
+TASKS = 16
+"""Tasks for each worker, about: who is faster makes more of them, and the last one ends soon after the first."""
+AT_ONCE = 2
+"""Tasks in a worker: one that runs the model, and one whose shards are on their way to the disk."""
 
 
 class _Maker:
@@ -49,34 +59,51 @@ class _Maker:
         self.job.found = found
         self.source: Source = options.source(batches)
         self.plan, self.place, self.memory = plan, place_of(options.to), options.memory
+        self.writer = Writer(self.place, self.memory)
+        self._running = threading.Lock()
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
         import numpy as np
 
-        meter, shards = Meter(), [int(shard) for shard in task["item"]]
-        writer = Writer(self.place, self.memory)
-        finished = False
         try:
-            for shard in shards:
-                if self.place.size(commit_name(shard)) is not None:
-                    continue
-                start, stop = self.plan.range_of(shard)
-                self.place.sweep([shard])
-                part = (shard, self.source.read(start, stop), self.source.samples_before(start) or 0)
-                make_shard(self.job, self.plan, part, writer, meter)
-            finished = True
-        finally:
-            writer.close(quiet=not finished)
-        facts = (meter.rows, meter.nbytes, meter.batches, writer.committed, writer.budget.peak)
-        names = ("rows", "nbytes", "batches", "made", "peak")
-        return {name: np.array([fact]) for name, fact in zip(names, facts, strict=True)}
+            facts: dict[str, Any] = self._made([int(shard) for shard in task["item"]])
+        except TenterhookError as error:  # Ray would pass its text on, and nothing else.
+            facts = {"error": pickle.dumps(error).hex()}
+        return {name: np.array([fact]) for name, fact in facts.items()}
+
+    def _made(self, shards: list[int]) -> dict[str, float]:
+        """Make shards and wait until they are committed. What came of it, and the seconds that the writer was busy."""
+        meter = Meter()
+        with self._running:  # One model, one thread at a time.
+            writer, before = self.writer, dict(self.writer.seconds)
+            try:
+                made = sum(self._make(shard, meter) for shard in shards)
+            except BaseException:
+                # It holds a part of a shard, to which a second attempt must not add.
+                self.writer = Writer(self.place, self.memory)
+                writer.close(quiet=True)
+                raise
+            wait = writer.mark()
+            spent = {name: seconds - before[name] for name, seconds in writer.seconds.items()}
+        wait()
+        counts = {"batches": meter.batches, "rows": meter.rows, "nbytes": meter.nbytes, "made": made}
+        return {**counts, "peak": writer.budget.peak, **spent}
+
+    def _make(self, shard: int, meter: Meter) -> bool:
+        """Make a shard, unless it is there."""
+        if self.place.size(commit_name(shard)) is not None:
+            return False
+        self.place.sweep([shard])
+        start, stop = self.plan.range_of(shard)
+        part = (shard, self.source.read(start, stop), self.source.samples_before(start) or 0)
+        make_shard(self.job, self.plan, part, self.writer, meter)
+        return True
 
 
 def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
     """Settle the plan here, and have the missing shards made by workers."""
     place = place_of(options.to)
-    if isinstance(batches, str | os.PathLike):
-        batches = Path(batches).absolute()  # A worker stands elsewhere.
+    batches = _to_send(batches)
     with _ray(options.address) as ray, place.alone():
         place.sweep()
         here, source = job(), options.source(batches)
@@ -85,59 +112,89 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         plan = settle(place, here, source, options.asked)
         found = committed(place)
         todo = sorted(set(range(plan.shards or 0)) - set(found))
-        meter, counted = Meter(len(todo) * plan.per_shard), {"made": 0, "peak": 0}
+        on_gpu, points = here.device.type == "cuda", here.found or ()
+        del here  # A model that was made for the plan alone takes no memory from the workers.
+        workers = min(options.workers or _as_many_as_fit(ray.cluster_resources(), on_gpu=on_gpu), max(1, len(todo)))
+        meter, made, peak = Meter(len(todo) * plan.per_shard, workers), 0, 0
+        meter.spent = dict.fromkeys(("copy", "disk"), 0.0)
         with shown(meter, progress=options.progress):
-            for done in _results(ray, job, batches, options, plan, here, todo):
-                meter.batches += done["batches"]
-                meter.rows, meter.nbytes = meter.rows + done["rows"], meter.nbytes + done["nbytes"]
-                counted["made"] += done["made"]
-                counted["peak"] = max(counted["peak"], done["peak"])
+            for done in _results(ray, (job, batches, options, plan, points), todo, workers, on_gpu=on_gpu):
+                for name in meter.spent:
+                    meter.spent[name] += done[name]
+                meter.add(done["batches"], done["rows"], done["nbytes"])
+                made, peak = made + done["made"], max(peak, done["peak"])
         return Harvest(
             place=place,
             rows=meter.rows,
             nbytes=meter.nbytes,
-            made=counted["made"],
+            made=made,
             found=len(found),
             seconds=meter.seconds,
             limit=meter.limit,
-            peak=counted["peak"],
+            peak=peak,
             memory=options.memory,
         )
 
 
+def _to_send(batches: Any) -> Any:
+    """The batches as a worker gets them: it stands elsewhere, and each part of a large tensor would bring all of it."""
+    if isinstance(batches, str | os.PathLike):
+        return Path(batches).absolute()
+    return map_tensors(_of_its_own, batches) if isinstance(batches, list | tuple) else batches
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 @contextlib.contextmanager
 def _ray(address: str | None) -> Iterator[Any]:
-    """Ray, connected; if it was not before, it is not afterwards."""
+    """Ray, connected, and quiet about what is not wrong; if it was not connected before, it is not afterwards."""
     try:
         import ray
         import ray.data
     except ImportError as error:
         raise ModuleNotFoundError(INSTALL) from error
-    began = not ray.is_initialized()
+    began, log = not ray.is_initialized(), logging.getLogger("ray.data")
+    level = log.level
     if began:
         ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+    log.setLevel(logging.ERROR)
     try:
         yield ray
     finally:
+        log.setLevel(level)
         if began:
             ray.shutdown()
 
 
+def _as_many_as_fit(resources: dict[str, float], *, on_gpu: bool) -> int:
+    """One worker for each GPU, or one for each CPU but one, which is left to those who hand out the work."""
+    return max(1, int(resources.get("GPU", 1)) if on_gpu else int(resources.get("CPU", 1)) - 1)
+
+
 def _results(
-    ray: Any, job: Any, batches: Any, options: Options, plan: Plan, here: Job, todo: list[int]
-) -> Iterator[dict[str, int]]:
+    ray: Any, made_of: tuple[Any, ...], todo: list[int], workers: int, *, on_gpu: bool
+) -> Iterator[dict[str, Any]]:
     if not todo:
         return
-    workers = options.workers or max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
     size = max(1, len(todo) // (workers * TASKS))
     # Not ray.data.range: with an actor on every CPU there would be none left to read it with.
     ids = ray.data.from_items(todo, override_num_blocks=-(-len(todo) // size))
+    ids.context.enable_progress_bars = False  # There is one of our own.
     made = ids.map_batches(
         _Maker,
-        fn_constructor_args=(job, batches, options, plan, here.found or ()),
+        fn_constructor_args=made_of,
         batch_size=size,
-        compute=ray.data.ActorPoolStrategy(size=min(workers, len(todo))),
-        num_gpus=1 if here.device.type == "cuda" else None,
+        compute=ray.data.ActorPoolStrategy(
+            size=workers,
+            max_tasks_in_flight_per_actor=AT_ONCE,
+            max_concurrent_calls_per_actor=AT_ONCE,
+            enable_true_multi_threading=True,
+        ),
+        num_gpus=1 if on_gpu else None,
     )
     for row in made.iter_rows():
-        yield {name: int(value) for name, value in row.items()}
+        if row.get("error") is not None:
+            raise pickle.loads(bytes.fromhex(row["error"]))  # noqa: S301  # A worker of ours wrote it.
+        yield {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}

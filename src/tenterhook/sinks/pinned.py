@@ -1,13 +1,18 @@
 """How rows leave the device: straight from the CPU's memory, or through a ring of pinned memory on a stream of its own.
 
-A copy from a GPU that does not block must not be read before it is done. So each copy is followed by an event, and
+A copy from a GPU that does not block must not be read before it is done. So copies are followed by an event, and
 whoever reads waits for that event, not for the device. Copies begin while the model runs, as each value passes, if
 there is room. The model never waits, unless the ring is full: then the thread that runs it does, until the writer has
 freed enough. Nothing is dropped, and memory does not grow.
+
+A model in eager mode is often held up by the thread that starts its kernels, not by the GPU. What that thread does for
+a copy is therefore the least that will do: one event that is used again and again, one for all copies of a batch, and
+nothing that wakes the writer before the batch is handed over.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -81,20 +86,26 @@ class HostStage:
     def stage(self, tensor: Tensor) -> Iterator[Piece]:
         """The bytes of a tensor, in their order."""
         tensor = tensor.cpu().contiguous()  # Nothing happens here to what is on the CPU and in one piece.
-        nbytes = tensor.nbytes
-        self.budget.take(nbytes)
+        self.budget.take(tensor.nbytes)
+        yield self._piece(tensor)
+
+    def ahead(self, tensor: Tensor) -> Piece | None:
+        """The same, if there is room for it now."""
+        tensor = tensor.cpu().contiguous()
+        return self._piece(tensor) if self.budget.take(tensor.nbytes, wait=False) else None
+
+    def seal(self) -> None:
+        """Nothing is on its way that would have to be waited for."""
+
+    def _piece(self, tensor: Tensor) -> Piece:
         version = None if tensor.is_inference() else tensor._version
 
         def release() -> None:
-            self.budget.give(nbytes)
+            self.budget.give(tensor.nbytes)
             if version is not None and tensor._version != version:
                 raise ValueChanged(CHANGED)
 
-        yield Piece(as_bytes(tensor), _at_once, release)
-
-    def ahead(self, tensor: Tensor) -> Piece | None:  # noqa: ARG002  # as the other stage has it
-        """Nothing is copied from the CPU's memory, so there is nothing to begin with."""
-        return None
+        return Piece(as_bytes(tensor), _at_once, release)
 
 
 def _at_once() -> float:
@@ -107,50 +118,106 @@ class PinnedStage:
     def __init__(self, budget: Budget, device: torch.device) -> None:
         self.budget, self.device = budget, device
         self._ring = torch.empty(budget.limit, dtype=torch.uint8, pin_memory=True)
+        self._bytes = as_bytes(self._ring)
         self._stream: Any = torch.cuda.Stream(device)
         self._free = _Ring(budget)
         self._piece = max(budget.limit // 4, 1)
+        # A stream that was told to wait for an event does so for what was recorded then: it can be recorded again.
+        self._computed: Any = torch.cuda.Event()
+        self._open: _Group | None = None
+        self._sealed: deque[_Group] = deque()
 
     def stage(self, tensor: Tensor) -> Iterator[Piece]:
         """The bytes of a tensor, in their order; what is larger than a quarter of the ring comes in pieces."""
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        computed = torch.cuda.current_stream(tensor.device).record_event()
         for start in range(0, flat.numel(), self._piece):
             part = flat[start : start + self._piece]
-            yield self._copy(part, self._free.take(part.numel()), computed)
+            piece = self._copy(part, self._free.take(part.numel()))
+            self.seal()
+            yield piece
 
     def ahead(self, tensor: Tensor) -> Piece | None:
         """Begin to copy a tensor now, if there is room for it now: nobody waits for room that he holds himself.
 
         While a model runs this is better than afterwards. Copies that are all begun at its end keep the way from the
         device busy, and whatever small thing the next run waits for (a test whether a mask is all ones) waits for them.
+        ``seal`` must follow before anybody waits for what this gives.
         """
         if tensor.nbytes > self._piece or not tensor.nbytes:
             return None
         offset = self._free.take(tensor.nbytes, wait=False)
-        if offset is None:
-            return None
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return self._copy(flat, offset, torch.cuda.current_stream(tensor.device).record_event())
+        return None if offset is None else self._copy(tensor.contiguous().reshape(-1).view(torch.uint8), offset)
 
-    def _copy(self, part: Tensor, offset: int, computed: Any) -> Piece:
-        room = self._ring[offset : offset + part.numel()]
-        # Who waits for the second one sleeps, and leaves the processor to who runs the model.
-        began = torch.cuda.Event(enable_timing=True)
-        done = torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            began.record(self._stream)
-            room.copy_(part, non_blocking=True)
-            done.record(self._stream)
-        # The allocator must not hand this memory to others before the copy is done.
-        part.record_stream(self._stream)
+    def seal(self) -> None:
+        """What was begun is complete: one event follows all of it, for whoever waits."""
+        if self._open is not None:
+            self._open.seal(self._stream)
+            self._sealed.append(self._open)
+            self._open = None
 
-        def ready() -> float:
-            done.synchronize()
-            return float(began.elapsed_time(done)) / 1e3
+    def _copy(self, part: Tensor, offset: int) -> Piece:
+        if self._open is None:
+            while self._sealed and self._sealed[0].is_done():
+                self._sealed.popleft()
+            self._open = _Group()
+        group, nbytes = self._open, part.numel()
+        room, main = self._ring[offset : offset + nbytes], torch.cuda.current_stream(self.device)
+        self._computed.record(main)
+        self._stream.wait_event(self._computed)
+        if torch.cuda.current_device() == self.device.index:
+            torch.cuda.set_stream(self._stream)  # Less work than the context manager, which is for any device.
+            try:
+                group.add(room, part, self._stream)
+            finally:
+                torch.cuda.set_stream(main)
+        else:
+            with torch.cuda.stream(self._stream):
+                group.add(room, part, self._stream)
+        return Piece(self._bytes[offset : offset + nbytes], group.wait, functools.partial(self._free.give, offset))
 
-        return Piece(as_bytes(room), ready, lambda: self._free.give(offset))
+
+class _Group:
+    """Copies that were begun one after the other on one stream. The last one's end is that of all."""
+
+    def __init__(self) -> None:
+        # The allocator must not hand out their memory before they are done, so it is held until then.
+        self._held: list[Tensor] = []
+        # The first one is timed, and stands for all. Who waits sleeps, and leaves the processor to who runs the model.
+        self._began: Any = torch.cuda.Event(enable_timing=True)
+        self._first: Any = torch.cuda.Event(enable_timing=True)
+        self._done: Any = torch.cuda.Event(blocking=True)
+        self._waited = False
+        self._scale = 0.0  # From the first one's milliseconds to the seconds of all.
+
+    def add(self, room: Tensor, part: Tensor, stream: Any) -> None:
+        """Begin another copy; ``stream`` is the current one."""
+        if not self._held:
+            self._began.record(stream)
+        room.copy_(part, non_blocking=True)
+        if not self._held:
+            self._first.record(stream)
+        self._held.append(part)
+
+    def seal(self, stream: Any) -> None:
+        """There will be no more."""
+        self._scale = sum(part.numel() for part in self._held) / self._held[0].numel() / 1e3
+        self._done.record(stream)
+
+    def is_done(self) -> bool:
+        """Whether all of them are; then their memory is let go of."""
+        if not self._done.query():
+            return False
+        self._held.clear()
+        return True
+
+    def wait(self) -> float:
+        """Wait for all of them. The first time it gives how many seconds they took, about, and afterwards nothing."""
+        if self._waited:
+            return 0.0
+        self._done.synchronize()
+        self._waited = True
+        self._held.clear()
+        return float(self._began.elapsed_time(self._first)) * self._scale
 
 
 class _Ring:

@@ -25,7 +25,7 @@ import xxhash
 from tenterhook._version import __version__
 from tenterhook.errors import StoreError
 from tenterhook.sinks.shards_file import DTYPES, Rows
-from tenterhook.sinks.shards_place import Place
+from tenterhook.sinks.shards_place import COMMITS, SHARDS, Place
 
 __all__ = [
     "END",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 FORMAT, FORMAT_VERSION = "tenterhook.rows", 1
-MANIFEST, COMMITS, SHARDS, END = "manifest.json", "commits", "shards", "end.json"
+MANIFEST, END = "manifest.json", "end.json"
 COMMIT = re.compile(rf"{COMMITS}/(\d{{8,}})\.json")
 
 Kind = Literal["value", "grad", "row"]

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from tenterhook.errors import StoreError
 
-__all__ = ["Directory", "ObjectStore", "Place", "place_of"]
+__all__ = ["COMMITS", "SHARDS", "Directory", "ObjectStore", "Place", "place_of"]
 
 TEMPORARY = ".tenterhook-"
+SHARDS, COMMITS = "shards", "commits"
 
 
 class Place(Protocol):
@@ -147,7 +148,12 @@ class Directory:
 
     def sweep(self, shards: Container[int] | None = None) -> int:
         """Remove what a killed process left half-written, of these shards or of all; nobody else may write them."""
-        left = [file for file in self.root.rglob(f"{TEMPORARY}*") if shards is None or _shard_of(file) in shards]
+        if isinstance(shards, Collection):  # Not through all the others: there may be very many of them.
+            found = [file for shard in shards for file in (self.root / SHARDS / f"{shard:08d}").glob(f"{TEMPORARY}*")]
+            found += (self.root / COMMITS).glob(f"{TEMPORARY}*")
+        else:
+            found = [*self.root.rglob(f"{TEMPORARY}*")]
+        left = [file for file in found if shards is None or _shard_of(file) in shards]
         for file in left:
             file.unlink(missing_ok=True)
         return len(left)

@@ -6,10 +6,11 @@ A commit waits for the disk several times. Meanwhile the memory of the rows that
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,28 +57,38 @@ class Writer:
     def put(self, shard: int, column: Column, rows: Tensor) -> None:
         """Append rows to a shard."""
         for piece in self._stage(rows.device).stage(rows):
-            self.hand(shard, column, piece)
+            self.hand(shard, [(column, piece)])
 
     def ahead(self, rows: Tensor) -> Piece | None:
         """Begin to take rows from their device, if there is room at once; ``hand`` must be given what this gives."""
         return self._stage(rows.device).ahead(rows)
 
-    def hand(self, shard: int, column: Column | None, piece: Piece) -> None:
+    def hand(self, shard: int, pieces: Sequence[tuple[Column | None, Piece]]) -> None:
         """Append to a shard what is on its way; without a column it comes to nothing. In the order of ``ahead``."""
         self._raise()
-        self._todo.put((shard, column, piece))
+        for stage in self._stages.values():
+            stage.seal()
+        self._todo.put((shard, functools.partial(self._write_all, shard, pieces)))
 
     def end(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
         """The shard has all its rows: commit it."""
         self._raise()
-        self._todo.put((shard, columns, facts))
+        self._todo.put((shard, functools.partial(self._end, shard, columns, facts)))
+
+    def mark(self) -> Callable[[], None]:
+        """What waits until all that was put so far is written and committed; others may put more meanwhile."""
+        done = threading.Event()
+        self._todo.put(done)
+
+        def wait() -> None:
+            done.wait()
+            self._raise()
+
+        return wait
 
     def drain(self) -> None:
         """Wait until all that was put is written and committed."""
-        done = threading.Event()
-        self._todo.put(done)
-        done.wait()
-        self._raise()
+        self.mark()()
 
     def close(self, *, quiet: bool = False) -> None:
         """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
@@ -105,19 +116,22 @@ class Writer:
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
             if isinstance(item, threading.Event):
-                self._wait_for_commits()
-                item.set()
+                self._set_when_committed(item)
                 continue
-            shard, what, more = item
-            try:
-                if isinstance(more, Piece):
-                    self._write(shard, what, more)
-                elif self._error is None:
-                    self._end(shard, what, more)
-            except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
-                self._wait_for_commits()
-                self._fail(shard, error)
+            shard, work = item
+            self._try(shard, work)
         self._wait_for_commits()
+
+    def _try(self, shard: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+            self._wait_for_commits()
+            self._fail(shard, error)
+
+    def _write_all(self, shard: int, pieces: Sequence[tuple[Column | None, Piece]]) -> None:
+        for column, piece in pieces:  # If one fails, the others still have to give their memory back.
+            self._try(shard, functools.partial(self._write, shard, column, piece))
 
     def _write(self, shard: int, column: Column | None, piece: Piece) -> None:
         try:
@@ -139,6 +153,8 @@ class Writer:
 
     def _end(self, shard: int, columns: tuple[Column, ...], facts: dict[str, Any]) -> None:
         """Have the shard committed while the next one is written; a third one waits."""
+        if self._error is not None:
+            return
         began = time.perf_counter()
         self._wait_for_commits()
         self.seconds["disk"] += time.perf_counter() - began
@@ -147,6 +163,12 @@ class Writer:
             for column in columns:
                 del self._files[shard, column]
             self._committing = self._helpers.committer.submit(self._committed, shard, files, facts)
+
+    def _set_when_committed(self, done: threading.Event) -> None:
+        if self._committing is None:
+            done.set()
+        else:
+            self._committing.add_done_callback(lambda _: done.set())
 
     def _wait_for_commits(self) -> None:
         if self._committing is not None:
