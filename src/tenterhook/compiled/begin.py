@@ -29,15 +29,16 @@ def is_used() -> bool:
 
 def begin(session: Session) -> None:
     """A session's lanes are planned: give it a reel, and a lane of its own wherever compiled code begins."""
-    from tenterhook.compiled.entry import entries, keep_out
+    from tenterhook.compiled.entry import entries, is_guarded, keep_out
     from tenterhook.compiled.reel import Reel
 
     keep_out()
     session.reel = Reel(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])
     session.entries = entries(session)
-    for module, path in session.entries.items():
-        session._lane(module, path)
+    if not is_guarded(session):  # It stands where it needs to, when it knows where that is.
+        for module, path in session.entries.items():
+            session._lane(module, path)
 
 
 def _kind(action: Any) -> tuple[str, str]:
@@ -56,9 +57,11 @@ def dressed(tap: Tap, function: Any, general: Callable[[Any], Any]) -> Any:
     from tenterhook.compiled.entry import entry
     from tenterhook.compiled.plan import traced_forward
 
-    inlined = traced_forward(tap)
+    engine = general(tap)
+    inlined = traced_forward(tap, engine)
     if any(tap.module in lane.session.entries for lane in tap.lanes):
-        function = entry(tap, general(tap), inlined)
+        prepared = any(hasattr(lane.guard, "prepare") for lane in tap.lanes)
+        function = entry(tap, engine, traced_forward(tap, engine, begins=True) if prepared else inlined)
     function._torchdynamo_inline = inlined
     return function
 

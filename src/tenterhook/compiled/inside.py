@@ -42,10 +42,6 @@ class TracedNode:
             value = at_place(part, index, step, value)
         return value
 
-    def each(self, place: Any, values: Any) -> Any:
-        """The values that a comprehension goes through."""
-        return [self.value(place, value) for value in values]
-
     def enter(self, place: Any, function: Any) -> Any:
         """A function is about to be called."""
         bound = isinstance(function, MethodType)

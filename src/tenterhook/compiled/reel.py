@@ -28,13 +28,13 @@ from tenterhook.engine.action import Context
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tenterhook.compiled.plan import Part
     from tenterhook.engine.action import Binding
     from tenterhook.engine.session import Session
 
-__all__ = ["Bell", "Reel"]
+__all__ = ["Bell", "Reel", "uncompiled"]
 
 PACKED_LENGTH = 3
 _tokens = itertools.count(1)
@@ -95,6 +95,11 @@ class Reel:
         self.parts[key] = part
         return key
 
+    def forget(self, part: Part | None) -> None:
+        """A part is no more; another may have its name."""
+        if part is not None:
+            self.parts.pop(part.key, None)
+
     def take(self) -> None:
         """Hand what a graph has brought to the session's actions, as if each value had just passed."""
         chain, self.chain = self.chain, ()
@@ -151,12 +156,17 @@ class Reel:
 
 
 def _rung(reel: Reel) -> None:
-    # What torch._dynamo.disable does, in short: nothing of this is to be compiled.
-    prior = set_eval_frame(None)
     try:
-        reel.take()
+        uncompiled(reel.take)
     except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
+
+
+def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """What torch._dynamo.disable does, in short: nothing of this is to be compiled."""
+    prior = set_eval_frame(None)
+    try:
+        return call(*args)
     finally:
         set_eval_frame(prior)
 
@@ -242,11 +252,24 @@ def _exchanged(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
     _mark((part.bound.swapped[values],), (True,))
 
 
+def _served(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
+    """A call was served, if what it was given proves to be what it was."""
+    part.lane.guard.ahead.was_served(part.cue.path, values)  # type: ignore[union-attr]
+
+
+def _computed(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
+    """A call could not be served, for this reason."""
+    part.lane.guard.ahead.was_computed(part.cue.path, values)  # type: ignore[union-attr]
+
+
 def _nothing(part: Part, values: Any, token: int) -> None:
     """Gradients were counted."""
 
 
-_PHASES = {"one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
+_PHASES = {
+    "one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged,
+    "served": _served, "computed": _computed,
+}  # fmt: skip
 
 
 def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:

@@ -40,12 +40,12 @@ class TracedContext:
         self.address, self.module = address, module
 
 
-def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def refused(reason: str, engine: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         torch._dynamo.graph_break(msg=reason)
-        return original(*args, **kwargs)
+        return engine(*args, **kwargs)  # It gets here where compiled code begins; elsewhere Dynamo calls the engine.
 
     return forward
 
