@@ -24,9 +24,9 @@ from torch._dynamo.exc import Unsupported
 
 from tenterhook.address.walk import find
 from tenterhook.compiled import trace
+from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import pack
 from tenterhook.compiled.plan import FOREIGN
-from tenterhook.compiled.reel import uncompiled
 from tenterhook.engine.dispatch import OWN_FILES, global_forward_hooks
 from tenterhook.errors import EditError, Stopped
 from tenterhook.sites.module import MISSING

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.compiled.inside import body_of
 from tenterhook.compiled.opaque import Called
 from tenterhook.compiled.served import UNDECIDED, served
-from tenterhook.compiled.trace import TracedContext, passed, recorded, refused, traced
+from tenterhook.compiled.trace import TracedContext, Untraceable, passed, recorded, refused, traced
 from tenterhook.engine.action import Context
 from tenterhook.engine.dispatch import global_forward_hooks
 from tenterhook.sites.parameter import Swap
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
 
-__all__ = ["Part", "Step", "Untraceable", "traced_forward"]
+__all__ = ["FOREIGN", "Part", "Step", "part_of", "traced_forward"]
 
 FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
@@ -26,10 +26,6 @@ UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
 FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
 GATHERED = "tenterhook: gather=True puts values together over processes"
-
-
-class Untraceable(Exception):
-    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
 
 
 class Step:
@@ -176,7 +172,7 @@ def traced_forward(tap: Tap, engine: Callable[..., Any], *, begins: bool = False
     before it runs was done.
     """
     try:
-        parts = tuple([part for part in map(_part, tap.lanes) if not part.empty])
+        parts = tuple([part for part in map(part_of, tap.lanes) if not part.empty])
         body = _served(tap, body_of(tap, parts), begins=begins)
     except Untraceable as error:
         return refused(str(error), engine)
@@ -201,7 +197,8 @@ def _served(tap: Tap, body: Callable[..., Any], *, begins: bool) -> Callable[...
     return body
 
 
-def _part(lane: Lane) -> Any:
+def part_of(lane: Lane) -> Any:
+    """What is traced of a lane, or why nothing can be."""
     if lane.part is None:
         if lane.session.reel is None:
             raise Untraceable(LATER)

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.utils import counters
 
 from tenterhook._tree import map_tensors, tensors
+from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import follow, route, unpacked
 from tenterhook.engine.action import Context
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tenterhook.compiled.plan import Part
     from tenterhook.engine.action import Binding
     from tenterhook.engine.session import Session
 
-__all__ = ["Bell", "Reel", "uncompiled"]
+__all__ = ["Bell", "Reel"]
 
 PACKED_LENGTH = 3
 _tokens = itertools.count(1)
@@ -160,15 +160,6 @@ def _rung(reel: Reel) -> None:
         uncompiled(reel.take)
     except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
-
-
-def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """What torch._dynamo.disable does, in short: nothing of this is to be compiled."""
-    prior = set_eval_frame(None)
-    try:
-        return call(*args)
-    finally:
-        set_eval_frame(prior)
 
 
 def _made() -> tuple[int, int]:

@@ -58,7 +58,7 @@ class Replay(Session):
         self.script = script if script is not None else Script(model)
         self.served = Served()
         self.server = Server(self.served, model, gradients=grad)
-        self._learns, self._verify = script is None, verify
+        self.learns, self._verify = script is None, verify
         self._plans: dict[Any, tuple[dict[nn.Module, str], list[tuple[str, str]], float]] = {}
         self._standing: dict[nn.Module, str] | None = None
         self._scribe: Scribe | None = None
@@ -87,7 +87,7 @@ class Replay(Session):
 
     def _say_what_was_missed(self) -> None:
         super()._say_what_was_missed()
-        if not self.served.runs or len(self.served) or (self._learns and self.served.runs == 1):
+        if not self.served.runs or len(self.served) or (self.learns and self.served.runs == 1):
             return
         if self._strange == self.served.runs:
             raise ReplayError(OTHER_INPUTS)
@@ -111,7 +111,7 @@ class Replay(Session):
         run = self._find(args, kwargs)
         others = [each for each in open_here() if each is not self]
         if run is None:
-            if self._learns:
+            if self.learns:
                 self._learn()
                 return self._scribe.before(self.model, args, kwargs) if self._scribe is not None else MISSING
             self._strange += 1
