@@ -60,6 +60,17 @@ def test_every_kind_of_point_is_recorded_in_one_full_graph(way, opened):
         assert type(tape[at + name]) is type(wanted[name])
 
 
+def test_a_first_call_inside_a_session_leaves_nothing_uncompiled():
+    call, target, at = made(outer, "before the first call")
+    with th.record(target, f"{at}b0"):
+        call(X)
+    before = graphs()
+    assert close(call(X), net()(X))
+    assert graphs() == before + 1
+    call(X)
+    assert graphs() == before + 1
+
+
 @pytest.mark.parametrize("way", MOST)
 def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     call, target, at = made(way)

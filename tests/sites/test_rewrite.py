@@ -303,6 +303,70 @@ def test_a_forward_without_source_says_so():
     assert torch.equal(tape[":return"], X + 1)
 
 
+ASKED = """
+import torch, tenterhook as th
+from torch import nn
+
+class Typed(nn.Module):
+    def forward(self, x):
+        y = x.exp() + 1
+        return y
+
+model = Typed()
+try:
+    th.record(model, ":y")
+except th.NoSource as error:
+    print("said:", error)
+
+with th.record(model, ":x", ":exp()", ":return") as tape:
+    _ = model(torch.zeros(2))
+
+print("recorded:", tape[":exp()"].tolist(), tape[":return"].tolist())
+"""
+
+
+@pytest.mark.parametrize("flags", [["-"], ["-i", "-q"]], ids=["stdin", "prompt"])
+def test_what_is_read_from_stdin_or_typed_at_a_prompt_says_that_it_has_no_source(flags):
+    import os
+    import subprocess
+    import sys
+
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, *flags], input=ASKED, capture_output=True, text=True, check=True, env=path)
+    assert "said: Typed.forward has no source that can be read" in done.stdout
+    assert "recorded: [1.0, 1.0] [2.0, 2.0]" in done.stdout
+
+
+def test_a_module_of_which_there_is_only_compiled_code_says_so(tmp_path, monkeypatch):
+    import importlib
+    import py_compile
+
+    source = tmp_path / "sourceless.py"
+    source.write_text(
+        "from torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        y = x; return y\n"
+    )
+    py_compile.compile(str(source), cfile=str(tmp_path / "sourceless.pyc"))
+    source.unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("sourceless").Model()
+    with untouched(model), pytest.raises(th.NoSource, match="no source"):
+        th.record(model, ":y")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # That scripts are a thing of the past.
+def test_a_forward_that_is_no_python_function_says_so():
+    built_in, scripted = nn.Identity(), torch.jit.script(nn.Linear(3, 3))
+    built_in.forward = torch.relu
+    with pytest.raises(th.AddressError, match="':y': nothing inside"):
+        th.record(scripted, ":y")
+    # C does not tell which arguments it takes, so that any name may be one.
+    with pytest.raises(th.NeverReached, match=":y"), th.record(built_in, ":y"):
+        built_in(X)
+    with th.record(built_in, ":return") as tape:
+        built_in(X)
+    assert torch.equal(tape[":return"], X.relu())
+
+
 def typed():
     """A model as it is typed at a prompt, with a child of its own."""
     space = {"nn": nn, "torch": torch, "F": F}

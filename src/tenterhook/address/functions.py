@@ -109,7 +109,11 @@ def handed_on(function: FunctionType, name: str) -> Callee | None:
 
 def _local_names(tree: ast.FunctionDef) -> set[str]:
     """The variables that may hold a function: not those of a loop over what the module holds, which are its modules."""
-    nodes = [node for node in walk(tree) if not (isinstance(node, ast.For | ast.comprehension) and _mentions_itself(node.iter, tree))]
+    nodes = [
+        node
+        for node in walk(tree)
+        if not (isinstance(node, ast.For | ast.comprehension) and _mentions_itself(node.iter, tree))
+    ]
     return {target.id for node in nodes for target in bound_names(node) if isinstance(target, ast.Name)}
 
 
