@@ -265,17 +265,43 @@ def test_a_stop_makes_the_graph_end_there(way):
     assert close(call(X), net()(X))
 
 
-def test_an_edit_that_cannot_be_traced_is_named():
+def shouts(value):
+    print("loud")  # noqa: T201
+    return value * 2
+
+
+def decides(value):
+    return value * 2 if value.sum() > -1e9 else value
+
+
+def leaves_for_python(value):
+    return value * (2 if value.tolist() else 3)
+
+
+UNTRACEABLE = [shouts, decides, leaves_for_python]
+
+
+@pytest.mark.parametrize("edit", UNTRACEABLE)
+def test_an_edit_that_cannot_be_traced_is_named(edit):
     call, target, at = made(outer)
-
-    def shout(value):
-        print("loud")  # noqa: T201
-        return value * 2
-
-    with pytest.raises(th.EditError, match=r"(?s)shout at '_orig_mod.b1'.*opaque=True"):
-        with th.edit(target, {f"{at}b1": shout}):
+    with pytest.raises(th.EditError, match=rf"(?s){edit.__name__} at '_orig_mod.b1'.*opaque=True"):
+        with th.edit(target, {f"{at}b1": edit}):
             call(X)
     assert close(call(X), net()(X))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's, that it leaves the graph.
+@pytest.mark.parametrize("edit", UNTRACEABLE)
+def test_where_the_graph_may_be_left_an_edit_that_cannot_be_traced_is_made_outside(edit):
+    call, target, at = outer(net(), backend="eager")
+    call(X)
+    session = th.edit(target, {f"{at}b1": edit})
+    with session:
+        found = [call(X), call(X)]
+    with th.edit(net_ := net(), {"b1": lambda v: v * 2}):
+        wanted = net_(X)
+    assert all(close(each, wanted) for each in found)
+    assert session.compiled.breaks > 0
 
 
 @pytest.mark.parametrize("way", [outer, function])
