@@ -86,6 +86,19 @@ def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     assert graphs() - begun == once
 
 
+@pytest.mark.parametrize("way", MOST)
+def test_a_plan_that_is_opened_before_the_first_call_is_compiled_once_too(way):
+    call, target, at = made(way, "before the first call")
+    made_by_then = []
+    for _ in range(3):
+        with th.record(target, f"{at}b0.a"):
+            call(X)
+        made_by_then.append(graphs())
+    assert made_by_then == made_by_then[:1] * 3
+    call(X)
+    assert graphs() > made_by_then[0]
+
+
 def test_many_plans_do_not_use_up_what_dynamo_allows():
     call, target, at = made(itself)
     begun = graphs()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["entries", "entry", "is_guarded", "keep_out"]
 
 PLANS = 64  # of one module, whose compiled code is kept
+OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
 UNTRACED = (
     "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
     "alone, or let it run outside: th.edit(..., opaque=True)."
@@ -47,6 +48,7 @@ WRAPPED = 6  # At most so many wrappers of Dynamo's own around a backend.
 OWN_FILES.update({__file__, trace.__file__})
 
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
+_with_own_code: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
 
 
@@ -67,11 +69,13 @@ def entries(session: Session) -> dict[nn.Module, str]:
         module = find(model, path)
         if isinstance(module, OptimizedModule):
             found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
-        elif module is not None and (
-            _is_compiled(module) or (not path and (_was_compiled(module) or _asks_here(session)))
-        ):
+        elif module is not None and (_is_compiled(module) or (not path and _begins_at_top(session))):
             found.setdefault(module, path)
     return found
+
+
+def _begins_at_top(session: Session) -> bool:
+    return _asks_here(session) or _begins(session.model, session.plan_key)
 
 
 def is_guarded(session: Session) -> bool:
@@ -88,8 +92,23 @@ def _is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
+def _begins(module: nn.Module, plan: Any) -> bool:
+    """Whether compiled code is known to begin at a module, by ``torch.compile(module)`` for one: that leaves no mark.
+
+    A plan that was opened before it was known is compiled with the module's own code, and stays there.
+    """
+    known = _with_own_code.setdefault(module, set())
+    if plan in known:
+        return False
+    if _was_compiled(module):
+        return True
+    if len(known) < OWN_PLANS:
+        known.add(plan)
+    return False
+
+
 def _was_compiled(module: nn.Module) -> bool:
-    """Whether compiled code has begun at a module of this class, by ``torch.compile(module)`` for one."""
+    """Whether compiled code has begun at a module of this class."""
     if "forward" in module.__dict__:
         return False
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
@@ -114,7 +133,7 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
             known = callback
             found = [lane.session.reel for lane in tap.lanes if lane.session.reel is not None]
             reels = tuple(found) if replays(callback) else ()
-            run = _copy(tap, packs=bool(reels))
+            run = uncompiled(_copy, tap, packs=bool(reels))
         me = get_ident()
         for lane in tap.lanes:
             if lane.owner == me:
@@ -139,7 +158,8 @@ def _between(guards: Any, tap: Tap, body: Any, reels: Any, args: Any, kwargs: An
             told += 1
             uncompiled(guard.prepare, args, kwargs)
         # What they have prepared for is part of the plan.
-        value = _ran(tap, _copy(tap, packs=bool(reels)), body, reels, args, kwargs)
+        run = uncompiled(_copy, tap, packs=bool(reels))
+        value = _ran(tap, run, body, reels, args, kwargs)
     finally:
         for guard in reversed(guards[:told]):
             uncompiled(guard.after, tap.module, value)
