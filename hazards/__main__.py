@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.peers.environment import environment
-from hazards.apart import BROKEN, CANNOT, NOT_ASKED, RIGHT, WRONG
+from hazards.apart import BROKEN, CANNOT, RIGHT, WRONG
 from hazards.cases import CASES
 from hazards.elsewhere import ELSEWHERE
 from hazards.peers import PACKAGES
@@ -30,7 +30,6 @@ another way.
 - *loud*: an error or a warning, by its name; nobody is misled.
 - {WRONG}: a wrong answer without a word.
 - {CANNOT}: the tool has no way to express this.
-- {NOT_ASKED}: it may have one, and it was not asked.
 
 *Raw hooks* are PyTorch's own, as most people write them. *Baukit-style* is the tracer of forward hooks that
 interpretability code carries around. The other libraries are asked in the way of their own documentation; for
@@ -77,11 +76,11 @@ def kinds(verdicts: dict[str, str]) -> Counter[str]:
 
 def page(found: Verdicts) -> str:
     """The page."""
-    lines = [HEAD, "## Together", "", "| tool | right | loud | silently wrong | cannot express | not asked |"]
-    lines.append("|---|--:|--:|--:|--:|--:|")
+    lines = [HEAD, "## Together", "", "| tool | right | loud | silently wrong | cannot express |"]
+    lines.append("|---|--:|--:|--:|--:|")
     for name, verdicts in found.items():
         counts = kinds(verdicts)
-        numbers = (counts[kind] for kind in (RIGHT, "loud", "silently wrong", CANNOT, NOT_ASKED))
+        numbers = (counts[kind] for kind in (RIGHT, "loud", "silently wrong", CANNOT))
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     for section, cases in itertools.groupby(CASES, key=lambda case: case.section):
         lines += ["", f"## {section}", "", f"| case | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 
 from hazards.cases import CASES, Case
-from hazards.tools import NotAsked, Tool, Unable, torch_state
+from hazards.tools import Tool, Unable, torch_state
 
-__all__ = ["BROKEN", "CANNOT", "NOT_ASKED", "RIGHT", "WRONG", "judge", "judge_apart"]
+__all__ = ["BROKEN", "CANNOT", "RIGHT", "WRONG", "judge", "judge_apart"]
 
 SECONDS = 60.0
-RIGHT, WRONG, CANNOT, NOT_ASKED, BROKEN = "right", "**silently wrong**", "–", "·", "not imported"
+RIGHT, WRONG, CANNOT, BROKEN = "right", "**silently wrong**", "–", "not imported"
 
 
 def judge(tool: Tool, case: Case) -> str:
@@ -32,8 +32,6 @@ def judge(tool: Tool, case: Case) -> str:
             right = case.check(tool)
     except Unable:
         return CANNOT
-    except NotAsked:
-        return NOT_ASKED
     except ImportError:
         return BROKEN  # Ours, not the tool's.
     except Exception as error:  # noqa: BLE001  Whatever a tool raises is its answer.

@@ -103,6 +103,13 @@ ELSEWHERE = [
             ),
         ),
         (
+            "a recomputation under `no_grad` first, or one that ends early: which run has the gradient, and how often",
+            (
+                "tests/gradients/test_gradients_recomputed.py::test_every_point_has_the_gradient_of_the_run_without_checkpoints",
+                "tests/gradients/test_gradients_recomputed.py::test_edits_of_gradients_are_made_exactly_once",
+            ),
+        ),
+        (
             "a Hugging Face model with gradient checkpointing, edited",
             ("tests/engine/test_recompute.py::test_a_hugging_face_model_with_gradient_checkpointing",),
         ),
@@ -122,7 +129,25 @@ ELSEWHERE = [
         ),
         (
             "a stop inside a compiled region",
-            ("tests/compiled/test_sessions.py::test_a_stop_makes_the_graph_end_there",),
+            (
+                "tests/compiled/test_sessions.py::test_a_stop_makes_the_graph_end_there",
+                "tests/compiled/test_breaks.py::test_a_stop_in_a_compiled_function_leaves_its_graph",
+            ),
+        ),
+        (
+            "a first call under a dispatch mode leaves the code uncompiled",
+            ("tests/compiled/test_sessions.py::test_a_first_call_inside_a_session_leaves_nothing_uncompiled",),
+        ),
+        (
+            "what CUDA graphs give out is overwritten by their next replay",
+            (
+                "tests/compiled/test_inductor.py::test_cuda_graphs_do_not_rewrite_what_was_recorded",
+                "tests/compiled/test_pack.py::test_every_kind_of_point_is_what_it_was",
+            ),
+        ),
+        (
+            "what cannot be part of a whole graph is found out in the middle of a run",
+            ("tests/compiled/test_whole.py::test_it_is_said_at_the_start",),
         ),
         (
             "code that was compiled under hooks stays when they are gone",
@@ -133,6 +158,10 @@ ELSEWHERE = [
     ),
     *_all(
         "Life cycle",
+        (
+            "the `state_dict` of a hooked module, and shared memory",
+            ("tests/modes/test_copies.py::test_the_state_dict_and_shared_memory_know_nothing_of_a_session",),
+        ),
         (
             "a stop that never came is said",
             ("tests/engine/test_stop.py::test_a_stop_that_never_came_is_said",),
@@ -172,9 +201,12 @@ ELSEWHERE = [
             ),
         ),
         (
-            "source that is not there: typed at a prompt, `exec`, a wrapper that hides it",
+            "source that is not there: typed at a prompt, from stdin, `exec`, `.pyc` alone, C, a wrapper that hides it",
             (
                 "tests/sites/test_rewrite.py::test_a_forward_without_source_says_so",
+                "tests/sites/test_rewrite.py::test_what_is_read_from_stdin_or_typed_at_a_prompt_says_that_it_has_no_source",
+                "tests/sites/test_rewrite.py::test_a_module_of_which_there_is_only_compiled_code_says_so",
+                "tests/sites/test_rewrite.py::test_a_forward_that_is_no_python_function_says_so",
                 "tests/sites/test_rewrite.py::test_calls_inside_a_forward_without_source_are_found_as_they_are_made",
                 "tests/sites/test_rewrite.py::test_a_wrapper_that_hides_what_it_wraps_is_refused",
             ),
@@ -184,7 +216,9 @@ ELSEWHERE = [
             (
                 "tests/sites/test_rewrite.py::test_a_traceback_shows_the_users_own_lines",
                 "tests/sites/test_debuggers.py::test_the_debugger_stops_where_it_does_without_a_session",
-                "tests/sites/test_debuggers.py::test_a_line_counter_sees_the_lines_that_it_sees_without_a_session",
+                "tests/sites/test_debuggers.py::test_pdb_run_from_the_command_line_stops_on_the_users_line_and_prints_a_local",
+                "tests/sites/test_debuggers.py::test_coverage_counts_the_lines_that_it_counts_without_a_session",
+                "tests/sites/test_rewrite.py::test_a_warning_names_the_users_own_line",
             ),
         ),
         (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hazards.tools import TOOLS, Call, Change, NotAsked, Tool, Unable
+from hazards.tools import TOOLS, Call, Change, Tool, Unable
 
 __all__ = ["PACKAGES", "PEERS", "tool_called"]
 
@@ -162,9 +162,21 @@ class TorchLens(Peer):
         return torchlens.trace(model, list(call.args)).modules[name].out
 
     def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
-        raise NotAsked
+        return self._backward(model, call).modules[name].grad
 
-    input_gradient = gradient
+    def input_gradient(self, model: nn.Module, name: str, call: Call) -> Any:
+        traced = self._backward(model, call)
+        return traced[traced.modules[name].input_layers[0]].grad
+
+    @staticmethod
+    def _backward(model: nn.Module, call: Call) -> Any:
+        import torchlens
+
+        call.plainly_of(model)
+        wanted = torchlens.options.CaptureOptions(save_grads=True)
+        traced = torchlens.trace(model, list(call.args), capture=wanted)
+        traced.log_backward(call.loss(traced.reconstruct_output()))
+        return traced
 
     def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
         import torchlens
@@ -174,7 +186,14 @@ class TorchLens(Peer):
         return {name: traced.modules[name].out for name in names}
 
     def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
-        raise NotAsked
+        import torchlens
+
+        def edited(value: Any, *, hook: Any) -> Any:
+            return change(value)
+
+        call.plainly_of(model)
+        traced = torchlens.trace(model, list(call.args), intervene=torchlens.when(torchlens.module(name), edited))
+        return call.loss(traced.reconstruct_output())
 
 
 class Captum(Peer):

@@ -12,17 +12,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-__all__ = ["TOOLS", "Call", "Change", "NotAsked", "Raw", "Tenterhook", "Tool", "Unable", "same", "torch_state"]
+__all__ = ["TOOLS", "Call", "Change", "Raw", "Tenterhook", "Tool", "Unable", "same", "torch_state"]
 
 Change = Callable[[Any], Any]
 
 
 class Unable(Exception):
     """The tool has no way to do this."""
-
-
-class NotAsked(Exception):
-    """The tool may have a way to do this, and nobody has written down here how it is asked."""
 
 
 @dataclass(init=False)

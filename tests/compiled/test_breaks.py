@@ -166,3 +166,34 @@ def test_a_replay_of_a_model_that_must_be_one_graph_says_why_not():
         with pytest.raises(torch._dynamo.exc.Unsupported, match="whether a call is served"), th.replay(model, tape):
             call(X)
         assert close(call(X), model(X))
+
+
+@pytest.mark.parametrize("registered", ["before the session", "in it"])
+@pytest.mark.parametrize("way", [outer, itself])
+def test_hooks_of_others_on_the_module_that_is_compiled_come_first(way, registered):
+    model = net()
+    call, target, at = way(model, backend="eager")
+    wanted = call(X) * 3
+    if registered == "before the session":
+        model.register_forward_hook(lambda _m, _a, out: out * 3)
+    point = "_orig_mod" if at else ":return"
+    with th.record(target, point, f"{at}b1") as tape:
+        if registered == "in it":
+            model.register_forward_hook(lambda _m, _a, out: out * 3)
+        found = call(X)
+    assert close(found, wanted)
+    assert close(tape[point], wanted)
+    assert len(tape.calls(f"{at}b1")) == 1
+
+
+def test_hooks_of_others_on_a_module_that_must_be_one_graph_are_named():
+    model = net()
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    call(X)
+    model.register_forward_hook(lambda _m, _a, out: out * 3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="forward hooks of another library"):
+        with th.record(model, ":return"):
+            call(X)
+    with th.record(model, "b1") as tape:  # What is inside is not after them.
+        call(X)
+    assert len(tape.calls("b1")) == 1

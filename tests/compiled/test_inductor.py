@@ -108,6 +108,47 @@ def test_a_language_model_is_trained_with_its_gradients_recorded():
         torch.testing.assert_close(tape.grad[name], wanted.grad[name], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "block"), [(gpt2, "transformer.h.1"), (llama, "model.layers.1")], ids=["gpt2", "llama"]
+)
+def test_a_language_model_is_replayed_in_one_graph(make, block):
+    model = make()
+    model.set_attn_implementation("eager")
+    call = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        with th.record(model, replay=True) as tape:
+            model(input_ids=IDS, use_cache=False)
+        with th.edit(model, {block: th.scale(2.0)}):
+            wanted = model(input_ids=IDS, use_cache=False).logits
+        session = th.replay(model, tape)
+        with session, th.edit(model, {block: th.scale(2.0)}):
+            found = [call(input_ids=IDS, use_cache=False).logits for _ in range(2)]
+    for each in found:
+        torch.testing.assert_close(each, wanted, atol=1e-4, rtol=1e-3)
+    assert session.served.calls[block] == 2
+    assert session.compiled.graphs == 1
+    assert session.compiled.breaks == 0
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_another_way_when_it_is_compiled_is_replayed_from_a_compiled_run():
+    model, block = llama(), "model.layers.1"  # Transformers leave out its mask where nothing is traced.
+    call = torch.compile(model, backend="aot_eager")
+    with torch.no_grad(), th.edit(model, {block: th.scale(2.0)}):
+        wanted = model(input_ids=IDS).logits
+    for run, served in ((model, False), (call, True)):
+        with torch.no_grad():
+            with th.record(model, replay=True) as tape:
+                run(input_ids=IDS)
+            session = th.replay(model, tape)
+            with session, th.edit(model, {block: th.scale(2.0)}):
+                torch.testing.assert_close(call(input_ids=IDS).logits, wanted, atol=1e-5, rtol=1e-4)
+        assert (block in session.served.calls) is served
+        assert (block in session.served.computed) is not served
+        assert session.compiled.breaks == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -60,6 +60,17 @@ def test_every_kind_of_point_is_recorded_in_one_full_graph(way, opened):
         assert type(tape[at + name]) is type(wanted[name])
 
 
+def test_a_first_call_inside_a_session_leaves_nothing_uncompiled():
+    call, target, at = made(outer, "before the first call")
+    with th.record(target, f"{at}b0"):
+        call(X)
+    before = graphs()
+    assert close(call(X), net()(X))
+    assert graphs() == before + 1
+    call(X)
+    assert graphs() == before + 1
+
+
 @pytest.mark.parametrize("way", MOST)
 def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     call, target, at = made(way)
@@ -73,6 +84,19 @@ def test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code(way):
     assert once == (2 if way is child else 1)
     call(X)
     assert graphs() - begun == once
+
+
+@pytest.mark.parametrize("way", MOST)
+def test_a_plan_that_is_opened_before_the_first_call_is_compiled_once_too(way):
+    call, target, at = made(way, "before the first call")
+    made_by_then = []
+    for _ in range(3):
+        with th.record(target, f"{at}b0.a"):
+            call(X)
+        made_by_then.append(graphs())
+    assert made_by_then == made_by_then[:1] * 3
+    call(X)
+    assert graphs() > made_by_then[0]
 
 
 def test_many_plans_do_not_use_up_what_dynamo_allows():
@@ -254,17 +278,43 @@ def test_a_stop_makes_the_graph_end_there(way):
     assert close(call(X), net()(X))
 
 
-def test_an_edit_that_cannot_be_traced_is_named():
+def shouts(value):
+    print("loud")  # noqa: T201
+    return value * 2
+
+
+def decides(value):
+    return value * 2 if value.sum() > -1e9 else value
+
+
+def leaves_for_python(value):
+    return value * (2 if value.tolist() else 3)
+
+
+UNTRACEABLE = [shouts, decides, leaves_for_python]
+
+
+@pytest.mark.parametrize("edit", UNTRACEABLE)
+def test_an_edit_that_cannot_be_traced_is_named(edit):
     call, target, at = made(outer)
-
-    def shout(value):
-        print("loud")  # noqa: T201
-        return value * 2
-
-    with pytest.raises(th.EditError, match=r"(?s)shout at '_orig_mod.b1'.*opaque=True"):
-        with th.edit(target, {f"{at}b1": shout}):
+    with pytest.raises(th.EditError, match=rf"(?s){edit.__name__} at '_orig_mod.b1'.*opaque=True"):
+        with th.edit(target, {f"{at}b1": edit}):
             call(X)
     assert close(call(X), net()(X))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's, that it leaves the graph.
+@pytest.mark.parametrize("edit", UNTRACEABLE)
+def test_where_the_graph_may_be_left_an_edit_that_cannot_be_traced_is_made_outside(edit):
+    call, target, at = outer(net(), backend="eager")
+    call(X)
+    session = th.edit(target, {f"{at}b1": edit})
+    with session:
+        found = [call(X), call(X)]
+    with th.edit(net_ := net(), {"b1": lambda v: v * 2}):
+        wanted = net_(X)
+    assert all(close(each, wanted) for each in found)
+    assert session.compiled.breaks > 0
 
 
 @pytest.mark.parametrize("way", [outer, function])

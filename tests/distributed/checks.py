@@ -401,7 +401,8 @@ def part_name(part):
 
 def check_that_an_edit_of_one_stage_reaches_the_next():
     whole, part, schedule = pipeline(ScheduleGPipe)
-    with th.edit(part, {"1": th.zero()}) if dist.get_rank() == 0 else contextlib.nullcontext():
+    # Not zero(): what it gives takes part in no gradient, and PyTorch 2.12 refuses a stage that has none to send back.
+    with th.edit(part, {"1": th.scale(0.0)}) if dist.get_rank() == 0 else contextlib.nullcontext():
         found = run(schedule)
     if dist.get_rank() == 1:
         assert torch.allclose(found, torch.tanh(whole[2].bias).expand(4, 4))

@@ -67,6 +67,50 @@ def test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order
     assert differing(Handed(), torch.randn(4, 16), *points) == []
 
 
+class Used(nn.Module):
+    """A value that is handed on, with several uses of what is handed on, and others of its own."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.stem, self.same, self.too = nn.Linear(16, 16), nn.Identity(), nn.Identity()
+        self.a, self.b, self.c, self.combine = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), combine
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.combine(self, h, self.same(h))
+
+
+USES = {
+    "a residual after it": lambda m, h, later: m.a(later) * m.b(later) * m.c(later) + h * 3,
+    "a residual before it": lambda m, h, later: h * 3 + m.a(later) * m.b(later) * m.c(later),
+    "between them": lambda m, h, later: m.a(later) + m.c(h) * m.b(later),
+    "on both sides": lambda m, h, later: (m.a(h) + m.c(later)) * m.b(later) + h.sin(),
+    "two that hand on": lambda m, h, later: (m.a(m.too(h)) + m.c(later)) * m.b(later) + h.sin(),
+    "handed on twice": lambda m, h, later: (m.a(m.too(later)) + m.c(later)) * m.b(later) + h.sin() + h,
+}
+
+
+@pytest.mark.parametrize("points", [["**"], ["**", "**:in"]], ids=["outputs", "inputs too"])
+@pytest.mark.parametrize("uses", USES)
+def test_several_uses_of_what_is_handed_on_are_summed_in_the_order_of_the_plain_run(uses, points):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        assert differing(Used(USES[uses]), torch.randn(4, 16), *points) == []
+
+
+def test_what_is_recorded_of_such_a_sum_is_what_flows_on():
+    torch.manual_seed(0)
+    model, flowed = Used(USES["a residual after it"]), []
+    combine = model.combine
+    model.combine = lambda m, h, later: flowed.append(h.grad_fn) or combine(m, h, later)
+    with th.record(model, "**", grad=True) as tape:
+        loss = model(torch.randn(4, 16)).pow(2).sum()
+        handle = flowed.pop().register_prehook(lambda given: flowed.append(given[0]))
+        loss.backward()
+    handle.remove()
+    assert flowed[0].equal(tape.grad["stem"])
+
+
 def test_a_module_that_hands_on_what_another_handed_on_is_seen_as_one():
     model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Identity(), nn.Linear(3, 1))
     with th.record(model, "**", "**:in", grad=True) as tape:

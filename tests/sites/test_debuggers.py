@@ -3,7 +3,10 @@
 import bdb
 import inspect
 import io
+import json
+import os
 import pdb  # noqa: T100 - it is what is tested
+import subprocess
 import sys
 import trace
 
@@ -128,3 +131,87 @@ def test_a_line_counter_sees_the_lines_that_it_sees_without_a_session():
     assert within == plain
     assert {START + 1, START + 6, BENT} <= plain
     assert START + 5 not in plain, "the branch that is not taken"
+
+
+NET = """\
+import sys, torch
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        doubled = x * 2
+        if doubled.sum() < 0:
+            doubled = -doubled
+        pairs = [one + other for one, other in zip(doubled, x)]
+        return self.finish(torch.stack(pairs))
+
+    def finish(self, value):
+        bent = value.tanh()
+        return bent
+
+def run(*points):
+    model = Net()
+    if not points:
+        return model(torch.ones(2, 3))
+    import tenterhook as th
+    with th.record(model, *points):
+        return model(torch.ones(2, 3))
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
+"""
+INSIDE = (":doubled[0]", ":one", ":finish():bent")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(NET, encoding="utf-8")
+    return path
+
+
+def python(script, *arguments, given=""):
+    """What a Python of its own says."""
+    root = script.parent
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=root, input=given, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COVERAGE_FILE": str(root / ".coverage")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_pdb_run_from_the_command_line_stops_on_the_users_line_and_prints_a_local(script):
+    lines = [line.strip() for line in NET.splitlines()]
+    line, bent = lines.index("if doubled.sum() < 0:") + 1, lines.index("return bent") + 1
+    commands = ["p doubled.tolist()", "where", "next", "next", "p len(pairs)", "continue", "p bent.shape", "args"]
+    begin = [f"break net.py:{line}", f"break net.py:{bent}", "continue"]
+    said = python(script, "-m", "pdb", str(script), *INSIDE, given="\n".join([*begin, *commands, "continue", "quit\n"]))
+    assert f"net.py({line})forward()" in said
+    assert "-> if doubled.sum() < 0:" in said
+    assert "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]" in said
+    assert "-> return self.finish(torch.stack(pairs))" in said
+    assert f"net.py({bent})finish()" in said
+    assert "torch.Size([2, 3])" in said
+    assert "value = tensor(" in said
+
+
+def executed(script, *points, branches):
+    """The lines, and the branches, that coverage counts in the user's file."""
+    python(script, "-m", "coverage", "run", *branches, f"--include={script}", str(script), *points)
+    python(script, "-m", "coverage", "json", "-q", "-o", "found.json")
+    (found,) = json.loads((script.parent / "found.json").read_text(encoding="utf-8"))["files"].values()
+    return {key: found[key] for key in ("executed_lines", "missing_lines", "executed_branches") if key in found}
+
+
+@pytest.mark.parametrize("branches", [[], ["--branch"]], ids=["lines", "branches"])
+def test_coverage_counts_the_lines_that_it_counts_without_a_session(script, branches):
+    plain, within = executed(script, branches=branches), executed(script, *INSIDE, branches=branches)
+    own = range(5, 15)  # The lines of the model; those of run() differ by what they are to do.
+    for kind, found in plain.items():
+        first = [line[0] if isinstance(line, list) else line for line in found]
+        assert [each for each, line in zip(found, first, strict=True) if line in own] == [
+            each for each in within[kind] if (each[0] if isinstance(each, list) else each) in own
+        ]
+    assert {6, 9, 13} <= set(within["executed_lines"])
+    assert 8 in within["missing_lines"], "the branch that is not taken"

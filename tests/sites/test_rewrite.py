@@ -1,7 +1,9 @@
 """Every way a name is bound and every call, in a function that is rewritten and in all else stays what it was."""
 
+import contextlib
 import inspect
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -38,8 +40,8 @@ class Forms(Base):
             branch = -walrus
         for index, item in enumerate((x, plain)):
             branch = branch + index * item
-        with torch.autocast("cpu", enabled=False) as context:
-            inside = branch
+        with torch.autocast("cpu", enabled=False) as context, contextlib.nullcontext(branch) as held:
+            inside = held
         try:
             caught = inside.no_such_thing
         except AttributeError:
@@ -47,6 +49,9 @@ class Forms(Base):
         match caught:
             case torch.Tensor() as matched:
                 case = matched + 1
+        match (case, [case, x], {"a": x, "b": plain}):
+            case (one, [two, *rest_of_it], {"a": three, **mapped}):
+                summed = one + two + three + rest_of_it[0] + mapped["b"]
         self.cache = case
         self.table["x"] = case + self.__secret
         listed = [each * 2 for each in (x, plain)]
@@ -79,7 +84,10 @@ def by_hand(x):
     return {
         "plain": [plain], "annotated": [annotated], "first": [first], "second": [first], "nested[0]": [first],
         "nested[1]": [nested], "walrus": [walrus], "branch[0]": [walrus], "branch[2]": [walrus, last],
-        "item": [x, plain], "inside": [last], "caught[1]": [caught], "matched": [caught], "case": [case],
+        "item": [x, plain], "starred": [[first, first + 1]], "held": [last],
+        "inside": [last], "caught[1]": [caught], "matched": [caught], "case": [case],
+        "one": [case], "two": [case], "three": [x], "rest_of_it": [[x]], "mapped": [{"b": plain}],
+        "summed": [case + case + x + x + plain],
         "self.cache": [case], 'self.table["x"]': [case + 5.0], "each": [x, plain], "left": [x, plain],
         "right": [plain, x], "row": list(x), "value": [row + 1 for row in x], "deep": [x + 1],
         "called": [called], "squared": [x**2], "soft": [soft], "product": [soft @ soft.T], "other": [x],
@@ -100,6 +108,16 @@ def test_every_form_of_binding_and_call_is_recorded(name):
         model(X)
     found, expected = tape.calls(f":{name}"), by_hand(X)[name]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_arguments_and_what_is_returned_have_names_too():
+    model = Forms()
+    with th.record(model, ":x", ":rest", ":factor", ":further", ":in", ":return") as tape:
+        returned = model(X, X, factor=2.0, more=X)
+    assert torch.equal(tape[":x"], X)
+    assert torch.equal(tape[":in"], X)
+    assert torch.equal(tape[":return"], returned)
+    assert tape[":factor"] == 2.0
 
 
 def test_all_places_at_once_change_nothing():
@@ -193,6 +211,35 @@ def test_a_traceback_shows_the_users_own_lines():
     assert frame.line == "raise ValueError(y.shape)"
 
 
+def test_a_warning_names_the_users_own_line():
+    class Warns(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            warnings.warn("look here", stacklevel=1)
+            return y
+
+    model, line = Warns(), inspect.getsourcelines(Warns.forward)[1] + 2
+    with pytest.warns(UserWarning, match="look here") as caught, th.record(model, ":y"):
+        model(X)
+    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+
+
+def test_the_rewritten_function_keeps_what_a_function_has_beside_its_code():
+    from tenterhook.address.places import places
+    from tenterhook.sites.rewrite import rewritten
+
+    old = Forms.forward
+    tapped = [place for place in places(old.__code__, old.__qualname__) if place.name == "soft"]
+    new = rewritten(old, frozenset(tapped), frozenset(), None)
+    assert new.__code__ is not old.__code__
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__dict__"):
+        assert getattr(new, name) == getattr(old, name), name
+    assert new.__annotations__ == old.__annotations__
+    assert inspect.signature(new) == inspect.signature(old)
+    for name in ("co_name", "co_qualname", "co_filename", "co_firstlineno", "co_varnames", "co_argcount"):
+        assert getattr(new.__code__, name) == getattr(old.__code__, name), name
+
+
 def test_a_thousand_sessions_compile_once():
     from tenterhook.sites import rewrite
 
@@ -254,6 +301,70 @@ def test_a_forward_without_source_says_so():
     with th.record(model, ":x", ":return") as tape:
         model(X)
     assert torch.equal(tape[":return"], X + 1)
+
+
+ASKED = """
+import torch, tenterhook as th
+from torch import nn
+
+class Typed(nn.Module):
+    def forward(self, x):
+        y = x.exp() + 1
+        return y
+
+model = Typed()
+try:
+    th.record(model, ":y")
+except th.NoSource as error:
+    print("said:", error)
+
+with th.record(model, ":x", ":exp()", ":return") as tape:
+    _ = model(torch.zeros(2))
+
+print("recorded:", tape[":exp()"].tolist(), tape[":return"].tolist())
+"""
+
+
+@pytest.mark.parametrize("flags", [["-"], ["-i", "-q"]], ids=["stdin", "prompt"])
+def test_what_is_read_from_stdin_or_typed_at_a_prompt_says_that_it_has_no_source(flags):
+    import os
+    import subprocess
+    import sys
+
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, *flags], input=ASKED, capture_output=True, text=True, check=True, env=path)
+    assert "said: Typed.forward has no source that can be read" in done.stdout
+    assert "recorded: [1.0, 1.0] [2.0, 2.0]" in done.stdout
+
+
+def test_a_module_of_which_there_is_only_compiled_code_says_so(tmp_path, monkeypatch):
+    import importlib
+    import py_compile
+
+    source = tmp_path / "sourceless.py"
+    source.write_text(
+        "from torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        y = x; return y\n"
+    )
+    py_compile.compile(str(source), cfile=str(tmp_path / "sourceless.pyc"))
+    source.unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("sourceless").Model()
+    with untouched(model), pytest.raises(th.NoSource, match="no source"):
+        th.record(model, ":y")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # That scripts are a thing of the past.
+def test_a_forward_that_is_no_python_function_says_so():
+    built_in, scripted = nn.Identity(), torch.jit.script(nn.Linear(3, 3))
+    built_in.forward = torch.relu
+    with pytest.raises(th.AddressError, match="':y': nothing inside"):
+        th.record(scripted, ":y")
+    # C does not tell which arguments it takes, so that any name may be one.
+    with pytest.raises(th.NeverReached, match=":y"), th.record(built_in, ":y"):
+        built_in(X)
+    with th.record(built_in, ":return") as tape:
+        built_in(X)
+    assert torch.equal(tape[":return"], X.relu())
 
 
 def typed():

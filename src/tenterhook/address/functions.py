@@ -108,7 +108,19 @@ def handed_on(function: FunctionType, name: str) -> Callee | None:
 
 
 def _local_names(tree: ast.FunctionDef) -> set[str]:
-    return {target.id for node in walk(tree) for target in bound_names(node) if isinstance(target, ast.Name)}
+    """The variables that may hold a function: not those of a loop over what the module holds, which are its modules."""
+    nodes = [
+        node
+        for node in walk(tree)
+        if not (isinstance(node, ast.For | ast.comprehension) and _mentions_itself(node.iter, tree))
+    ]
+    return {target.id for node in nodes for target in bound_names(node) if isinstance(target, ast.Name)}
+
+
+def _mentions_itself(node: ast.expr, tree: ast.FunctionDef) -> bool:
+    names = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1]
+    attributes = (each.value for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return any(isinstance(owner, ast.Name) and owner.id in names for owner in attributes)
 
 
 def _calls_a_variable(node: ast.AST, local: set[str]) -> bool:

@@ -156,7 +156,7 @@ def _globbed(module: nn.Module, takes: Arguments, inner: Inner) -> list[Found]:
 
 def _inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> list[Found]:
     """Places inside ``forward``; a function that cannot be read is an error only where it was asked for literally."""
-    if type(module).forward is nn.Module.forward:
+    if getattr(type(module), "forward", None) is nn.Module.forward:  # The class of a script has none to show.
         return []
     try:
         asked: tuple[Any, ...] = (forward_of(module), type(module), inner, literal)

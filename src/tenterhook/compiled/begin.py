@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "dressed", "end", "is_used", "told", "waiting"]
+__all__ = ["begin", "dressed", "end", "is_used", "told", "uncompiled", "waiting"]
 
 _used = False
 
@@ -27,17 +27,33 @@ def is_used() -> bool:
     return _used
 
 
+def uncompiled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``torch._dynamo.disable`` does, in short: nothing of this is to be compiled."""
+    if not is_used():
+        return call(*args, **kwargs)
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    prior = set_eval_frame(None)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        set_eval_frame(prior)
+
+
 def begin(session: Session) -> None:
     """A session's lanes are planned: give it a reel, and a lane of its own wherever compiled code begins."""
-    from tenterhook.compiled.entry import entries, keep_out
+    from tenterhook.compiled.entry import entries, is_guarded, keep_out
     from tenterhook.compiled.reel import Reel
+    from tenterhook.compiled.whole import check
 
     keep_out()
     session.reel = Reel(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])
     session.entries = entries(session)
-    for module, path in session.entries.items():
-        session._lane(module, path)
+    if not is_guarded(session):  # It stands where it needs to, when it knows where that is.
+        for module, path in session.entries.items():
+            session._lane(module, path)
+    check(session)
 
 
 def _kind(action: Any) -> tuple[str, str]:
@@ -56,9 +72,11 @@ def dressed(tap: Tap, function: Any, general: Callable[[Any], Any]) -> Any:
     from tenterhook.compiled.entry import entry
     from tenterhook.compiled.plan import traced_forward
 
-    inlined = traced_forward(tap)
+    engine = general(tap)
+    inlined = traced_forward(tap, engine)
     if any(tap.module in lane.session.entries for lane in tap.lanes):
-        function = entry(tap, general(tap), inlined)
+        prepared = any(hasattr(lane.guard, "prepare") for lane in tap.lanes)
+        function = entry(tap, engine, traced_forward(tap, engine, begins=True) if prepared else inlined)
     function._torchdynamo_inline = inlined
     return function
 

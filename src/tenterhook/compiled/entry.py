@@ -23,33 +23,44 @@ from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_lis
 from torch._dynamo.exc import Unsupported
 
 from tenterhook.address.walk import find
+from tenterhook.compiled import trace
+from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import pack
-from tenterhook.engine.dispatch import OWN_FILES
+from tenterhook.compiled.plan import FOREIGN
+from tenterhook.engine.dispatch import OWN_FILES, global_forward_hooks
 from tenterhook.errors import EditError, Stopped
+from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.session import Session
 
-__all__ = ["entries", "entry", "keep_out"]
+__all__ = ["entries", "entry", "is_guarded", "keep_out"]
 
 PLANS = 64  # of one module, whose compiled code is kept
+OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
 UNTRACED = (
     "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
     "alone, or let it run outside: th.edit(..., opaque=True)."
 )
 STOPPED = "tenterhook stopped"
 WRAPPED = 6  # At most so many wrappers of Dynamo's own around a backend.
-OWN_FILES.add(__file__)
+OWN_FILES.update({__file__, trace.__file__})
 
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
+_with_own_code: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
 
 
 def entries(session: Session) -> dict[nn.Module, str]:
-    """The modules of a session's model at which compiled code begins, with their paths: those above its points."""
+    """The modules of a session's model at which compiled code begins, with their paths: those above its points.
+
+    Where calls are guarded, points come later, and may be anywhere.
+    """
     model = session.model
     paths = {""}
+    if is_guarded(session):
+        paths.update(path for path, _ in model.named_modules())
     for lane in session.lanes.values():
         steps = lane.path.split(".") if lane.path else []
         paths.update(".".join(steps[:length]) for length in range(1, len(steps) + 1))
@@ -58,21 +69,46 @@ def entries(session: Session) -> dict[nn.Module, str]:
         module = find(model, path)
         if isinstance(module, OptimizedModule):
             found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
-        elif module is not None and (_is_compiled(module) or (not path and (_was_compiled(module) or _stops(session)))):
+        elif module is not None and (_is_compiled(module) or (not path and _begins_at_top(session))):
             found.setdefault(module, path)
     return found
 
 
-def _stops(session: Session) -> bool:
-    return any(getattr(binding.action, "stops", False) for binding in session.bindings)
+def _begins_at_top(session: Session) -> bool:
+    return _asks_here(session) or _begins(session.model, session.plan_key)
+
+
+def is_guarded(session: Session) -> bool:
+    """Whether something stands around calls, to serve them or to write them down."""
+    return any(lane.guard is not None for lane in session.lanes.values())
+
+
+def _asks_here(session: Session) -> bool:
+    """Whether something has to be done where the model's own code begins: to raise a stop, to see what is served."""
+    return is_guarded(session) or any(getattr(binding.action, "stops", False) for binding in session.bindings)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
+def _begins(module: nn.Module, plan: Any) -> bool:
+    """Whether compiled code is known to begin at a module, by ``torch.compile(module)`` for one: that leaves no mark.
+
+    A plan that was opened before it was known is compiled with the module's own code, and stays there.
+    """
+    known = _with_own_code.setdefault(module, set())
+    if plan in known:
+        return False
+    if _was_compiled(module):
+        return True
+    if len(known) < OWN_PLANS:
+        known.add(plan)
+    return False
+
+
 def _was_compiled(module: nn.Module) -> bool:
-    """Whether compiled code has begun at a module of this class, by ``torch.compile(module)`` for one."""
+    """Whether compiled code has begun at a module of this class."""
     if "forward" in module.__dict__:
         return False
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
@@ -84,6 +120,9 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
     known: Any = None
     run: Callable[..., Any] = _run
     reels: tuple[Any, ...] = ()
+    hooks = tap.module._forward_hooks
+    hooked = trace.refused(FOREIGN, eager) if any(lane.edits_out or lane.looks_out for lane in tap.lanes) else inlined
+    guards: Any = [lane.guard for lane in tap.lanes if hasattr(lane.guard, "prepare")]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal known, run, reels
@@ -94,25 +133,50 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
             known = callback
             found = [lane.session.reel for lane in tap.lanes if lane.session.reel is not None]
             reels = tuple(found) if replays(callback) else ()
-            run = _copy(tap, packs=bool(reels))
+            run = uncompiled(_copy, tap, packs=bool(reels))
         me = get_ident()
         for lane in tap.lanes:
             if lane.owner == me:
                 break
         else:
             return _apart(eager, self, args, kwargs)
-        try:
-            value = run(self, inlined, reels, args, kwargs)
-        except Unsupported as error:
-            named = _named(tap, error)
-            if named is None:
-                raise
-            raise named from error
-        if type(value) is str and value == STOPPED:
-            raise Stopped(next(lane.session for lane in tap.lanes if lane.session.done))
-        return value
+        # Dynamo does not look for hooks that came after the session.
+        body = hooked if hooks or global_forward_hooks else inlined
+        if not guards:
+            return _ran(tap, run, body, reels, args, kwargs)
+        return _between(guards, tap, body, reels, args, kwargs)
 
     return forward
+
+
+def _between(guards: Any, tap: Tap, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+    """A run that guards have to be told of, before it and after."""
+    value: Any = MISSING
+    told = 0
+    try:
+        for guard in guards:
+            told += 1
+            uncompiled(guard.prepare, args, kwargs)
+        # What they have prepared for is part of the plan.
+        run = uncompiled(_copy, tap, packs=bool(reels))
+        value = _ran(tap, run, body, reels, args, kwargs)
+    finally:
+        for guard in reversed(guards[:told]):
+            uncompiled(guard.after, tap.module, value)
+    return value
+
+
+def _ran(tap: Tap, run: Any, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        value = run(tap.module, body, reels, args, kwargs)
+    except Unsupported as error:
+        named = _named(tap, error)
+        if named is None:
+            raise
+        raise named from error
+    if type(value) is str and value == STOPPED:
+        raise Stopped(next(lane.session for lane in tap.lanes if lane.session.done))
+    return value
 
 
 def replays(callback: Any) -> bool:

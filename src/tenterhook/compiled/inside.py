@@ -7,10 +7,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch._dynamo
-
 from tenterhook.address.functions import forward_of
-from tenterhook.compiled.trace import at_place
+from tenterhook.compiled.trace import Untraceable, at_place
 from tenterhook.engine.inside import Node
 from tenterhook.sites.rewrite import rebuilt, rewritten
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedNode", "body_of"]
 
-UNKNOWN = "tenterhook: a function that is entered was called through something that hides it"
 NO_SOURCE = "tenterhook: operations of a function without source are watched one by one"
 
 
@@ -41,10 +38,6 @@ class TracedNode:
         for part, index, step in self.places[place]:
             value = at_place(part, index, step, value)
         return value
-
-    def each(self, place: Any, values: Any) -> Any:
-        """The values that a comprehension goes through."""
-        return [self.value(place, value) for value in values]
 
     def enter(self, place: Any, function: Any) -> Any:
         """A function is about to be called."""
@@ -68,7 +61,7 @@ def body_of(tap: Tap, parts: tuple[Part, ...]) -> Callable[..., Any]:
             node.add(part.lane, binding)
             steps[binding] = (part, index, part.inner[index])
     if not node.rewrites:
-        return _watched(tap.original)
+        raise Untraceable(NO_SOURCE)
     return rebuilt(tap.original, function, _made(node, steps))  # type: ignore[no-any-return]
 
 
@@ -84,14 +77,6 @@ def _made(node: Node, steps: dict[Any, Any]) -> Any:
     }
     hands = TracedNode(places, below)
     return rewritten(node.function, frozenset(node._tapped), frozenset(node._entered), hands)
-
-
-def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.graph_break(msg=NO_SOURCE)
-        return original(*args, **kwargs)
-
-    return forward
 
 
 def _never(_lane: Any) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tenterhook.compiled.inside import body_of
 from tenterhook.compiled.opaque import Called
-from tenterhook.compiled.trace import TracedContext, passed, recorded, refused, traced
+from tenterhook.compiled.served import UNDECIDED, served
+from tenterhook.compiled.trace import TracedContext, Untraceable, passed, recorded, refused, traced
 from tenterhook.engine.action import Context
 from tenterhook.engine.dispatch import global_forward_hooks
 from tenterhook.sites.parameter import Swap
@@ -17,19 +18,14 @@ if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
 
-__all__ = ["Part", "Step", "Untraceable", "traced_forward"]
+__all__ = ["FOREIGN", "Part", "Step", "part_of", "traced_forward"]
 
 FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
 FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
-GUARDED = "tenterhook: whether a call is served is decided as it is made"
 GATHERED = "tenterhook: gather=True puts values together over processes"
-
-
-class Untraceable(Exception):
-    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
 
 
 class Step:
@@ -119,14 +115,14 @@ class Part:
     """What one session does at one module. The tracer reads none of ``lane``, ``bound``, ``recorder``, ``running``."""
 
     __slots__ = (
-        "bound", "edits_in", "edits_out", "inner", "key", "lane", "looks_in", "looks_out", "recorder", "reel",
+        "bound", "cue", "edits_in", "edits_out", "inner", "key", "lane", "looks_in", "looks_out", "recorder", "reel",
         "running", "swaps",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, reel: Reel) -> None:
-        if lane.guard is not None:
-            raise Untraceable(GUARDED)
         self.reel, self.lane, self.bound = reel, lane, Bound(lane)
+        ahead = getattr(lane.guard, "ahead", None)
+        self.cue = ahead.cues.get(lane.module) if ahead is not None else None
         self.running: list[int] = []
         self.edits_in = tuple([(place, Step(binding, lane)) for place, binding in lane.edits_in])
         self.looks_in = tuple([(place, Step(binding, lane)) for place, binding in lane.looks_in])
@@ -142,12 +138,14 @@ class Part:
     def empty(self) -> bool:
         """Whether nothing is asked for."""
         edits = self.edits_in or self.edits_out or self.swaps
-        return not (edits or self.looks_in or self.inner or self.looks_out)
+        return not (edits or self.looks_in or self.inner or self.looks_out or self.cue)
 
     @property
     def only_output(self) -> bool:
         """Whether all that is asked for is the output, of every call and as it is."""
-        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or len(self.looks_out) != 1:
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.cue is not None:
+            return False
+        if len(self.looks_out) != 1:
             return False
         step = self.looks_out[0]
         return step.plain and not step.gradient and not step.stops and self.bound.looks_out[0].point.call is None
@@ -167,23 +165,40 @@ def _exchanged(swap: Any, lane: Lane, reel: Reel) -> Exchanged:
     return known
 
 
-def traced_forward(tap: Tap) -> Callable[..., Any]:
-    """What Dynamo shall see in place of a tap's forward."""
+def traced_forward(tap: Tap, engine: Callable[..., Any], *, begins: bool = False) -> Callable[..., Any]:
+    """What Dynamo shall see in place of a tap's forward.
+
+    ``engine`` does what cannot be traced. ``begins`` says that compiled code begins here, so that what has to be done
+    before it runs was done.
+    """
     try:
-        parts = tuple([part for part in map(_part, tap.lanes) if not part.empty])
-        body = body_of(tap, parts)
+        parts = tuple([part for part in map(part_of, tap.lanes) if not part.empty])
+        body = _served(tap, body_of(tap, parts), begins=begins)
     except Untraceable as error:
-        return refused(str(error), tap.original)
+        return refused(str(error), engine)
     if not parts:
         return passed(tap.module, tap.original)
     if tap.module._forward_hooks or global_forward_hooks:
-        return refused(FOREIGN, tap.original)
+        return refused(FOREIGN, engine)
     if len(parts) == 1 and parts[0].only_output:
         return recorded(tap.module, tap.original, parts[0])
     return traced(tap.module, body, parts)
 
 
-def _part(lane: Lane) -> Any:
+def _served(tap: Tap, body: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
+    """The module's forward, or what replays serve in its place."""
+    for lane in tap.lanes:
+        guard, cue = lane.guard, lane.part.cue
+        if guard is None:
+            continue
+        if cue is None or (hasattr(guard, "prepare") and not begins):
+            raise Untraceable(UNDECIDED)
+        body = served(lane.part, cue, body)
+    return body
+
+
+def part_of(lane: Lane) -> Any:
+    """What is traced of a lane, or why nothing can be."""
     if lane.part is None:
         if lane.session.reel is None:
             raise Untraceable(LATER)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.utils import counters
 
 from tenterhook._tree import map_tensors, tensors
+from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import follow, route, unpacked
 from tenterhook.engine.action import Context
 from tenterhook.sites.module import MISSING
@@ -95,6 +95,11 @@ class Reel:
         self.parts[key] = part
         return key
 
+    def forget(self, part: Part | None) -> None:
+        """A part is no more; another may have its name."""
+        if part is not None:
+            self.parts.pop(part.key, None)
+
     def take(self) -> None:
         """Hand what a graph has brought to the session's actions, as if each value had just passed."""
         chain, self.chain = self.chain, ()
@@ -151,14 +156,10 @@ class Reel:
 
 
 def _rung(reel: Reel) -> None:
-    # What torch._dynamo.disable does, in short: nothing of this is to be compiled.
-    prior = set_eval_frame(None)
     try:
-        reel.take()
+        uncompiled(reel.take)
     except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
-    finally:
-        set_eval_frame(prior)
 
 
 def _made() -> tuple[int, int]:
@@ -242,11 +243,24 @@ def _exchanged(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
     _mark((part.bound.swapped[values],), (True,))
 
 
+def _served(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
+    """A call was served, if what it was given proves to be what it was."""
+    part.lane.guard.ahead.was_served(part.cue.path, values)  # type: ignore[union-attr]
+
+
+def _computed(part: Part, values: Any, token: int) -> None:  # noqa: ARG001
+    """A call could not be served, for this reason."""
+    part.lane.guard.ahead.was_computed(part.cue.path, values)  # type: ignore[union-attr]
+
+
 def _nothing(part: Part, values: Any, token: int) -> None:
     """Gradients were counted."""
 
 
-_PHASES = {"one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged}
+_PHASES = {
+    "one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged,
+    "served": _served, "computed": _computed,
+}  # fmt: skip
 
 
 def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:

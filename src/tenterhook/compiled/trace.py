@@ -24,11 +24,15 @@ from tenterhook.sites.module import MISSING
 if TYPE_CHECKING:
     from tenterhook.compiled.plan import Part, Step
 
-__all__ = ["TracedContext", "at_place", "refused", "traced"]
+__all__ = ["TracedContext", "Untraceable", "at_place", "refused", "traced"]
 
 EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
 WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
 KIND = "tenterhook: an edit changed the kind of a value"
+
+
+class Untraceable(Exception):
+    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
 
 
 class TracedContext:
@@ -40,12 +44,12 @@ class TracedContext:
         self.address, self.module = address, module
 
 
-def refused(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def refused(reason: str, engine: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         torch._dynamo.graph_break(msg=reason)
-        return original(*args, **kwargs)
+        return engine(*args, **kwargs)  # It gets here where compiled code begins; elsewhere Dynamo calls the engine.
 
     return forward
 

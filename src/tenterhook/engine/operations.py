@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
 
+from tenterhook.compiled.begin import uncompiled
+
 if TYPE_CHECKING:
     from tenterhook.engine.inside import Node
 
@@ -29,7 +31,7 @@ def watched(node: Node, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Operations(node, code):
-            return original(*args, **kwargs)
+            return uncompiled(original, *args, **kwargs)  # In a graph no operation is seen.
 
     return forward
 

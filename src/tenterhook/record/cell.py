@@ -17,10 +17,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
+from tenterhook.record.order import corrected, keeps_layout, noted
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
-__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
+__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "passes", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -41,17 +42,7 @@ def let_free(gradient: Tensor) -> Tensor:
     The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
     those may have other strides, and convolutions choose their kernel by them.
     """
-    shape = gradient.shape
-    if 1 in shape:
-        whole, within = gradient.numel(), False
-        if shape[0] == 1 and 1 not in shape[1:] and gradient.stride(0) == whole:
-            return gradient  # One example alone: the most frequent case, told apart quickly.
-        for size, stride in zip(shape, gradient.stride(), strict=True):
-            if size != 1:
-                within = True
-            elif within or stride != whole:
-                return gradient.clone()
-    return gradient
+    return gradient if keeps_layout(gradient) else gradient.clone()
 
 
 class Cell:
@@ -61,6 +52,7 @@ class Cell:
     shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
     why = ""
     edges: tuple[Edge, ...] = ()  # How far a backward pass must come for the hooks to catch it all.
+    aliases: tuple[Any, ...] = ()  # Operations that were put into the graph for it, beside those of its edges.
     tasks: dict[Path, int] | None = None
     leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
     kept: tuple[Tensor, int] | None = None  # A view's memory, and its version as it was recorded.
@@ -105,7 +97,7 @@ class Cell:
         if 1 in gradient.shape:
             gradient = let_free(gradient)
         self.parts[path] = [(gradient, gradient._version)]
-        self.spent, self.edges = True, ()
+        self.release()
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Take one of several shares of a pass, and add them up in the order in which the engine would."""
@@ -129,7 +121,7 @@ class Cell:
 
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
-        self.spent, self.edges = True, ()
+        self.spent, self.edges, self.aliases = True, (), ()
 
 
 class Catch:
@@ -143,14 +135,17 @@ class Catch:
     def __init__(self, cell: Cell, path: Path) -> None:
         self._find, self._path = ref(cell), path
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         cell = self._find()
         if cell is None or cell.silent:
-            return
+            return None
+        new = corrected(cell, gradient) if noted else None
+        gradient = gradient if new is None else new
         if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:
             cell.take_only(self._path, gradient)
+        return new
 
 
 class CatchView(Catch):
@@ -162,10 +157,13 @@ class CatchView(Catch):
         super().__init__(cell, path)
         self._place = cell.hold(place)
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         cell, place = self._find(), self._place()
-        if cell is not None and place is not None and not place.changed:
-            cell.add(self._path, gradient)
+        if cell is None or place is None or place.changed:
+            return None
+        new = corrected(cell, gradient) if noted else None
+        cell.add(self._path, gradient if new is None else new)
+        return new
 
 
 class CatchPart(CatchView):
@@ -192,14 +190,17 @@ class CatchKept(Catch):
 
     __slots__ = ()
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         cell = self._find()
         if cell is None or cell.kept is None or cell.kept[0]._version != cell.kept[1]:
-            return
+            return None
+        new = corrected(cell, gradient) if noted else None
+        gradient = gradient if new is None else new
         if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
             cell.add(self._path, gradient)
         else:
             cell.take_only(self._path, gradient)
+        return new
 
 
 class CatchBase(Catch):
@@ -289,6 +290,17 @@ def edge_of(tensor: Tensor) -> Edge:
     if node is None or isinstance(node, PythonNode):
         return get_gradient_edge(tensor)
     return node, tensor.output_nr
+
+
+def passes() -> int:
+    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
+    numbers: list[int] = []
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        top = leaf * 1
+    top.register_hook(lambda _: numbers.append(graph_task()))
+    torch.autograd.grad(top, leaf)
+    return numbers[0]
 
 
 def _sum(found: list[tuple[Tensor, int]]) -> Tensor:

@@ -4,8 +4,8 @@ An output's gradient is caught by a tensor hook, which stays with the value that
 changed in place, views included (see :mod:`tenterhook.sites.tensor`). A module that returns what it was given, such as
 ``nn.Identity``, shares that tensor with others, so its output is handed on as an alias with a place of its own in the
 graph. That is the one thing that recording adds to a graph. What comes back over the alias is passed on at once, so
-that sums are formed in their own order; where the alias has several uses and the shared tensor has others, they may be
-grouped otherwise.
+that sums are formed in their own order; where the alias has several uses and the shared tensor has others, see
+:mod:`tenterhook.record.order`.
 
 An input's gradient *through this module* is what the operations inside the module hand back to it. Those are found by
 walking the graph from the module's outputs to the input, once per call.
@@ -33,11 +33,12 @@ from tenterhook.record.cell import (
     Cell,
     PythonNode,
     edge_of,
-    graph_task,
+    passes,
     watch,
     watch_kept,
     watch_leaf,
 )
+from tenterhook.record.order import note
 from tenterhook.record.tape import View
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
@@ -75,7 +76,7 @@ class Gradients(View):
 
     def begin(self) -> None:
         """The session opens: note the time, as the engine counts it."""
-        self._begun = _passes()
+        self._begun = passes()
 
     def end(self) -> None:
         """The session is over: let go of every graph that a backward pass has used up."""
@@ -100,7 +101,7 @@ class Gradients(View):
 
     def _missing(self, address: str) -> GradientError:
         caught = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
-        if caught or (self._begun is not None and _passes() > self._begun + 1):
+        if caught or (self._begun is not None and passes() > self._begun + 1):
             return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
         text = f"there is no gradient of {address!r} yet: backward() has not run."
         return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
@@ -185,7 +186,8 @@ class OutputGradient(_Gradient):
         if node is None or self._whole or isinstance(node, PythonNode):
             return None
         number: int = node._sequence_nr()
-        if number < since or AT_ONCE <= number < AT_ONCE + since:  # A module that hands its input on.
+        handed_on = number < since or AT_ONCE <= number < AT_ONCE + since
+        if handed_on:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell: Cell = new_cell(Cell)
@@ -194,6 +196,8 @@ class OutputGradient(_Gradient):
         if type(value) is tuple:
             cell.shape, path = (None,) * len(value), (0,)
         self.entries[call] = cell
+        if handed_on:
+            note(cell)
         base = tensor._base
         if base is not None and base.grad_fn is not None:
             watch_kept(cell, path, tensor, node, base, kept)
@@ -231,6 +235,7 @@ class OutputGradient(_Gradient):
             return None
         alias = own_alias(tensor)
         watch(cell, path, alias)
+        note(cell)
         return alias
 
 
@@ -323,6 +328,8 @@ class InputGradientOut:
                 # Handed on: what comes back to this output is the input's, and an alias keeps it apart from the rest.
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
+                entered.cell.aliases += (own.grad_fn,)
+                note(entered.cell)
             outputs.append(own)
         _hook_shares(entered, outputs)
         return value
@@ -393,14 +400,3 @@ def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[
             cell.gather(path, place.take(gradient))
 
     return caught
-
-
-def _passes() -> int:
-    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
-    numbers: list[int] = []
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True, device="cpu")
-        top = leaf * 1
-    top.register_hook(lambda _: numbers.append(graph_task()))
-    torch.autograd.grad(top, leaf)
-    return numbers[0]

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook._tree import map_tensors, tensors
+from tenterhook.compiled.cue import GRADIENTS, UNLIKE
+from tenterhook.replay.ahead import Ahead
 from tenterhook.replay.script import Call, Kept, Run, alike, differ, of_one_kind, same_content
 from tenterhook.replay.state import OTHER_STATE, moved, version
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import MISSING
 
 __all__ = ["Served", "Server"]
-
-GRADIENTS = "gradients are on and it takes part in them: call the model under torch.no_grad()"
 
 
 class Served(Drawn):
@@ -71,7 +71,9 @@ class Server:
         # Comparisons that are taken for equal until someone looks, where that was asked for.
         self.doubts: list[Tensor] | None = None
         self.run: Run | None = None
+        self.minds_gradients = False
         self._copy = facts(model).in_place
+        self.ahead = Ahead(self, model, copies=self._copy)
         self._counts: dict[nn.Module, int] = {}
         # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one. They are
         # known by where they lie, so that another view of the same is known too.
@@ -85,7 +87,7 @@ class Server:
         self._moved = moved(run.shared) if run is not None else set()
         self._counts.clear()
         self._known.clear()
-        self._grad = torch.is_grad_enabled() and not self._gradients
+        self.minds_gradients = torch.is_grad_enabled() and not self._gradients
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run is None:
@@ -95,7 +97,7 @@ class Server:
         call = self.run.calls.get((module, index))
         if call is None:
             return MISSING
-        why = call.why or self._obstacle(call, args, kwargs)
+        why = call.why or self.obstacle(call, (args, kwargs))
         if why:
             self.served.compute(call.path, why)
             return MISSING
@@ -108,19 +110,20 @@ class Server:
 
     # -- whether ------------------------------------------------------------------------------------------------------
 
-    def _obstacle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def obstacle(self, call: Call, live: tuple[Any, Any] | None = None) -> str:
+        """What forbids to serve a call; without ``live``, what it is given, all of it that is known beforehand."""
         run, given, gave = self.run, call.given, call.gave
         assert run is not None and given is not None and gave is not None  # noqa: S101, PT018
         together = run.together(call.module)
-        if self._grad and (together.needs_gradient or _require_gradients(args, kwargs)):
+        if self.minds_gradients and (together.needs_gradient or _require_gradients(live)):
             return GRADIENTS
         why = together.obstacle()
         if why or (self._moved and any(own.module in self._moved for own in run.below(call.module))):
             return why or OTHER_STATE
         if gave.changed or given.changed:
             return "what was recorded of it has been changed in place since"
-        if not self.matches(given, (args, kwargs)):
-            return "it is given something else than in the recorded run"
+        if live is not None and not self.matches(given, live):
+            return UNLIKE
         return ""
 
     def matches(self, given: Kept, live: Any) -> bool:
@@ -187,5 +190,5 @@ def _where(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(tensor.requires_grad for _, tensor in tensors((args, kwargs)))
+def _require_gradients(given: Any) -> bool:
+    return any(tensor.requires_grad for _, tensor in tensors(given))

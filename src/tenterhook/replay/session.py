@@ -58,8 +58,8 @@ class Replay(Session):
         self.script = script if script is not None else Script(model)
         self.served = Served()
         self.server = Server(self.served, model, gradients=grad)
-        self._learns, self._verify = script is None, verify
-        self._plans: dict[Any, tuple[dict[nn.Module, str], list[tuple[str, str]]]] = {}
+        self.learns, self._verify = script is None, verify
+        self._plans: dict[Any, tuple[dict[nn.Module, str], list[tuple[str, str]], float]] = {}
         self._standing: dict[nn.Module, str] | None = None
         self._scribe: Scribe | None = None
         self._strange = 0
@@ -87,7 +87,7 @@ class Replay(Session):
 
     def _say_what_was_missed(self) -> None:
         super()._say_what_was_missed()
-        if not self.served.runs or len(self.served) or (self._learns and self.served.runs == 1):
+        if not self.served.runs or len(self.served) or (self.learns and self.served.runs == 1):
             return
         if self._strange == self.served.runs:
             raise ReplayError(OTHER_INPUTS)
@@ -100,13 +100,18 @@ class Replay(Session):
 
     # -- a run of the whole model -------------------------------------------------------------------------------------
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model is called: find the recorded run, and stand where its calls can be served."""
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ahead: bool) -> Any:
+        """The model is called: find the recorded run, and stand where its calls can be served.
+
+        ``ahead``: compiled code is to run, and has to be told beforehand.
+        """
         self.served.runs += 1
+        if ahead:
+            self.server.ahead.reset(serves=False)
         run = self._find(args, kwargs)
         others = [each for each in open_here() if each is not self]
         if run is None:
-            if self._learns:
+            if self.learns:
                 self._learn()
                 return self._scribe.before(self.model, args, kwargs) if self._scribe is not None else MISSING
             self._strange += 1
@@ -117,17 +122,25 @@ class Replay(Session):
         if why:
             self.served.compute("", why)
             return MISSING
-        self._stand(run, others)
+        limit = self._stand(run, others)
         self.server.begin(run)
+        if ahead:
+            self.server.ahead.decide(self._standing or (), limit)
+        return MISSING
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the whole call gave, where it can be served."""
         return self.server.before(self.model, args, kwargs) if self.model in (self._standing or ()) else MISSING
 
     def end(self, value: Any) -> None:
         """The model's call is over."""
         self.server.begin(None)
+        self.server.ahead.reset(serves=None)
         if self._scribe is not None:
             scribe, self._scribe = self._scribe, None
             scribe.after(self.model, value)
             self._leave()
+        self.server.ahead.settle()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
         self.server.begin(None)
@@ -139,22 +152,25 @@ class Replay(Session):
 
     # -- where it stands ----------------------------------------------------------------------------------------------
 
-    def _stand(self, run: Run, others: list[Session]) -> None:
-        """Have a guard at each module whose calls are to be served, given what other sessions do."""
+    def _stand(self, run: Run, others: list[Session]) -> float:
+        """Have a guard at each module whose calls are to be served, given what other sessions do; tells until when."""
         lanes = [lane for each in others for lane in each.lanes.values()]
         key = (run, *map(_what, lanes))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = frontier(run, lanes)
-        found, passed_over = plan
+            plan = self._plans[key] = (*frontier(run, lanes), first_edit(run, lanes))
+        found, passed_over, limit = plan
         for path, why in passed_over:
             self.served.compute(path, why)
         if found is not self._standing:
             self._leave()
             for module, path in found.items():
                 if module is not self.model:
+                    self.server.ahead.cue(module, path)
                     self._guard(module, path, self.server)
             self._standing = found
+            self.plan_key = tuple(found.values())
+        return limit
 
     def _learn(self) -> None:
         """Write this run's script, in the place of an earlier one."""
@@ -176,6 +192,8 @@ class Replay(Session):
         self._standing = None
         for module in [module for module in self.lanes if module is not self.model]:
             lane = self.lanes.pop(module)
+            if self.reel is not None:
+                self.reel.forget(lane.part)
             lane.rest()
             detach(lane)
 
@@ -185,10 +203,22 @@ class _Root:
 
     def __init__(self, session: Replay) -> None:
         self._session, self._depth = session, 0
+        self.ahead = session.server.ahead
+        self.ahead.cue(session.model, "")
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compiled code is about to run."""
+        self._depth += 1
+        if self._depth == 1:
+            self._session.begin(args, kwargs, ahead=True)
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
-        return self._session.begin(args, kwargs) if self._depth == 1 else MISSING
+        if self._depth > 1:
+            return MISSING
+        ahead = any(module is not self._session.model for module in self._session.entries)
+        scribed = self._session.begin(args, kwargs, ahead=ahead)
+        return self._session.serve(args, kwargs) if scribed is MISSING else scribed
 
     def after(self, _module: nn.Module, value: Any) -> None:
         self._depth -= 1

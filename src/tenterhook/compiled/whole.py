@@ -1,0 +1,82 @@
+"""Graphs that must be whole: what cannot be part of one is said as a session starts, not in the middle of a run.
+
+That a graph must be whole (``fullgraph=True``) is known where the session is opened on what ``torch.compile`` gave, or
+on a model with ``compile()``. Where a model is compiled beside the session, PyTorch says it at the first call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch._dynamo import eval_frame, trace_rules
+from torch._dynamo.eval_frame import OptimizedModule
+
+from tenterhook.address.walk import find
+from tenterhook.compiled.inside import NO_SOURCE
+from tenterhook.compiled.plan import FOREIGN, part_of
+from tenterhook.compiled.trace import Untraceable
+from tenterhook.engine.dispatch import global_forward_hooks
+from tenterhook.errors import SessionError
+
+if TYPE_CHECKING:
+    from tenterhook.engine.install import Lane
+    from tenterhook.engine.session import Session
+
+__all__ = ["check"]
+
+WHOLE = (
+    "{what} lies in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
+    "Compile the model without fullgraph=True, and the graph is left there; or do this where it is not compiled: under "
+    "torch.compiler.set_stance('force_eager')."
+)
+STOPS = "a stop leaves the graph of a module of PyTorch's own as an exception, and no exception can leave a whole graph"
+WRITTEN = "the calls of a run are written down as they are made, for a replay"
+
+
+def check(session: Session) -> None:
+    """Raise if something of a session cannot be part of a graph that must be whole."""
+    if eval_frame._stance.stance == "force_eager":  # Nothing is compiled for the time being.
+        return
+    whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
+    if whole and getattr(session, "learns", False):
+        raise SessionError(WHOLE.format(what="what is to be served", why=WRITTEN))
+    for path, outer in whole:
+        for lane in session.lanes.values():
+            why = _why_not(lane, outer) if not path or f"{lane.path}.".startswith(f"{path}.") else None
+            if why is not None:
+                what = repr(lane.path) if lane.path else "the model itself"
+                raise SessionError(WHOLE.format(what=what, why=why.removeprefix("tenterhook: ")))
+
+
+def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
+    """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
+    outer = find(session.model, path.removesuffix("_orig_mod").removesuffix("."))
+    if isinstance(outer, OptimizedModule):
+        return [outer] if _is_whole(outer.dynamo_ctx) else []
+    call: Any = module.__dict__.get("_compiled_call_impl")
+    names = call.__code__.co_freevars if call is not None else ()
+    found = "self" in names and _is_whole(call.__closure__[names.index("self")].cell_contents)
+    return [module] if found else []
+
+
+def _is_whole(settings: Any) -> bool:
+    return bool(getattr(settings, "fullgraph", False))
+
+
+def _why_not(lane: Lane, outer: nn.Module) -> str | None:
+    """Why what is asked for at a module cannot be traced."""
+    try:
+        part = part_of(lane)
+    except Untraceable as error:
+        return str(error)
+    if lane.guard is not None and part.cue is None:
+        return WRITTEN
+    if (lane.edits_out or lane.looks_out) and (lane.module._forward_hooks or global_forward_hooks):
+        return FOREIGN
+    if any(binding.point.spot is not None and binding.point.spot.operation for binding in lane.inner):
+        return NO_SOURCE
+    bindings = (*lane.looks_out, *lane.inner, *(binding for _, binding in lane.looks_in))
+    stops = any(getattr(binding.action, "stops", False) for binding in bindings)
+    inlined = isinstance(outer, OptimizedModule) and trace_rules.check(type(outer._orig_mod).forward)
+    return STOPS if stops and inlined else None

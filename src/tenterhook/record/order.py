@@ -1,0 +1,238 @@
+"""Sums of gradients in their own order, where an alias that recording put there has grouped them otherwise.
+
+A module that hands on what it was given has an alias for its output, so that what flows back to it can be told. Where
+that alias has several uses and the value has others, autograd adds up those of the alias first, and the sum at the
+value differs in its last bits. So as a backward pass comes to the first recorded value, the operations that hand
+gradients to such an alias, and to what it stands for, are found in the graph; what they hand over is noted, and the sum
+is made again in the order in which it came. It takes the place of the other only if what was noted explains that one
+to the last bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.sites.tensor import AT_ONCE, number_of
+
+if TYPE_CHECKING:
+    from tenterhook.record.cell import Cell
+
+__all__ = ["corrected", "keeps_layout", "note", "noted"]
+
+Edge = tuple[Any, int]
+noted: list[weakref.ref[Cell]] = []
+"""The cells of aliases whose gradient has not come yet."""
+_passes: dict[int, Pass] = {}
+_quiet: set[tuple[int, ...]] = set()  # The keys of passes in which there was nothing to mend.
+MANY = 1000  # Runs without a backward pass may leave so many behind.
+graph_task = torch._C._current_graph_task_id
+
+
+def note(cell: Cell) -> None:
+    """A cell watches an alias that has several uses, for all that is known."""
+    if len(noted) > MANY:
+        _forget()
+    noted.append(weakref.ref(cell))
+
+
+def _forget() -> None:
+    """Let go of those whose gradient has come, or whose tape is gone."""
+    noted[:] = [each for each in noted if (cell := each()) is not None and (cell.edges or cell.aliases)]
+
+
+def corrected(cell: Cell, gradient: Tensor) -> Tensor | None:
+    """The gradient of a recorded value as it is without aliases, where that differs."""
+    begun = _passes.get(graph_task())
+    if begun is not None and begun.quiet:
+        return None
+    if not cell.edges or gradient.requires_grad:
+        return None
+    if begun is None:
+        task = graph_task()
+        begun = _passes[task] = Pass(task, cell.edges[0][0])
+        if begun.quiet:
+            return None
+    for edge in cell.edges:  # A structure has one for each of its tensors.
+        begun.look(edge[0])
+        found = begun.sums.get(edge[:2])
+        new = found.made_again(gradient) if found is not None else None
+        if new is not None:
+            return new
+    return None
+
+
+class Pass:
+    """One backward pass: the sums that have to be watched in it."""
+
+    def __init__(self, task: int, start: Any) -> None:
+        self.sums: dict[Edge, Sum] = {}
+        self._handles: list[Any] = []
+        self._seen: set[Any] = set()
+        cells = [cell for ref in noted if (cell := ref()) is not None]
+        nodes = [node for cell in cells for node in (*[edge[0] for edge in cell.edges], *cell.aliases)]
+        # A graph with as many operations between all of these as one that was walked through is not walked again.
+        numbers = [number_of(node) for node in (start, *nodes)]
+        self._key = tuple([number - numbers[0] for number in numbers])
+        self.quiet = self._key in _quiet
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+        if not self.quiet:
+            self._begin(nodes)
+
+    def _begin(self, nodes: list[Any]) -> None:
+        self._groups: dict[Edge, list[Edge]] = {}
+        for alias, base in dict(_based([node for node in nodes if is_alias(node)])).items():
+            self._groups.setdefault(base, [base]).append((alias, 0))
+        self._oldest = min((number_of(base) for base, _ in self._groups), default=0)
+        # Who hands gradients to aliases, and to what they stand for.
+        self._users: dict[Edge, list[tuple[Any, int]]] = {edge: [] for group in self._groups.values() for edge in group}
+
+    def _end(self, task: int) -> None:
+        _passes.pop(task, None)
+        _forget()
+        for handle in self._handles:
+            handle.remove()
+        if not self.quiet and not self.sums:
+            if len(_quiet) > MANY:
+                _quiet.clear()
+            _quiet.add(self._key)
+
+    def look(self, start: Any) -> None:
+        """Find those users in the graph behind an operation that the pass has come to, and listen to them."""
+        if start in self._seen or not self._groups:
+            return
+        for node in self._newer(start):
+            for index, edge in enumerate(node.next_functions):
+                if edge in self._users:
+                    self._users[edge].append((node, index))
+        for base, group in self._groups.items():
+            # Where all come together at one place, they do so in their own order.
+            if sum(len(self._users[edge]) > 1 for edge in group) > 1:
+                self._listen(base, group)
+
+    def _newer(self, start: Any) -> Iterator[Any]:
+        """The operations from one back to those that are older than any that is of interest."""
+        todo = [start]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self._seen or number_of(node) < self._oldest:
+                continue
+            self._seen.add(node)
+            yield node
+            todo.extend([before for before, _ in node.next_functions])
+
+    def _listen(self, base: Edge, group: list[Edge]) -> None:
+        made = self.sums.get(base)
+        if made is None:
+            made = self.sums[base] = Sum([alias for alias, _ in group[1:]])
+            self._handles.append(base[0].register_prehook(made.replaces(base[1])))
+        for edge in group:
+            for node, index in made.new(self._users[edge]):
+                self._handles.append(node.register_hook(made.hears(edge, node, index)))
+
+
+class Sum:
+    """What comes to one value: directly, and by way of aliases."""
+
+    def __init__(self, aliases: list[Any]) -> None:
+        self._aliases = aliases
+        self._count = itertools.count()
+        self._came: dict[Any, list[tuple[int, Any, Tensor]]] = {}
+        self._made: Tensor | None = None
+        self._off = False
+        self._known: set[tuple[Any, int]] = set()
+
+    def new(self, users: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """Those of whom it hears nothing yet."""
+        found = [user for user in users if user not in self._known]
+        self._known.update(found)
+        return found
+
+    def hears(self, key: Edge, node: Any, index: int) -> Callable[[Any, Any], None]:
+        """A hook of an operation that hands a gradient to the value, or to an alias of it."""
+
+        def heard(given: tuple[Tensor | None, ...], _: Any) -> None:
+            gradient = given[index]
+            if gradient is not None and not keeps_layout(gradient):
+                # To hold it would have autograd make a new tensor of the sum, which may lie otherwise.
+                self._off = True
+                self._came.clear()
+            elif gradient is not None and not self._off:
+                self._came.setdefault(key[0], []).append((next(self._count), node, gradient))
+
+        return heard
+
+    def replaces(self, index: int) -> Callable[[Any], Any]:
+        """A hook of the operation that made the value, for the sum that comes to it."""
+
+        def replaced(given: tuple[Tensor | None, ...]) -> Any:
+            gradient = given[index]
+            new = self.made_again(gradient) if gradient is not None else None
+            return None if new is None else (*given[:index], new, *given[index + 1 :])
+
+        return replaced
+
+    def made_again(self, gradient: Tensor) -> Tensor | None:
+        """The sum in its own order; None where that is what it is, or where what came does not explain it."""
+        if gradient is self._made:
+            return None
+        came = self._came
+        own = [entry for node, entries in came.items() for entry in entries if entry[1] not in self._aliases]
+        if len(own) < 3:  # noqa: PLR2004  Two have one order.
+            return None
+        for node, entries in came.items():
+            wanted = _handed(came, node) if node in self._aliases else gradient
+            if wanted is None or wanted.shape != entries[0][2].shape or not torch.equal(_added(entries), wanted):
+                return None
+        self._came, self._made = {}, _added(own)
+        return self._made
+
+
+def is_alias(node: Any) -> bool:
+    """Whether an operation is an alias that recording put there."""
+    return bool(AT_ONCE <= node._sequence_nr() < 2 * AT_ONCE)  # That of a leaf has the highest number there is.
+
+
+def _based(aliases: list[Any]) -> Iterator[tuple[Any, Edge]]:
+    """Each alias with what it stands for, those among them that stand for other aliases too."""
+    for alias in aliases:
+        chain, edge = [alias], alias.next_functions[0]
+        while edge[0] is not None and is_alias(edge[0]):
+            chain.append(edge[0])
+            edge = edge[0].next_functions[0]
+        yield from ((each, edge) for each in chain if edge[0] is not None)
+
+
+def _handed(came: dict[Any, list[tuple[int, Any, Tensor]]], alias: Any) -> Tensor | None:
+    """What an alias handed on, if it has."""
+    return next((each for entries in came.values() for _, node, each in entries if node is alias), None)
+
+
+def _added(entries: list[tuple[int, Any, Tensor]]) -> Tensor:
+    total, *rest = [each for _, _, each in sorted(entries, key=lambda entry: entry[0])]
+    for each in rest:
+        total = total + each
+    return total
+
+
+def keeps_layout(gradient: Tensor) -> bool:
+    """Whether a sum that begins with this one lies as it does, where it is a new tensor and not made in place.
+
+    It does, but for dimensions of size one that are not outermost: those may have other strides.
+    """
+    shape = gradient.shape
+    if 1 in shape:
+        whole, within = gradient.numel(), False
+        if shape[0] == 1 and 1 not in shape[1:] and gradient.stride(0) == whole:
+            return True  # One example alone: the most frequent case, told apart quickly.
+        for size, stride in zip(shape, gradient.stride(), strict=True):
+            if size != 1:
+                within = True
+            elif within or stride != whole:
+                return False
+    return True
