@@ -129,12 +129,13 @@ class Measuring:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         batch = _Batch(self._books)
-        self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
+        self._from_log(log, batch, caught)
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
-                for gradient, _ in found:
-                    real = plain(gradient)
+                for gradient, version in found:
+                    slot.spoilt += gradient._version != version
+                    real = plain(gradient) if gradient._version == version else None
                     if real is not None:
                         row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
                         batch.add(row, real, (CAUGHT, place))
@@ -145,13 +146,15 @@ class Measuring:
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
         return batch.parcel(self._options.sample, step, explain)
 
-    def _from_log(self, log: list[Any], batch: _Batch) -> None:
-        """Add what the log holds: values, and the gradients that autograd has kept."""
+    def _from_log(self, log: list[Any], batch: _Batch, caught: dict[tuple[Slot, int], Tensor]) -> None:
+        """Add what the log holds: values, and the gradients that have passed."""
         values, gradients = "values" in self._options.of, self._ledger.gradients
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
-        for place, (slot, path, _, tensor, version, _, _, live) in enumerate(log):
+        for place, (slot, path, call, tensor, version, _, _, held) in enumerate(log):
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
+                if held is not None:
+                    held.take(slot)
                 continue
             slot.seen = True
             rows = slot.rows.get(path) or batch.rows(slot, path)
@@ -159,6 +162,8 @@ class Measuring:
             if found is not None:  # Of a module and its last child: measured already.
                 slot.size = tensor.nbytes
                 batch.again(rows, found)
+                if found[GRADIENT] != NOWHERE:
+                    caught[slot, call] = batch.tensors[found[GRADIENT]]
                 continue
             value = kept = NOWHERE
             if values:
@@ -168,10 +173,12 @@ class Measuring:
                     value = batch.add(rows[0], real, (VALUE, place))
                     if slot.looks:
                         self._units.look(slot, real)
-            if live and gradients:
-                real = _real(tensor.grad)
-                kept = NOWHERE if real is None else batch.add(rows[GRADIENT], real, (KEPT, place))
-            if live:
+            if held is not None and gradients:
+                real = _real(held.take(slot))
+                if real is not None:
+                    kept = batch.add(rows[GRADIENT], real, (KEPT, place))
+                    caught[slot, call] = real
+            if held is not None:
                 known[id(tensor)] = value, kept
 
 
@@ -300,7 +307,7 @@ class _Explain:
         return seen.slot, seen.call, seen.path
 
     def _arrived(self, call: Seen) -> Tensor | None:
-        return call.tensor.grad if call.live else self._caught.get((call.slot, call.call))
+        return self._caught.get((call.slot, call.call))
 
     def _number(self, source: tuple[int, int]) -> int:
         kind, place = source

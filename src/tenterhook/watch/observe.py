@@ -1,8 +1,8 @@
 """What a watch does at a point while the model runs: as little as can be.
 
 A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
-tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is kept by autograd
-itself (``retain_grad``), so that no Python runs in the backward pass.
+tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
+is not copied either: ``retain_grad`` copies, which costs the host a launch, and the device reading and writing, for each.
 
 That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
 gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
@@ -11,6 +11,7 @@ where they have to be, and gradients are caught by the hooks that recording uses
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from torch import Tensor
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
+from tenterhook.record.cell import let_free
 from tenterhook.record.gradient import Cell, OutputGradient
 from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
 
-__all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value"]
+__all__ = ["CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
 
 graph_task = torch._C._current_graph_task_id
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
@@ -34,7 +36,9 @@ NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
-    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen", "size")
+    __slots__ = (
+        "address", "careful", "copies", "looks", "lost", "module", "path", "point", "rows", "seen", "size", "spoilt",
+    )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
@@ -44,6 +48,8 @@ class Slot:
         self.seen = False
         self.size = 0  # Bytes of a value, as it was last measured.
         self.lost = 0  # Values that were changed in place before they were measured.
+        self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
+        self.spoilt = 0  # Gradients of which that is true.
 
     def label(self, path: Path) -> str:
         """The address of one tensor of the value."""
@@ -60,8 +66,71 @@ class Seen(NamedTuple):
     version: int
     args: Any
     kwargs: Any
-    live: bool
-    """whether autograd keeps its gradient"""
+    held: Held | None
+    """what holds its gradient when a backward pass has brought it"""
+
+
+class Held:
+    """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
+
+    __slots__ = ("_copies", "_found", "_open")
+
+    __torch_unserializable__ = True
+
+    def __init__(self, *, copies: bool) -> None:
+        self._found: list[tuple[Tensor, int]] = []
+        self._open, self._copies = True, copies
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self._open:
+            gradient = gradient.detach() if gradient.requires_grad else gradient
+            gradient = gradient.clone() if self._copies else let_free(gradient)
+            self._found.append((gradient, gradient._version))
+
+    def take(self, slot: Slot) -> Tensor | None:
+        """The gradient, or the sum of those that several backward passes have brought."""
+        found = self._found
+        self.close()
+        if any(gradient._version != version for gradient, version in found):
+            slot.spoilt += 1
+            return None
+        if len(found) == 1:
+            return found[0][0]
+        return torch.stack([gradient for gradient, _ in found]).sum(0) if found else None
+
+    def close(self) -> None:
+        """Hold nothing, and take nothing more."""
+        self._found, self._open = [], False
+
+
+class _Hooks(OrderedDict[Any, Any]):
+    """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
+
+    last: Held
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.pop(self.last, None)
+        super().__setitem__(key, hook)
+        super().__setitem__(self.last, self.last)
+
+
+def _hold(tensor: Tensor, node: Any, slot: Slot) -> Held:
+    """Have the gradient of a tensor held; a module and its last child share what holds that of their output."""
+    hooks: Any = tensor._backward_hooks
+    if type(hooks) is _Hooks:
+        return hooks.last
+    held = Held(copies=slot.copies)
+    if hooks is None:
+        hooks = tensor._backward_hooks = _Hooks()
+        node._register_hook_dict(tensor)
+        hooks.last = held
+        OrderedDict.__setitem__(hooks, held, held)
+    else:
+        hooks[held] = held
+    return held
+
+
+NOTHING = Held(copies=False)  # Where no gradients are wanted.
 
 
 class Ledger:
@@ -89,11 +158,17 @@ class Ledger:
         if not loose:
             self._forget()
         if loose:
-            self.log = [entry for entry in log if entry[-1]]
-            return [entry for entry in log if not entry[-1]], cells
+            self.log = [entry for entry in log if entry[-1] is not None]
+            return [entry for entry in log if entry[-1] is None], cells
         self.log, self.cells = [], []
         self.held = self.loose = 0
         return log, cells
+
+    def drop(self) -> None:
+        """Forget everything; what is still on a graph holds nothing any more."""
+        for *_, held in self.take(loose=False)[0]:
+            if held is not None:
+                held.close()
 
     def _forget(self) -> None:
         """Let go of the arguments of calls that never ended, and of what tells a recomputation from a first call."""
@@ -146,7 +221,7 @@ class Value:
                 real = real.clone()
             else:
                 version = real._version
-            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, live=False)
+            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, None)
             ledger.log.append(entry)
             size += real.nbytes
         ledger.count(size)
@@ -168,7 +243,7 @@ class Gradient(OutputGradient):
 
 
 def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
-    """One entry in the log, and autograd is told to keep the gradient; a closure, because it runs at every call."""
+    """One entry in the log, and a hook for the gradient; a closure, because it runs at every call."""
 
     def watch(
         tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, args: Any, kwargs: Any
@@ -178,11 +253,11 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             return None
         if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
+            node = tensor.grad_fn
         if ledger.on:
-            if ledger.gradients:
-                tensor.retain_grad()
+            held = _hold(tensor, node, slot) if ledger.gradients else NOTHING
             ledger.held += slot.size
-            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, True))
+            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, held))
         return tensor
 
     return watch
@@ -213,13 +288,15 @@ class CaughtGradient:
 class _Parts(dict[Path, Any]):
     """The gradients of a cell: their memory is counted as they come."""
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_ledger", "_slot")
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, slot: Slot) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._ledger, self._slot = ledger, slot
 
     def __setitem__(self, path: Path, found: Any) -> None:
+        if self._slot.copies:
+            found = [(gradient.clone(), 0) for gradient, _ in found]
         super().__setitem__(path, found)
         self._ledger.count(found[0][0].nbytes)
 
@@ -232,7 +309,7 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
     if cell is not None and before is None:
         action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
-        cell.parts = _Parts(action._ledger)
+        cell.parts = _Parts(action._ledger, action._slot)
         number = max((getattr(edge[0], "_sequence_nr", int)() for edge in cell.edges), default=0)
         action._ledger.cells.append((action._slot, context.call, cell, number))
     return result
