@@ -34,7 +34,7 @@ class Swept(Session):
 
 
 class Slices:
-    """An edit at one point for several cases, each on its own examples."""
+    """An edit at one point for several cases, each on its own examples; a case without changes passes as it is."""
 
     observes = False
     again = True
@@ -59,8 +59,9 @@ class Slices:
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
         edits = [changes[0].call for changes in self._changes if len(changes) == 1]
-        if len(edits) < len(pieces) or not all(isinstance(edit, Set) and _is_set_in_place(edit) for edit in edits):
+        if max(map(len, self._changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
             return False
+        pieces = tuple([piece for changes, piece in zip(self._changes, pieces, strict=True) if changes])
         cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
         new = [
             fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]

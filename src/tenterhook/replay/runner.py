@@ -51,6 +51,7 @@ class Runner:
         self._per_case = examples(given)
         self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
         self._checked = False
+        self._unedited: Any = None  # What came out of the unedited run, until a batch has been compared with it.
         self._patient = False
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
         self._replay: Replay | None = None
@@ -85,12 +86,13 @@ class Runner:
 
     def _record(self) -> None:
         args, kwargs = self.given
-        points = list(dict.fromkeys(point.module for each in self.cases for point, _ in each.edits))
-        session = record(self.model, replay=points)
+        points = {point.module: point for each in self.cases for point, _ in each.edits}
+        session = record(self.model, replay=list(points.values()))
         session.scribe.digests = False  # Nobody else comes near the model before the sweep is over.
         with session as tape:
             output = self._read(lambda: self.model(*args, **kwargs))
         self.result.base = torch.as_tensor(self._measure(output, None)).detach()
+        self._unedited = output
         self._script = tape.script
         found = [tensor for _, tensor in tensors((self.given, output))]
         device = next((tensor.device for tensor in found), torch.device("cpu"))
@@ -116,13 +118,14 @@ class Runner:
         waiting = list(group)
         while waiting:
             size = self._most or self._room
-            together_now = [] if self._alone or group[0].has_parameter else waiting[:size]
-            if len(together_now) > 1 and self._run_together(together_now):
-                del waiting[: len(together_now)]
-                yield from [None] * len(together_now)
-                continue
-            if len(together_now) > 1 and not self._alone:
-                continue  # It did not fit, and the next batch is smaller.
+            if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_parameter:
+                now = waiting[: size if self._checked else size - 1]
+                if self._run_together(now):
+                    del waiting[: len(now)]
+                    yield from [None] * len(now)
+                    continue
+                if not self._alone:
+                    continue  # It did not fit, and the next batch is smaller.
             self._run_alone(waiting.pop(0))
             yield
 
@@ -140,18 +143,22 @@ class Runner:
                     pass
 
     def _run_together(self, cases: list[Prepared]) -> bool:
-        """Run cases as one batch; False if that was no good."""
-        count, batch = len(cases), self._per_case or 1
-        bindings = [
-            Binding(point, Slices([each.edits[place][1] for each in cases], batch))
-            for place, (point, _) in enumerate(cases[0].edits)
-        ]
+        """Run cases as one batch; False if that was no good. The first batch has the unedited input among them."""
+        batch = self._per_case or 1
+        unedited = None if self._checked else (len(cases) + 1) // 2
+        count = len(cases) + (unedited is not None)
+        bindings = []
+        for place, (point, _) in enumerate(cases[0].edits):
+            changes = [each.edits[place][1] for each in cases]
+            if unedited is not None:
+                changes.insert(unedited, [])
+            bindings.append(Binding(point, Slices(changes, batch)))
         args, kwargs = together(self.given, count, batch)
         try:
             output = self._run(bindings, args, kwargs, times=count)
             pieces = parts(output, count, batch)
-            if not self._checked:
-                self._compare(cases, pieces)
+            if unedited is not None:
+                self._compare(pieces.pop(unedited))
         except torch.OutOfMemoryError:
             self._room = self._most = max(1, count // 2)
             return False
@@ -169,14 +176,12 @@ class Runner:
         self._unsettled.append((cases, self._replay.server.doubts or [] if self._replay is not None else []))
         return True
 
-    def _compare(self, cases: list[Prepared], pieces: list[Any]) -> None:
-        """Compare a case of the first batch with the same case run by itself."""
-        args, kwargs = self.given
-        alone = self._run(_one_by_one(cases[-1]), args, kwargs, times=1)
-        far = _distance(alone, pieces[-1])
+    def _compare(self, piece: Any) -> None:
+        """Compare what came out for the unedited input, amid edited ones, with what came out for it alone."""
+        far = _distance(self._unedited, piece)
         if far:
-            raise CannotBatch(f"in a batch, case {cases[-1].index} comes out otherwise than by itself ({far})")
-        self._checked = True
+            raise CannotBatch(f"in a batch, the unedited input comes out otherwise than by itself ({far})")
+        self._checked, self._unedited = True, None
 
     def _run_alone(self, case: Prepared) -> bool:
         """Run one case; False if it failed."""
@@ -232,7 +237,7 @@ class Runner:
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
-            lines.append("cases were run as batches, the first of which was compared with a case run by itself")
+            lines.append("cases were run as batches; in the first, the unedited input came out as it does by itself")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines

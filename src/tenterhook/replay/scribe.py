@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tenterhook._tree import parts_of
 from tenterhook.engine.session import open_here
+from tenterhook.replay.randomness import Randomness
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
-from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, random_mark, version
+from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, version
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import MISSING
 
@@ -121,7 +122,7 @@ class Scribe:
         self._held = storages([own.tensors for own in state.values()])
         self._counts: dict[nn.Module, int] = {}
         self._tick = self._draws = self._changes = 0
-        self._mark = random_mark()
+        self._randomness = Randomness()
         self._what = ""
 
     def _end(self, root: Call) -> None:
@@ -160,10 +161,7 @@ class Scribe:
 
     def _observe(self, ending: _Frame | None = None) -> None:
         """See whether random numbers were drawn or anything was changed since the last time."""
-        mark = random_mark()
-        if mark != self._mark:
-            self._mark = mark
-            self._draws += 1
+        self._draws += self._randomness.drawn()
         for frame in (*self._stack, ending):
             for module in frame.region if frame is not None else ():
                 own = self._seen.get(module)
@@ -197,12 +195,12 @@ class Scribe:
     def _inside(self, call: Call) -> str:
         """What stands inside a call and forbids to pass it over."""
         own = self._run.below(call.module) if self._run is not None else []
-        if any(not each.known for each in own):
+        if not all([each.known for each in own]):
             return "it holds a module whose state cannot be seen"
-        if any(each.hooked for each in own if each.module is not call.module):
+        if any([each.hooked for each in own if each.module is not call.module]):
             return "other libraries' hooks stand inside it"
-        if call.module in self._edited_within or any(
-            each.module in self._edited_at for each in own if each.module is not call.module
+        if call.module in self._edited_within or (
+            self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)
         ):
             return "an edit was at work inside it when it was recorded"
         return ""

@@ -220,7 +220,15 @@ def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
     if type(live) is not kind:
         return False
     if kind is tuple:
-        mine, theirs = list(enumerate(kept)), list(enumerate(live))
+        if len(kept) != len(live):
+            return False
+        for part, partner in zip(kept, live, strict=True):
+            # Most parts are constants, and most of those are one object.
+            if (part is not partner or type(part) not in PLAIN) and not alike(part, partner, same):
+                return False
+        return True
+    if kind is dict:
+        mine, theirs = kept.items(), live.items()
     else:
         mine, theirs = parts_of(kept) or [], parts_of(live) or []
         if not mine and not theirs:
@@ -228,7 +236,9 @@ def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
     if len(mine) != len(theirs):
         return False
     for (key, part), (other, partner) in zip(mine, theirs, strict=True):
-        if key != other or not alike(part, partner, same):
+        if key != other:
+            return False
+        if (part is not partner or type(part) not in PLAIN) and not alike(part, partner, same):
             return False
     return True
 
