@@ -41,7 +41,7 @@ class Retained:
         pass
 
 
-def retain(tensor: Any, _node: Any, _slot: Any) -> Any:
+def retain(tensor: Any, _node: Any, _slot: Any, _hooks: Any = None) -> Any:
     return Retained(tensor)
 
 
@@ -166,21 +166,17 @@ def main() -> None:
         "values": ({"of": ("values",)}, pinned, hold),
         "gradients": ({"of": ("gradients",)}, pinned, hold),
         "values and gradients": ({"of": ("values", "gradients")}, pinned, hold),
-        "parameters and updates": ({"of": ("parameters", "updates")}, pinned, hold),
         "everything": ({}, pinned, hold),
         "everything, unpinned": ({}, unpinned, hold),
         "everything, retain_grad": ({}, pinned, retain),
-        "everything, both as before": ({}, unpinned, retain),
+        "everything, hold 1 GiB": ({"hold": 2**30}, pinned, hold),
         "everything, raise": ({"on_nan": "raise"}, pinned, hold),
-        "everything, slow=1000": ({"slow": 1000}, pinned, hold),
-        "everything, 1 point": ({"points": ["lm_head"]}, pinned, hold),
         "every 10th": ({"every": 10}, pinned, hold),
-        "every 10th, unpinned": ({"every": 10}, unpinned, hold),
         "every 10000th": ({"every": 10000}, pinned, hold),
         "plain again": (None, pinned, hold),
     }
     setting.steps(5)
-    for _ in range(1 if TINY else 6):
+    for _ in range(1 if TINY else 8):
         for name, (options, to_device, how) in ways.items():
             fused.to_device, observe._hold = to_device, how
             options = None if options is None else dict(options)
@@ -199,7 +195,11 @@ def main() -> None:
     for name, (took, asked) in BEST.items():
         print(f"{name:34s} {took:8.2f} {took / plain:6.3f} {asked:12.2f}", flush=True)
     phases(setting)
-    profiled(setting, "plain", None)
+    if not TINY:
+        print("peak GiB, plain", setting.peak(lambda: setting.steps(2)))
+        with th.watch(setting.model, optimizer=setting.optimizer):
+            setting.steps(2)
+            print("peak GiB, watched", setting.peak(lambda: setting.steps(3)))
     profiled(setting, "everything", {})
     print("\ncProfile of 16 watched steps, this thread")
     with th.watch(setting.model, optimizer=setting.optimizer):
@@ -214,5 +214,63 @@ def main() -> None:
     print("\n".join(line[:150] for line in out.getvalue().splitlines()[6:]))
 
 
+def replay() -> None:
+    """The sweep, and where its time goes."""
+    from benchmarks import gpu_replay
+
+    print("\nthe sweep")
+    gpu_replay.main(tiny=TINY, out=None)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tenterhook.replay import joining, runner
+
+    device, dtype = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=12, use_cache=False, **({"n_embd": 48, "n_head": 4} if TINY else {})))
+    model = model.to(device, dtype).eval()
+    ids, other = (torch.randint(0, 50257, (1, 64), device=device) for _ in range(2))
+    blocks = [f"transformer.h.{layer}" for layer in range(12)]
+    with torch.no_grad(), th.record(model, *blocks) as clean:
+        model(other)
+
+    def ours() -> Any:
+        cases = th.grid(
+            lambda block, position: {block: th.set(clean[block][:, position], at=th.at[:, position])},
+            block=blocks,
+            position=range(64),
+        )
+        return th.sweep(model, cases, gpu_replay.difference, ids, progress=False)
+
+    old = joining.train
+    for name, way in (
+        ("joined", old),
+        ("joined, 256 at most", lambda *args: old(*args[:3], 260)),
+        ("joined, 128 at most", lambda *args: old(*args[:3], 130)),
+        ("apart", lambda waiting, *_: [waiting.pop(0)]),
+    ):
+        runner.train = way
+        took = []
+        for _ in range(2 if TINY else 6):
+            if not TINY:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            found = ours()
+            found.values.float().cpu()
+            took.append(time.perf_counter() - began)
+        print(f"  {name:24s} {min(took) * 1e3:8.1f} ms  {found.how[0]}")
+    runner.train = old
+    profile = cProfile.Profile()
+    profile.enable()
+    found = ours()
+    found.values.float().cpu()
+    profile.disable()
+    print(*found.how, sep="\n")
+    out = io.StringIO()
+    pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(30)
+    pstats.Stats(profile, stream=out).sort_stats("cumtime").print_stats("tenterhook", 35)
+    print("\n".join(line[:150] for line in out.getvalue().splitlines()[6:]))
+
+
 if __name__ == "__main__":
+    replay()
     main()

@@ -19,13 +19,12 @@ from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
+from tenterhook.replay.joining import TOLERANCE, Joins, apart, begins, is_whole, still_holds, train
 from tenterhook.replay.result import Sweep
 from tenterhook.replay.session import Replay
 
 __all__ = ["Runner"]
 
-# How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 WITH_CASE = 2
 
 
@@ -51,7 +50,9 @@ class Runner:
         self._per_case = examples(given)
         self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
         self._checked = False
-        self._unedited: Any = None  # What came out of the unedited run, until a batch has been compared with it.
+        self._unedited: Any = None  # What came out of the unedited run.
+        self._joins = read is None  # Whether groups join a batch that is under way.
+        self._joined = False
         self._patient = False
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
         self._replay: Replay | None = None
@@ -69,9 +70,8 @@ class Runner:
             todo = [each for each in self.cases if each.index not in result._found]
             try:
                 with _quietly(session), _bar(len(todo), shown=self._progress) as advance:
-                    for group in _groups(todo):
-                        for _ in self._run_group(group):
-                            advance(1)
+                    for _ in self._run_all(self._in_order(_groups(todo))):
+                        advance(1)
                     self._settle()
             except KeyboardInterrupt as error:
                 raise SweepInterrupted(result) from error
@@ -113,6 +113,54 @@ class Runner:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
+    def _in_order(self, groups: list[list[Prepared]]) -> list[list[Prepared]]:
+        """Groups in the order in which the model comes to them, those of which that cannot be told first."""
+        if not self._joins or not self._script.runs:
+            return groups
+        ends = {id(group): begins(group, self._script.runs[0], self._per_case or 1) for group in groups}
+        return sorted(groups, key=lambda group: call.end if (call := ends[id(group)]) is not None else -1)
+
+    def _run_all(self, waiting: list[list[Prepared]]) -> Iterator[None]:
+        while waiting:
+            groups = [waiting.pop(0)]
+            if self._joins and self._checked and not self._alone and self._script.runs[0].pure:
+                waiting.insert(0, groups[0])
+                groups = train(waiting, self._script.runs[0], self._per_case or 1, self._most or self._room)
+            if len(groups) > 1 and self._run_joined(groups):
+                yield from [None for group in groups for _ in group]
+                continue
+            for group in groups:
+                yield from self._run_group(group)
+
+    def _run_joined(self, groups: list[list[Prepared]]) -> bool:
+        """Run groups as one batch that each of them joins where it begins; False if that was no good."""
+        run, batch, count = self._script.runs[0], self._per_case or 1, len(groups[0])
+        bindings = [Binding(groups[0][0].edits[0][0], Slices([each.edits[0][1] for each in groups[0]], batch))]
+        cases: list[Prepared | None] = list(groups[0])
+        for group in groups[1:]:
+            call = begins(group, run, batch)
+            assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
+            changes = [*(each.edits[0][1] for each in group), []]
+            bindings.append(Binding(group[0].edits[0][0], Joins(changes, batch, len(cases), call.gave.value)))
+            cases += [*group, None]
+        try:
+            fine = still_holds(run)
+            output = self._run(bindings, *together(self.given, count, batch), times=count) if fine else None
+            self._joins = fine and is_whole(output, self._unedited, len(cases), batch)
+        except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
+            self._joins = False
+        if not self._joins:
+            return False
+        self._joined = True
+        doubts = list(self._replay.server.doubts or []) if self._replay is not None else []
+        for each, piece in zip(cases, parts(output, len(cases), batch), strict=True):
+            if each is None:
+                doubts += apart(self._unedited, piece)
+            else:
+                self._keep(each, piece)
+        self._unsettled.append(([each for each in cases if each is not None], doubts))
+        return True
+
     def _run_group(self, group: list[Prepared]) -> Iterator[None]:
         """Run cases that edit at the same points, one step for each that is done."""
         waiting = list(group)
@@ -139,8 +187,9 @@ class Runner:
             if doubts and bool(torch.stack(doubts).any()):
                 for each in cases:
                     self.result._found.pop(each.index, None)
-                for _ in self._run_group(cases):
-                    pass
+                for group in _groups(cases):
+                    for _ in self._run_group(group):
+                        pass
 
     def _run_together(self, cases: list[Prepared]) -> bool:
         """Run cases as one batch; False if that was no good. The first batch has the unedited input among them."""
@@ -181,7 +230,7 @@ class Runner:
         far = _distance(self._unedited, piece)
         if far:
             raise CannotBatch(f"in a batch, the unedited input comes out otherwise than by itself ({far})")
-        self._checked, self._unedited = True, None
+        self._checked = True
 
     def _run_alone(self, case: Prepared) -> bool:
         """Run one case; False if it failed."""
@@ -238,6 +287,8 @@ class Runner:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
             lines.append("cases were run as batches; in the first, the unedited input came out as it does by itself")
+            if self._joined:
+                lines.append("cases that begin later joined a batch that was under way")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines

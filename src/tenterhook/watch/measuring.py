@@ -119,7 +119,7 @@ class Measuring:
     def __init__(self, books: Books, ledger: Ledger, units: Units, options: Options) -> None:
         self._books, self._ledger, self._units, self._options = books, ledger, units, options
         self._autocast: Any = None
-        self._device = ""
+        self._step, self._times = -1, 0  # How often the log was emptied in a step: mostly as in the last one.
 
     def entered(self, device: str) -> None:
         """The model is called: note how autocast stands, for a call that has to be made again."""
@@ -144,7 +144,10 @@ class Measuring:
         if not batch.tensors:
             return None
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
-        return batch.parcel(self._options.sample, step, explain)
+        if step != self._step:
+            self._step, self._times = step, 0
+        self._times += 1
+        return batch.parcel(self._options.sample, step, explain, f"log {self._times}")
 
     def _from_log(self, log: list[Any], batch: _Batch, caught: dict[tuple[Slot, int], Tensor]) -> None:
         """Add what the log holds: values, and the gradients that have passed."""
@@ -223,7 +226,7 @@ class _Batch:
                 self._rows.append(row)
                 self.index.append(place)
 
-    def parcel(self, limit: int | None, step: int, explain: Any) -> Parcel:
+    def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
         rows = [0] * len(self.tensors)
         for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
             rows[index] = row
@@ -238,7 +241,7 @@ class _Batch:
             sketch=books.sketch,
             rows=rows,
             workspace=books.workspace,
-            name="log",
+            name=name,
             quick=True,
         )
         shared = _Shared(measured, self.index)

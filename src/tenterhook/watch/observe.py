@@ -114,11 +114,8 @@ class _Hooks(OrderedDict[Any, Any]):
         super().__setitem__(self.last, self.last)
 
 
-def _hold(tensor: Tensor, node: Any, slot: Slot) -> Held:
-    """Have the gradient of a tensor held; a module and its last child share what holds that of their output."""
-    hooks: Any = tensor._backward_hooks
-    if type(hooks) is _Hooks:
-        return hooks.last
+def _hold(tensor: Tensor, node: Any, slot: Slot, hooks: Any) -> Held:
+    """Have the gradient of a tensor held."""
     held = Held(copies=slot.copies)
     if hooks is None:
         hooks = tensor._backward_hooks = _Hooks()
@@ -255,8 +252,12 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on:
-            held = _hold(tensor, node, slot) if ledger.gradients else NOTHING
-            ledger.held += slot.size
+            hooks: Any = tensor._backward_hooks
+            if type(hooks) is _Hooks:  # A module and its last child share their output.
+                held = hooks.last
+            else:
+                held = _hold(tensor, node, slot, hooks) if ledger.gradients else NOTHING
+                ledger.held += slot.size
             ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, held))
         return tensor
 
