@@ -129,8 +129,8 @@ class Measuring:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         batch = _Batch(self._books)
+        self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
-        self._from_log(log, batch, caught)
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
                 for gradient, version in found:
@@ -149,38 +149,35 @@ class Measuring:
         self._times += 1
         return batch.parcel(self._options.sample, step, explain, f"log {self._times}")
 
-    def _from_log(self, log: list[Any], batch: _Batch, caught: dict[tuple[Slot, int], Tensor]) -> None:
+    def _from_log(self, log: list[Any], batch: _Batch) -> None:
         """Add what the log holds: values, and the gradients that have passed."""
         values, gradients = "values" in self._options.of, self._ledger.gradients
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
-        for place, (slot, path, call, tensor, version, _, _, held) in enumerate(log):
+        for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log):
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
                 if held is not None:
-                    held.take(slot)
+                    held.take(slot, tensor)
                 continue
             slot.seen = True
+            if slot.size != tensor.nbytes:
+                slot.resize(tensor)
             rows = slot.rows.get(path) or batch.rows(slot, path)
             found = known.get(id(tensor))
             if found is not None:  # Of a module and its last child: measured already.
-                slot.size = tensor.nbytes
                 batch.again(rows, found)
-                if found[GRADIENT] != NOWHERE:
-                    caught[slot, call] = batch.tensors[found[GRADIENT]]
                 continue
             value = kept = NOWHERE
             if values:
                 real = _real(tensor)
-                slot.size = tensor.nbytes
                 if real is not None:
                     value = batch.add(rows[0], real, (VALUE, place))
                     if slot.looks:
                         self._units.look(slot, real)
             if held is not None and gradients:
-                real = _real(held.take(slot))
+                real = _real(held.take(slot, tensor))
                 if real is not None:
                     kept = batch.add(rows[GRADIENT], real, (KEPT, place))
-                    caught[slot, call] = real
             if held is not None:
                 known[id(tensor)] = value, kept
 
@@ -310,7 +307,12 @@ class _Explain:
         return seen.slot, seen.call, seen.path
 
     def _arrived(self, call: Seen) -> Tensor | None:
-        return self._caught.get((call.slot, call.call))
+        if call.held is None:
+            return self._caught.get((call.slot, call.call))
+        # The one of a tensor that several points share is known by the first of them.
+        place = next(i for i, entry in enumerate(self._log) if entry[3] is call.tensor)
+        sources = self._batch.sources
+        return self._batch.tensors[sources.index((KEPT, place))] if (KEPT, place) in sources else None
 
     def _number(self, source: tuple[int, int]) -> int:
         kind, place = source

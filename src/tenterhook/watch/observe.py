@@ -2,7 +2,8 @@
 
 A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
 tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
-is not copied either: ``retain_grad`` copies, which costs the host a launch, and the device reading and writing, for each.
+is not copied either. Only small ones on the CPU are left to autograd (``retain_grad``), which copies them in less time
+than it takes to call a hook; on a GPU each copy would cost the host a launch.
 
 That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
 gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
@@ -11,7 +12,6 @@ where they have to be, and gradients are caught by the hooks that recording uses
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,13 +31,15 @@ __all__ = ["CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Valu
 
 graph_task = torch._C._current_graph_task_id
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
 
 
 class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
     __slots__ = (
-        "address", "careful", "copies", "looks", "lost", "module", "path", "point", "rows", "seen", "size", "spoilt",
+        "address", "careful", "copies", "looks", "lost", "module", "path", "point", "retains", "rows", "seen", "size",
+        "spoilt",
     )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
@@ -46,10 +48,16 @@ class Slot:
         self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
         self.looks = False  # Whether its units or its bounds are looked at.
         self.seen = False
-        self.size = 0  # Bytes of a value, as it was last measured.
+        self.size = 0  # Bytes of a value, as it was last measured ...
+        self.retains = False  # ... and whether autograd copies its gradient.
         self.lost = 0  # Values that were changed in place before they were measured.
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
+
+    def resize(self, tensor: Tensor) -> None:
+        """Note how large values are here."""
+        self.size = tensor.nbytes
+        self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
         """The address of one tensor of the value."""
@@ -66,68 +74,87 @@ class Seen(NamedTuple):
     version: int
     args: Any
     kwargs: Any
-    held: Held | None
+    held: Held | _Retained | None
     """what holds its gradient when a backward pass has brought it"""
 
 
 class Held:
     """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
 
-    __slots__ = ("_copies", "_found", "_open")
+    __slots__ = ("_copies", "_gradient", "_open", "_version")
 
     __torch_unserializable__ = True
 
-    def __init__(self, *, copies: bool) -> None:
-        self._found: list[tuple[Tensor, int]] = []
+    def __init__(self, copies: bool) -> None:  # noqa: FBT001 - it is made at every call
+        self._gradient: Tensor | None = None
         self._open, self._copies = True, copies
 
     def __call__(self, gradient: Tensor) -> None:
-        if self._open:
-            gradient = gradient.detach() if gradient.requires_grad else gradient
-            gradient = gradient.clone() if self._copies else let_free(gradient)
-            self._found.append((gradient, gradient._version))
+        if not self._open:
+            return
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.clone() if self._copies else let_free(gradient)
+        if self._gradient is not None:  # A second backward pass through the same graph.
+            gradient = self._gradient + gradient
+        self._gradient, self._version = gradient, gradient._version
 
-    def take(self, slot: Slot) -> Tensor | None:
+    def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
         """The gradient, or the sum of those that several backward passes have brought."""
-        found = self._found
-        self.close()
-        if any(gradient._version != version for gradient, version in found):
+        gradient, self._gradient, self._open = self._gradient, None, False
+        if gradient is not None and gradient._version != self._version:
             slot.spoilt += 1
             return None
-        if len(found) == 1:
-            return found[0][0]
-        return torch.stack([gradient for gradient, _ in found]).sum(0) if found else None
+        return gradient
 
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
-        self._found, self._open = [], False
+        self._gradient, self._open = None, False
 
 
-class _Hooks(OrderedDict[Any, Any]):
+class _Retained:
+    """Stands for what autograd keeps."""
+
+    @staticmethod
+    def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
+        """The gradient of a tensor."""
+        return tensor.grad
+
+    @staticmethod
+    def close() -> None:
+        """Nothing: a later backward pass is the tensor's own affair."""
+
+
+class _Hooks(dict[Any, Any]):
     """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
 
-    last: Held
+    __slots__ = ("__weakref__", "last")
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         self.pop(self.last, None)
         super().__setitem__(key, hook)
         super().__setitem__(self.last, self.last)
 
+    def update(self, found: Any) -> None:  # type: ignore[override]
+        """Take several in, in their order."""
+        for key, hook in dict(found).items():
+            self[key] = hook
+
 
 def _hold(tensor: Tensor, node: Any, slot: Slot, hooks: Any) -> Held:
     """Have the gradient of a tensor held."""
-    held = Held(copies=slot.copies)
+    held = Held(slot.copies)
     if hooks is None:
         hooks = tensor._backward_hooks = _Hooks()
         node._register_hook_dict(tensor)
         hooks.last = held
-        OrderedDict.__setitem__(hooks, held, held)
+        set_in(hooks, held, held)
     else:
         hooks[held] = held
     return held
 
 
-NOTHING = Held(copies=False)  # Where no gradients are wanted.
+set_in: Callable[[dict[Any, Any], Any, Any], None] = dict.__setitem__
+NOTHING, RETAINED = Held(copies=False), _Retained()  # Where no gradients are wanted; where autograd copies them.
 
 
 class Ledger:
@@ -253,11 +280,18 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             node = tensor.grad_fn
         if ledger.on:
             hooks: Any = tensor._backward_hooks
+            held: Any
             if type(hooks) is _Hooks:  # A module and its last child share their output.
                 held = hooks.last
             else:
-                held = _hold(tensor, node, slot, hooks) if ledger.gradients else NOTHING
                 ledger.held += slot.size
+                if not ledger.gradients:
+                    held = NOTHING
+                elif slot.retains:
+                    tensor.retain_grad()
+                    held = RETAINED
+                else:
+                    held = _hold(tensor, node, slot, hooks)
             ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, held))
         return tensor
 
