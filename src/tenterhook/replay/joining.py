@@ -1,13 +1,14 @@
 """One batch for several groups of cases: it grows on its way through the model, as each group joins where it begins.
 
-Cases that edit the same point share a batch. Those that edit a later one need nothing of what the others compute before
-that point: there, they have the value of the unedited run. So they are added to the batch at that very point, and what
-follows is computed once for all. No case is computed for longer than by itself, and the model runs once for many groups.
+Cases that edit the same point share a batch. Those that edit a later one need nothing of what the others compute
+before that point: there, they have the value of the unedited run. So they are added to the batch at that very point,
+and what follows is computed once for all. No case is computed for longer than by itself, and the model runs once for
+many groups.
 
-It works where the edited value carries all that the rest of the model needs of an example, as the output of a block does.
-Elsewhere, as with a branch whose result is added to what was there before, the two no longer fit and the model says so;
-then each group has a batch of its own. With each group that joins goes one unedited example, whose result has to be that
-of the unedited run.
+It works where the edited value carries all that the rest of the model needs of an example, as the output of a block
+does. Elsewhere, as with a branch whose result is added to what was there before, the two no longer fit and the model
+says so; then each group has a batch of its own. With each group that joins goes one unedited example, whose result has
+to be that of the unedited run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether random numbers were drawn: asked before and after every call of a recorded run, so that it has to be quick."""
+"""Whether random numbers were drawn: asked before and after every call of a recorded run, hence quick."""
 
 from __future__ import annotations
 

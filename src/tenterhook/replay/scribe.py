@@ -195,9 +195,9 @@ class Scribe:
     def _inside(self, call: Call) -> str:
         """What stands inside a call and forbids to pass it over."""
         own = self._run.below(call.module) if self._run is not None else []
-        if not all([each.known for each in own]):
+        if not all(each.known for each in own):
             return "it holds a module whose state cannot be seen"
-        if any([each.hooked for each in own if each.module is not call.module]):
+        if any(each.hooked for each in own if each.module is not call.module):
             return "other libraries' hooks stand inside it"
         if call.module in self._edited_within or (
             self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)

@@ -149,7 +149,7 @@ class Measuring:
         self._times += 1
         return batch.parcel(self._options.sample, step, explain, f"log {self._times}")
 
-    def _from_log(self, log: list[Any], batch: _Batch) -> None:
+    def _from_log(self, log: list[Any], batch: _Batch) -> None:  # noqa: C901 - this runs for every call of a step
         """Add what the log holds: values, and the gradients that have passed."""
         values, gradients = "values" in self._options.of, self._ledger.gradients
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.

@@ -129,6 +129,8 @@ class _Hooks(dict[Any, Any]):
 
     __slots__ = ("__weakref__", "last")
 
+    last: Held
+
     def __setitem__(self, key: Any, hook: Any) -> None:
         self.pop(self.last, None)
         super().__setitem__(key, hook)
