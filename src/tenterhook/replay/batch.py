@@ -16,7 +16,7 @@ from tenterhook.engine.session import Session
 
 __all__ = ["CannotBatch", "Slices", "Swept", "examples", "parts", "room_for", "together"]
 
-MOST = 512  # cases at once, beyond which a larger batch gains nothing
+MOST = 1024  # cases at once, beyond which a larger batch gains nothing
 SHARE = 0.25  # of the free memory that a batch may take
 
 

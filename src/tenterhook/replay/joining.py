@@ -70,18 +70,18 @@ def begins(group: list[Prepared], run: Run, batch: int) -> Call | None:
 
 
 def train(waiting: list[list[Prepared]], run: Run, batch: int, most: int) -> list[list[Prepared]]:
-    """Take the next group, and those behind it that may join it, up to so many cases."""
-    groups = [waiting.pop(0)]
+    """The next group, and those behind it that may join it, up to so many cases."""
+    groups, count = [waiting[0]], len(waiting[0])
     last = begins(groups[0], run, batch)
-    if last is None or len(groups[0]) * batch == 1:  # One example could pass for one that is meant for all.
+    # One example could pass for one that is meant for all.
+    if last is None or count * batch == 1 or count > most:
         return groups
-    count = len(groups[0])
-    while waiting:
-        following = begins(waiting[0], run, batch)
-        count += len(waiting[0]) + 1
+    for group in waiting[1:]:
+        following = begins(group, run, batch)
+        count += len(group) + 1
         if following is None or following.end <= last.end or count > min(most, _cached(following)):
             break
-        groups.append(waiting.pop(0))
+        groups.append(group)
         last = following
     return groups
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import tensors
+from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
 from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
@@ -122,10 +123,12 @@ class Runner:
 
     def _run_all(self, waiting: list[list[Prepared]]) -> Iterator[None]:
         while waiting:
-            groups = [waiting.pop(0)]
-            if self._joins and self._checked and not self._alone and self._script.runs[0].pure:
-                waiting.insert(0, groups[0])
-                groups = train(waiting, self._script.runs[0], self._per_case or 1, self._most or self._room)
+            groups = [waiting[0]]
+            most = self._most or self._room
+            if self._joins and not self._alone and most > 1 and self._script.runs and self._script.runs[0].pure:
+                # The first batch has the unedited input among its cases.
+                groups = train(waiting, self._script.runs[0], self._per_case or 1, most - (not self._checked))
+            del waiting[: len(groups)]
             if len(groups) > 1 and self._run_joined(groups):
                 yield from [None for group in groups for _ in group]
                 continue
@@ -134,26 +137,32 @@ class Runner:
 
     def _run_joined(self, groups: list[list[Prepared]]) -> bool:
         """Run groups as one batch that each of them joins where it begins; False if that was no good."""
-        run, batch, count = self._script.runs[0], self._per_case or 1, len(groups[0])
-        bindings = [Binding(groups[0][0].edits[0][0], Slices([each.edits[0][1] for each in groups[0]], batch))]
-        cases: list[Prepared | None] = list(groups[0])
+        run, batch = self._script.runs[0], self._per_case or 1
+        first: list[Prepared | None] = list(groups[0])
+        if not self._checked:
+            first.insert((len(first) + 1) // 2, None)
+        cases = list(first)
+        bindings = [Binding(groups[0][0].edits[0][0], Slices(_changes(first), batch))]
         for group in groups[1:]:
             call = begins(group, run, batch)
             assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
-            changes = [*(each.edits[0][1] for each in group), []]
-            bindings.append(Binding(group[0].edits[0][0], Joins(changes, batch, len(cases), call.gave.value)))
-            cases += [*group, None]
+            joining = [*group, None]
+            bindings.append(Binding(group[0].edits[0][0], Joins(_changes(joining), batch, len(cases), call.gave.value)))
+            cases += joining
         try:
             fine = still_holds(run)
-            output = self._run(bindings, *together(self.given, count, batch), times=count) if fine else None
+            output = self._run(bindings, *together(self.given, len(first), batch), times=len(first)) if fine else None
             self._joins = fine and is_whole(output, self._unedited, len(cases), batch)
+            pieces = parts(output, len(cases), batch)
+            if self._joins and not self._checked:
+                self._compare(pieces[first.index(None)])
         except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
             self._joins = False
         if not self._joins:
             return False
         self._joined = True
         doubts = list(self._replay.server.doubts or []) if self._replay is not None else []
-        for each, piece in zip(cases, parts(output, len(cases), batch), strict=True):
+        for each, piece in zip(cases, pieces, strict=True):
             if each is None:
                 doubts += apart(self._unedited, piece)
             else:
@@ -292,6 +301,11 @@ class Runner:
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
+
+
+def _changes(cases: list[Prepared | None]) -> list[list[Change]]:
+    """What each case changes at the one point that it edits; None is the unedited input."""
+    return [[] if each is None else each.edits[0][1] for each in cases]
 
 
 def _groups(cases: list[Prepared]) -> list[list[Prepared]]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tenterhook._tree import parts_of
+from tenterhook.address.walk import walk
 from tenterhook.engine.session import open_here
 from tenterhook.replay.randomness import Randomness
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
@@ -21,7 +22,7 @@ __all__ = ["Scribe", "worth_keeping"]
 
 def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
     """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
-    paths = {module: path for path, module in model.named_modules()}
+    paths = {module: path for path, module in walk(model)[0]}
     found: dict[nn.Module, None] = {model: None}
     for target in edited:
         steps = paths[target].split(".") if paths.get(target) else []
@@ -57,7 +58,7 @@ class Scribe:
         # Where open sessions change something: what contains that is not the model's own doing.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._paths = {module: path for path, module in walk(model)[0]}
         self._regions: dict[nn.Module, list[nn.Module]] = {}
         self._stack: list[_Frame] = []
         self._run: Run | None = None
@@ -155,7 +156,9 @@ class Scribe:
             while waiting:
                 each = waiting.pop()
                 found.append(each)
-                waiting.extend(child for child in each.children() if child not in self.modules)
+                waiting += [
+                    child for child in each._modules.values() if child is not None and child not in self.modules
+                ]
             self._regions[module] = found
         return found
 
