@@ -26,10 +26,11 @@ from tenterhook.replay.batch import CannotBatch, Slices
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.script import Call, Run
 
-__all__ = ["TOLERANCE", "Joins", "apart", "begins", "is_whole", "still_holds", "train"]
+__all__ = ["TOLERANCE", "Joins", "apart", "begins", "is_whole", "keep_memory", "still_holds", "train"]
 
 # How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+LARGEST = 31 * 2**20
 CACHED = 2**19  # Bytes of a value on a CPU beyond which a larger batch falls out of a core's cache.
 
 
@@ -89,6 +90,15 @@ def train(waiting: list[list[Prepared]], run: Run, batch: int, most: int) -> lis
 def _cached(call: Call) -> int:
     value = call.gave.value if call.gave is not None else None
     return max(1, CACHED // value.nbytes) if value is not None and value.is_cpu and value.nbytes else 2**31
+
+
+def keep_memory() -> None:
+    """Have glibc keep memory of a batch's size from one operation to the next.
+
+    It hands blocks back to the system and takes them again, page by page, which costs as much as many an operation,
+    until one was freed that is as large as it ever keeps. This one is never touched, so that it costs nothing.
+    """
+    torch.empty(LARGEST, dtype=torch.uint8)
 
 
 def still_holds(run: Run) -> bool:

@@ -20,7 +20,7 @@ from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
-from tenterhook.replay.joining import TOLERANCE, Joins, apart, begins, is_whole, still_holds, train
+from tenterhook.replay.joining import TOLERANCE, Joins, apart, begins, is_whole, keep_memory, still_holds, train
 from tenterhook.replay.result import Sweep
 from tenterhook.replay.session import Replay
 
@@ -99,6 +99,8 @@ class Runner:
         device = next((tensor.device for tensor in found), torch.device("cpu"))
         size = tape.script.nbytes + sum(tensor.nbytes for tensor in found)
         self._room = room_for(size, device)
+        if device.type == "cpu":
+            keep_memory()
 
     def _read(self, run: Callable[[], Any]) -> Any:
         if self.read is None:
@@ -291,7 +293,9 @@ class Runner:
 
     def _how(self) -> list[str]:
         served = self.result.served
-        lines = [f"{len(served)} calls were served from the unedited run, in {served.runs} runs of the model"]
+        calls = "1 call was" if len(served) == 1 else f"{len(served)} calls were"
+        runs = "1 run" if served.runs == 1 else f"{served.runs} runs"
+        lines = [f"{calls} served from the unedited run, in {runs} of the model"]
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
