@@ -1,5 +1,7 @@
 import copy
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.testing import Attention, Cell, Mixed, Residual, no_leak, untouched
+from tenterhook.watch import observe
 
 STATISTICS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
 
@@ -473,3 +476,87 @@ def test_a_module_that_gives_what_its_last_child_gave_has_the_same_quantiles():
     assert w.row("1")["quantiles"] == w.row("1.1")["quantiles"]
     assert w.row("1", "gradients")["quantiles"] == w.row("1.1", "gradients")["quantiles"]
     assert w.row("1")["quantiles"]["0.99"] > w.row("1")["quantiles"]["0.5"]
+
+
+# -- gradients as they pass -------------------------------------------------------------------------------------------
+
+
+class Hooking(nn.Module):
+    """Hooks the outputs of its parts after they have passed."""
+
+    def __init__(self, one=None, other=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._one, self._other = one, other
+
+    def forward(self, x):
+        one, other = self.one(x), self.other(x)
+        if self._one is not None:
+            one.register_hook(self._one)
+        if self._other is not None:
+            other.register_hook(self._other)
+        return (one + other).square().sum()
+
+
+@pytest.mark.parametrize("small", [0, 2**15])
+def test_a_gradient_is_what_the_last_hook_lets_through(monkeypatch, small):
+    monkeypatch.setattr(observe, "SMALL", small)
+    x, plain, model = torch.randn(3, 4), Hooking(), Hooking(one=lambda gradient: gradient * 3)
+    with th.record(plain, "one", grad=True) as tape:
+        plain(x).backward()
+    with th.watch(model, steps="manual") as w:
+        for _ in range(2):
+            model(x).backward()
+            w.step()
+    for step in range(2):
+        assert w.series("one", "norm", "gradients")[step] == pytest.approx(3 * float(tape.grad["one"].norm()))
+        assert w.series("other", "norm", "gradients")[step] == pytest.approx(float(tape.grad["one"].norm()))
+
+
+def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_then_on(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+
+    def change(gradient):
+        gradient.mul_(2)  # It is also the gradient of the other part, which has it already, or will have.
+
+    x, plain, model = torch.randn(3, 4), Hooking(), Hooking(one=change)
+    with th.record(plain, "one", grad=True) as tape:
+        plain(x).backward()
+    with th.watch(model, "one", "other", steps="manual") as w:
+        model(x).backward()
+        with pytest.warns(th.TenterhookWarning, match="1 gradients were changed in place after they had passed"):
+            w.step()
+        model(x).backward()
+        w.step()
+    norm = float(tape.grad["one"].norm())
+    assert w.series("other", "norm", "gradients") == {1: pytest.approx(norm)}
+    assert w.series("one", "norm", "gradients")[1] == pytest.approx(2 * norm)
+
+
+@pytest.mark.parametrize("small", [0, 2**15])
+def test_several_backward_passes_through_one_graph_add_up(monkeypatch, small):
+    monkeypatch.setattr(observe, "SMALL", small)
+    x, model = torch.randn(3, 4), Hooking()
+    with th.record(model, "one", grad=True) as tape:
+        model(x).backward()
+    with th.watch(model, steps="manual") as w:
+        for _ in range(2):
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            w.step()
+    assert w.row("one", "gradients")["last"]["norm"] == pytest.approx(2 * float(tape.grad["one"].norm()))
+
+
+def test_a_graph_that_outlives_the_watch_holds_no_gradient(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+    seen = []
+    model = Hooking(one=lambda gradient: seen.append(weakref.ref(gradient)))
+    with th.watch(model, steps="manual") as w:
+        loss = model(torch.randn(3, 4))
+        loss.backward(retain_graph=True)
+        w.step()
+    loss.backward(retain_graph=True)
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
