@@ -535,7 +535,7 @@ def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_th
 
 
 @pytest.mark.parametrize("small", [0, 2**15])
-def test_several_backward_passes_through_one_graph_add_up(monkeypatch, small):
+def test_a_second_pass_through_a_graph_is_added_whoever_holds_the_gradient(monkeypatch, small):
     monkeypatch.setattr(observe, "SMALL", small)
     x, model = torch.randn(3, 4), Hooking()
     with th.record(model, "one", grad=True) as tape:

@@ -54,9 +54,9 @@ class Slot:
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
 
-    def resize(self, tensor: Tensor) -> None:
-        """Note how large values are here."""
-        self.size = tensor.nbytes
+    def note(self, tensor: Tensor) -> None:
+        """A value has passed: note how large they are here."""
+        self.seen, self.size = True, tensor.nbytes
         self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
@@ -106,6 +106,11 @@ class Held:
             return None
         return gradient
 
+    def look(self, _tensor: Tensor) -> Tensor | None:
+        """The same, and it stays; None also where it was changed."""
+        gradient = self._gradient
+        return gradient if gradient is not None and gradient._version == self._version else None
+
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
         self._gradient, self._open = None, False
@@ -117,6 +122,11 @@ class _Retained:
     @staticmethod
     def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
         """The gradient of a tensor."""
+        return tensor.grad
+
+    @staticmethod
+    def look(tensor: Tensor) -> Tensor | None:
+        """The same."""
         return tensor.grad
 
     @staticmethod
