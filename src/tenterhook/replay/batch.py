@@ -49,12 +49,16 @@ class Slices:
             return self._structure(value, context)
         self._check(value, context)
         out = value.clone()
+        self._put_all(out, context)
+        return out
+
+    def _put_all(self, out: Tensor, context: Context) -> None:
+        """Change all cases where they are."""
         pieces = out.split(self._batch)
         if not self._put_at_once(pieces, context):
             for changes, piece in zip(self._changes, pieces, strict=True):
                 for change in changes:
                     _put(change, piece, context)
-        return out
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write every case's part with one operation, where each is set somewhere; False where it is not so."""

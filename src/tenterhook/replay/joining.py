@@ -51,7 +51,8 @@ class Joins(Slices):
             raise CannotBatch(f"{context.address!r} passes something else than the cases that are under way")
         repeated = new.unsqueeze(0).expand(count, *new.shape).flatten(0, 1)
         joined = torch.cat((value, repeated))
-        joined[self._before :] = super().__call__(joined[self._before :], context)
+        self.reached = True
+        self._put_all(joined[self._before :], context)
         return joined
 
 
