@@ -473,17 +473,21 @@ def test_what_comes_out_otherwise_for_those_that_joined_is_run_again(monkeypatch
     assert found.served.runs == 1 + 3  # All groups at once, and each of them once more.
 
 
-def test_no_group_joins_after_the_weights_have_changed():
+@pytest.mark.parametrize("what", ["weights", "modes"])
+def test_no_group_joins_after_the_weights_or_the_modes_have_changed(what, request):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(1, 4)
     cases = [{str(layer): th.scale(float(factor))} for layer in (0, 1, 2) for factor in range(1, 4)]
-
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(mode=False))
     changed = []
 
     def changing(output):
         changed.append(1)
         if len(changed) == 4:  # The unedited run, and three cases at the first point.
-            with torch.no_grad():
-                model[0].weight.add_(1)
+            if what == "modes":
+                torch.use_deterministic_algorithms(mode=True)
+            else:
+                with torch.no_grad():
+                    model[0].weight.add_(1)
         return output.sum()
 
     found = th.sweep(model, cases, changing, x, batch=7)  # The unedited input, three cases; three, and four that join.

@@ -560,3 +560,20 @@ def test_a_graph_that_outlives_the_watch_holds_no_gradient(monkeypatch):
     loss.backward(retain_graph=True)
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
+
+
+def test_calls_inside_a_transform_go_by_and_change_nothing():
+    model, x = net().eval(), torch.randn(5, 64)
+    named = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    expected = torch.func.grad(loss)(named, x)
+    with th.watch(model, on_nan="raise") as w:
+        for _ in range(2):
+            found = torch.func.grad(loss)(named, x)
+        model(x).sum().backward()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert w.steps == 1
+    assert w.row("0")["count"] == 5 * 32

@@ -25,6 +25,7 @@ from tenterhook.engine.action import Context
 from tenterhook.replay.batch import CannotBatch, Slices
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.script import Call, Run
+from tenterhook.replay.serve import Server
 
 __all__ = ["TOLERANCE", "Joins", "apart", "begins", "is_whole", "keep_memory", "still_holds", "train"]
 
@@ -35,16 +36,20 @@ CACHED = 2**19  # Bytes of a value on a CPU beyond which a larger batch falls ou
 
 
 class Joins(Slices):
-    """An edit at a point where a group joins ``before`` others, each on its own examples of the unedited value."""
+    """An edit at a point where a group joins ``before`` others, each on its own examples of the unedited value.
 
-    def __init__(self, changes: list[list[Change]], batch: int, before: int, unedited: Tensor) -> None:
+    ``server`` serves the recorded run from which that value is, if the live one is like it.
+    """
+
+    def __init__(self, changes: list[list[Change]], batch: int, before: int, unedited: Tensor, server: Server) -> None:
         super().__init__(changes, batch)
-        self._before, self._unedited = before * batch, unedited
+        self._before, self._unedited, self._server = before * batch, unedited, server
 
     def __call__(self, value: Any, context: Context) -> Any:
         new, count = self._unedited, len(self._changes)
         if (
-            not isinstance(value, Tensor)
+            self._server.run is None
+            or not isinstance(value, Tensor)
             or value.shape != (self._before, *new.shape[1:])
             or (value.dtype, value.device) != (new.dtype, new.device)
         ):

@@ -139,7 +139,8 @@ class Runner:
 
     def _run_joined(self, groups: list[list[Prepared]]) -> bool:
         """Run groups as one batch that each of them joins where it begins; False if that was no good."""
-        run, batch = self._script.runs[0], self._per_case or 1
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        run, batch, server = self._script.runs[0], self._per_case or 1, self._replay.server
         first: list[Prepared | None] = list(groups[0])
         if not self._checked:
             first.insert((len(first) + 1) // 2, None)
@@ -149,7 +150,8 @@ class Runner:
             call = begins(group, run, batch)
             assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
             joining = [*group, None]
-            bindings.append(Binding(group[0].edits[0][0], Joins(_changes(joining), batch, len(cases), call.gave.value)))
+            joins = Joins(_changes(joining), batch, len(cases), call.gave.value, server)
+            bindings.append(Binding(group[0].edits[0][0], joins))
             cases += joining
         try:
             fine = still_holds(run)
@@ -163,7 +165,7 @@ class Runner:
         if not self._joins:
             return False
         self._joined = True
-        doubts = list(self._replay.server.doubts or []) if self._replay is not None else []
+        doubts = list(server.doubts or [])
         for each, piece in zip(cases, pieces, strict=True):
             if each is None:
                 doubts += apart(self._unedited, piece)
@@ -195,7 +197,7 @@ class Runner:
         self._replay.server.doubts = None
         self._patient = True
         for cases, doubts in waiting:
-            if doubts and bool(torch.stack(doubts).any()):
+            if doubts and bool(torch.stack([doubt.to(doubts[0].device) for doubt in doubts]).any()):
                 for each in cases:
                     self.result._found.pop(each.index, None)
                 for group in _groups(cases):

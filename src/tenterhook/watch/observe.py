@@ -30,6 +30,7 @@ from tenterhook.sites.wrapped import settled
 __all__ = ["CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
 
 graph_task = torch._C._current_graph_task_id
+transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
 
@@ -242,7 +243,7 @@ class Value:
     def __call__(self, value: Any, context: Context) -> None:
         slot, ledger = self._slot, self._ledger
         args, kwargs = ledger.given.pop((slot, context.call), (None, None))
-        if not ledger.on:
+        if not ledger.on or transform() is not None:  # What a transform hands to a model is of no use outside it.
             return
         slot.seen = True
         found = list(tensors(value))
@@ -272,7 +273,7 @@ class Gradient(OutputGradient):
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
     def __call__(self, value: Any, context: Context) -> Any:
-        if not self._ledger.on or not self._ledger.gradients:
+        if not self._ledger.on or not self._ledger.gradients or transform() is not None:
             self._since.pop(context.call, None)
             return None
         return _caught(self, super().__call__, value, context)
@@ -290,7 +291,7 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
         if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        if ledger.on:
+        if ledger.on and transform() is None:
             hooks: Any = tensor._backward_hooks
             held: Any
             if type(hooks) is _Hooks:  # A module and its last child share their output.
@@ -329,7 +330,8 @@ class CaughtGradient:
         return self._slot.seen
 
     def __call__(self, value: Any, context: Context) -> Any:
-        return _caught(self, self._inner, value, context) if self._ledger.on and self._ledger.gradients else None
+        wanted = self._ledger.on and self._ledger.gradients and transform() is None
+        return _caught(self, self._inner, value, context) if wanted else None
 
 
 class _Parts(dict[Path, Any]):
