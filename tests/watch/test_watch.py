@@ -562,6 +562,43 @@ def test_a_graph_that_outlives_the_watch_holds_no_gradient(monkeypatch):
     assert [ref() for ref in seen] == [None, None]
 
 
+class Inside(nn.Module):
+    """Its part's output has a hook already as it passes, and passes twice."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.part, self._seen = Hooked(seen), seen
+
+    def forward(self, x):
+        return self.part(x)
+
+
+class Hooked(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.inner, self._seen = nn.Linear(4, 4), seen
+
+    def forward(self, x):
+        x = self.inner(x) * 2
+        x.register_hook(lambda gradient: self._seen.append(weakref.ref(gradient)))
+        return x
+
+
+def test_points_that_share_a_tensor_with_hooks_of_its_own_hold_nothing_in_the_end(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+    seen = []
+    model = Inside(seen)
+    with th.watch(model, steps="manual") as w:
+        for _ in range(3):
+            out = model(torch.randn(3, 4))
+            out.sum().backward(retain_graph=True)
+            w.step()
+            assert w.row("part", "gradients")["last"]["count"] == 12
+            gc.collect()
+            assert seen[-1]() is None
+    assert len(seen) == 3
+
+
 def test_calls_inside_a_transform_go_by_and_change_nothing():
     model, x = net().eval(), torch.randn(5, 64)
     named = dict(model.named_parameters())

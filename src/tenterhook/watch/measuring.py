@@ -33,7 +33,7 @@ from tenterhook.sinks.statistics import (
 )
 from tenterhook.watch import locate
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.observe import NOT_COUNTED, Ledger, Seen, Slot
+from tenterhook.watch.observe import NOT_COUNTED, NOTHING, Ledger, Seen, Slot
 from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady
 from tenterhook.watch.trace import autocast_state
 
@@ -169,14 +169,14 @@ class Measuring:
         for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log):
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
-                if held is not None:
-                    held.close()
+                (held or NOTHING).close()
                 continue
             slot.note(tensor)
             rows = slot.rows.get(path) or batch.rows(slot, path)
             found = known.get(id(tensor))
             if found is not None:  # Of a module and its last child: measured already.
                 batch.again(rows, found)
+                (held or NOTHING).close()
                 continue
             value = kept = NOWHERE
             real = _real(tensor) if values else None

@@ -27,7 +27,7 @@ from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
 
-__all__ = ["CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
+__all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
 
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack

@@ -34,6 +34,7 @@ class Steady:
         self._firsts, self._twins = _firsts(log)
         self._values = self._firsts if values else []
         self._kept = [place for place in self._firsts if gradients and not self._loose[place]]
+        self._closing = [place for place, loose in enumerate(self._loose) if not loose]
         self.sources = [(VALUE, place) for place in self._values] + [(KEPT, place) for place in self._kept]
         where = {source: index for index, source in enumerate(self.sources)}
         self.rows: list[int] = []
@@ -69,7 +70,7 @@ class Steady:
             found.append(gradient)
         if not _are_plain(found):
             return None
-        for place in self._kept:
+        for place in self._closing:
             log[place][7].close()
         for place in self._values:
             if self._slots[place].looks:
