@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.fused import Block, serves
+from tenterhook.sinks.fused import Block, serves, to_device
 
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
@@ -335,7 +335,7 @@ def _kept(tensor: Tensor) -> torch.dtype:
 
 def scale_up(table: Tensor, shares: list[float]) -> None:
     """The norm and the number of zeros that a sample lets expect of everything."""
-    more = torch.tensor(shares, dtype=table.dtype).to(table.device, non_blocking=True)
+    more = to_device(table.device, np.array(shares)).to(table.dtype)
     table[:, NORM - MEAN] *= more.sqrt()
     table[:, ZEROS - MEAN] *= more
 
