@@ -397,18 +397,20 @@ class Meddling(nn.Module):
     def __init__(self, *, behind):
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.zero, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
         self._behind = behind
 
     def forward(self, x):
-        x = self.one(x)
+        x = self.one(self.zero(x))
         return self.two(x.flip(0).cumsum(0).flip(0) if self._behind else x.cumsum(0))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("behind", [False, True])
-def test_examples_that_meddle_in_one_direction_only_are_found_out(behind):
+def test_examples_that_meddle_in_one_direction_only_are_found_out(behind, groups):
     model, x = Meddling(behind=behind), torch.ones(1, 4)
-    cases = [{"one": th.scale(float(factor))} for factor in range(2, 6)]
+    points = ("zero", "one") if groups == 2 else ("one",)
+    cases = [{point: th.scale(float(factor))} for point in points for factor in range(2, 6)]
     found = th.sweep(model, cases, lambda output: output.sum(), x)
     assert any("one case at a time" in line and "the unedited input comes out otherwise" in line for line in found.how)
     for case, value in zip(cases, found.values, strict=True):

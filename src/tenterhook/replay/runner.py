@@ -56,6 +56,7 @@ class Runner:
         self._joined = False
         self._patient = False
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
+        self._checks: list[Tensor] = []  # What came out for the unedited input, compared, but not looked at so far.
         self._replay: Replay | None = None
         self.result = Sweep([each.case for each in cases], axes, Replay(model, None).served)
 
@@ -158,20 +159,17 @@ class Runner:
             output = self._run(bindings, *together(self.given, len(first), batch), times=len(first)) if fine else None
             self._joins = fine and is_whole(output, self._unedited, len(cases), batch)
             pieces = parts(output, len(cases), batch)
-            if self._joins and not self._checked:
-                self._compare(pieces[first.index(None)])
         except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
             self._joins = False
         if not self._joins:
             return False
-        self._joined = True
-        doubts = list(server.doubts or [])
+        self._joined = self._checked = True
         for each, piece in zip(cases, pieces, strict=True):
             if each is None:
-                doubts += apart(self._unedited, piece)
+                self._checks += apart(self._unedited, piece)
             else:
                 self._keep(each, piece)
-        self._unsettled.append(([each for each in cases if each is not None], doubts))
+        self._unsettled.append(([each for each in cases if each is not None], list(server.doubts or [])))
         return True
 
     def _run_group(self, group: list[Prepared]) -> Iterator[None]:
@@ -196,10 +194,14 @@ class Runner:
         waiting, self._unsettled = self._unsettled, []
         self._replay.server.doubts = None
         self._patient = True
+        wrong, self._checks = _any(self._checks), []
+        if wrong:  # No batch can be trusted: the next one is compared at once.
+            self._joins = self._joined = self._checked = False
         for cases, doubts in waiting:
-            if doubts and bool(torch.stack([doubt.to(doubts[0].device) for doubt in doubts]).any()):
+            if wrong or _any(doubts):
                 for each in cases:
                     self.result._found.pop(each.index, None)
+                    self.result.failed.pop(each.index, None)
                 for group in _groups(cases):
                     for _ in self._run_group(group):
                         pass
@@ -307,6 +309,10 @@ class Runner:
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
+
+
+def _any(found: list[Tensor]) -> bool:
+    return bool(found) and bool(torch.stack([each.to(found[0].device) for each in found]).any())
 
 
 def _changes(cases: list[Prepared | None]) -> list[list[Change]]:

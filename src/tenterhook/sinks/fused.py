@@ -161,16 +161,17 @@ class _Addresses:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
+        if found == self._last and self._array is not None and not self._copies:
+            return self._array
+        self._last, numbers = found, np.array(found, np.int64)
         # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
         # reads them was asked for before anything that could write there.
         self._copies = []
-        for place, address in enumerate(found):
-            if address % ALIGNED:
-                copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
-                self._copies.append(copy)
-                found[place] = copy.data_ptr()
-        if found != self._last or self._array is None:
-            self._last, self._array = found, to_device(self._device, np.array(found, np.int64))
+        for place in np.flatnonzero(numbers % ALIGNED).tolist():
+            copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
+            self._copies.append(copy)
+            numbers[place] = copy.data_ptr()
+        self._array = to_device(self._device, numbers)
         return self._array
 
 
