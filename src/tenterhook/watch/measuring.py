@@ -210,9 +210,15 @@ class _Batch:
 
     def fill(self, found: list[Tensor], steady: Steady) -> None:
         """Take the tensors of a log that is like the one before; they come first."""
-        self._first = {}
+        self.row_list = list(steady.rows)
+        self._first = dict(zip(map(id, found), range(len(found)), strict=True))
+        if len(self._first) == len(found):
+            self.tensors, self.index, self.sources = found, list(steady.refs), list(steady.sources)
+            self.kept = dict(steady.kept)
+            return
+        self._first = {}  # Some are one: a sum hands its gradient on to all that it adds.
         places = [self._first.setdefault(id(tensor), len(self._first)) for tensor in found]
-        self.row_list, self.index = list(steady.rows), [places[ref] for ref in steady.refs]
+        self.index = [places[ref] for ref in steady.refs]
         self.tensors = list({id(tensor): tensor for tensor in found}.values())
         self.sources = [(NOWHERE, NOWHERE)] * len(self.tensors)
         for place, source in zip(reversed(places), reversed(steady.sources), strict=True):

@@ -37,6 +37,7 @@ class Steady:
         self._closing = [place for place, loose in enumerate(self._loose) if not loose]
         self.sources = [(VALUE, place) for place in self._values] + [(KEPT, place) for place in self._kept]
         where = {source: index for index, source in enumerate(self.sources)}
+        self.kept = {place: index for (kind, place), index in where.items() if kind == KEPT}
         self.rows: list[int] = []
         self.refs: list[int] = []
         twins = dict(self._twins)
