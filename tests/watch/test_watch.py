@@ -1,5 +1,7 @@
 import copy
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.testing import Attention, Cell, Mixed, Residual, no_leak, untouched
+from tenterhook.watch import observe
 
 STATISTICS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
 
@@ -473,3 +476,141 @@ def test_a_module_that_gives_what_its_last_child_gave_has_the_same_quantiles():
     assert w.row("1")["quantiles"] == w.row("1.1")["quantiles"]
     assert w.row("1", "gradients")["quantiles"] == w.row("1.1", "gradients")["quantiles"]
     assert w.row("1")["quantiles"]["0.99"] > w.row("1")["quantiles"]["0.5"]
+
+
+# -- gradients as they pass -------------------------------------------------------------------------------------------
+
+
+class Hooking(nn.Module):
+    """Hooks the outputs of its parts after they have passed."""
+
+    def __init__(self, one=None, other=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._one, self._other = one, other
+
+    def forward(self, x):
+        one, other = self.one(x), self.other(x)
+        if self._one is not None:
+            one.register_hook(self._one)
+        if self._other is not None:
+            other.register_hook(self._other)
+        return (one + other).square().sum()
+
+
+@pytest.mark.parametrize("small", [0, 2**15])
+def test_a_gradient_is_what_the_last_hook_lets_through(monkeypatch, small):
+    monkeypatch.setattr(observe, "SMALL", small)
+    x, plain, model = torch.randn(3, 4), Hooking(), Hooking(one=lambda gradient: gradient * 3)
+    with th.record(plain, "one", grad=True) as tape:
+        plain(x).backward()
+    with th.watch(model, steps="manual") as w:
+        for _ in range(2):
+            model(x).backward()
+            w.step()
+    for step in range(2):
+        assert w.series("one", "norm", "gradients")[step] == pytest.approx(3 * float(tape.grad["one"].norm()))
+        assert w.series("other", "norm", "gradients")[step] == pytest.approx(float(tape.grad["one"].norm()))
+
+
+def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_then_on(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+
+    def change(gradient):
+        gradient.mul_(2)  # It is also the gradient of the other part, which has it already, or will have.
+
+    x, plain, model = torch.randn(3, 4), Hooking(), Hooking(one=change)
+    with th.record(plain, "one", grad=True) as tape:
+        plain(x).backward()
+    with th.watch(model, "one", "other", steps="manual") as w:
+        model(x).backward()
+        with pytest.warns(th.TenterhookWarning, match="1 gradients were changed in place after they had passed"):
+            w.step()
+        model(x).backward()
+        w.step()
+    norm = float(tape.grad["one"].norm())
+    assert w.series("other", "norm", "gradients") == {1: pytest.approx(norm)}
+    assert w.series("one", "norm", "gradients")[1] == pytest.approx(2 * norm)
+
+
+@pytest.mark.parametrize("small", [0, 2**15])
+def test_a_second_pass_through_a_graph_is_added_whoever_holds_the_gradient(monkeypatch, small):
+    monkeypatch.setattr(observe, "SMALL", small)
+    x, model = torch.randn(3, 4), Hooking()
+    with th.record(model, "one", grad=True) as tape:
+        model(x).backward()
+    with th.watch(model, steps="manual") as w:
+        for _ in range(2):
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            w.step()
+    assert w.row("one", "gradients")["last"]["norm"] == pytest.approx(2 * float(tape.grad["one"].norm()))
+
+
+def test_a_graph_that_outlives_the_watch_holds_no_gradient(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+    seen = []
+    model = Hooking(one=lambda gradient: seen.append(weakref.ref(gradient)))
+    with th.watch(model, steps="manual") as w:
+        loss = model(torch.randn(3, 4))
+        loss.backward(retain_graph=True)
+        w.step()
+    loss.backward(retain_graph=True)
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+
+
+class Inside(nn.Module):
+    """Its part's output has a hook already as it passes, and passes twice."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.part, self._seen = Hooked(seen), seen
+
+    def forward(self, x):
+        return self.part(x)
+
+
+class Hooked(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.inner, self._seen = nn.Linear(4, 4), seen
+
+    def forward(self, x):
+        x = self.inner(x) * 2
+        x.register_hook(lambda gradient: self._seen.append(weakref.ref(gradient)))
+        return x
+
+
+def test_points_that_share_a_tensor_with_hooks_of_its_own_hold_nothing_in_the_end(monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", 0)
+    seen = []
+    model = Inside(seen)
+    with th.watch(model, steps="manual") as w:
+        for _ in range(3):
+            out = model(torch.randn(3, 4))
+            out.sum().backward(retain_graph=True)
+            w.step()
+            assert w.row("part", "gradients")["last"]["count"] == 12
+            gc.collect()
+            assert seen[-1]() is None
+    assert len(seen) == 3
+
+
+def test_calls_inside_a_transform_go_by_and_change_nothing():
+    model, x = net().eval(), torch.randn(5, 64)
+    named = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    expected = torch.func.grad(loss)(named, x)
+    with th.watch(model, on_nan="raise") as w:
+        for _ in range(2):
+            found = torch.func.grad(loss)(named, x)
+        model(x).sum().backward()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert w.steps == 1
+    assert w.row("0")["count"] == 5 * 32

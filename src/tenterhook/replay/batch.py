@@ -16,7 +16,7 @@ from tenterhook.engine.session import Session
 
 __all__ = ["CannotBatch", "Slices", "Swept", "examples", "parts", "room_for", "together"]
 
-MOST = 512  # cases at once, beyond which a larger batch gains nothing
+MOST = 1024  # cases at once, beyond which a larger batch gains nothing
 SHARE = 0.25  # of the free memory that a batch may take
 
 
@@ -34,7 +34,7 @@ class Swept(Session):
 
 
 class Slices:
-    """An edit at one point for several cases, each on its own examples."""
+    """An edit at one point for several cases, each on its own examples; a case without changes passes as it is."""
 
     observes = False
     again = True
@@ -49,18 +49,23 @@ class Slices:
             return self._structure(value, context)
         self._check(value, context)
         out = value.clone()
+        self._put_all(out, context)
+        return out
+
+    def _put_all(self, out: Tensor, context: Context) -> None:
+        """Change all cases where they are."""
         pieces = out.split(self._batch)
         if not self._put_at_once(pieces, context):
             for changes, piece in zip(self._changes, pieces, strict=True):
                 for change in changes:
                     _put(change, piece, context)
-        return out
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
         edits = [changes[0].call for changes in self._changes if len(changes) == 1]
-        if len(edits) < len(pieces) or not all(isinstance(edit, Set) and _is_set_in_place(edit) for edit in edits):
+        if max(map(len, self._changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
             return False
+        pieces = tuple([piece for changes, piece in zip(self._changes, pieces, strict=True) if changes])
         cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
         new = [
             fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import tensors
+from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
 from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
+from tenterhook.replay.joining import TOLERANCE, Joins, apart, begins, is_whole, keep_memory, still_holds, train
 from tenterhook.replay.result import Sweep
 from tenterhook.replay.session import Replay
 
 __all__ = ["Runner"]
 
-# How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 WITH_CASE = 2
 
 
@@ -51,8 +51,12 @@ class Runner:
         self._per_case = examples(given)
         self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
         self._checked = False
+        self._unedited: Any = None  # What came out of the unedited run.
+        self._joins = read is None  # Whether groups join a batch that is under way.
+        self._joined = False
         self._patient = False
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
+        self._checks: list[Tensor] = []  # What came out for the unedited input, compared, but not looked at so far.
         self._replay: Replay | None = None
         self.result = Sweep([each.case for each in cases], axes, Replay(model, None).served)
 
@@ -68,9 +72,8 @@ class Runner:
             todo = [each for each in self.cases if each.index not in result._found]
             try:
                 with _quietly(session), _bar(len(todo), shown=self._progress) as advance:
-                    for group in _groups(todo):
-                        for _ in self._run_group(group):
-                            advance(1)
+                    for _ in self._run_all(self._in_order(_groups(todo))):
+                        advance(1)
                     self._settle()
             except KeyboardInterrupt as error:
                 raise SweepInterrupted(result) from error
@@ -85,17 +88,20 @@ class Runner:
 
     def _record(self) -> None:
         args, kwargs = self.given
-        points = list(dict.fromkeys(point.module for each in self.cases for point, _ in each.edits))
-        session = record(self.model, replay=points)
+        points = {point.module: point for each in self.cases for point, _ in each.edits}
+        session = record(self.model, replay=list(points.values()))
         session.scribe.digests = False  # Nobody else comes near the model before the sweep is over.
         with session as tape:
             output = self._read(lambda: self.model(*args, **kwargs))
         self.result.base = torch.as_tensor(self._measure(output, None)).detach()
+        self._unedited = output
         self._script = tape.script
         found = [tensor for _, tensor in tensors((self.given, output))]
         device = next((tensor.device for tensor in found), torch.device("cpu"))
         size = tape.script.nbytes + sum(tensor.nbytes for tensor in found)
         self._room = room_for(size, device)
+        if device.type == "cpu":
+            keep_memory()
 
     def _read(self, run: Callable[[], Any]) -> Any:
         if self.read is None:
@@ -111,18 +117,74 @@ class Runner:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
+    def _in_order(self, groups: list[list[Prepared]]) -> list[list[Prepared]]:
+        """Groups in the order in which the model comes to them, those of which that cannot be told first."""
+        if not self._joins or not self._script.runs:
+            return groups
+        ends = {id(group): begins(group, self._script.runs[0], self._per_case or 1) for group in groups}
+        return sorted(groups, key=lambda group: call.end if (call := ends[id(group)]) is not None else -1)
+
+    def _run_all(self, waiting: list[list[Prepared]]) -> Iterator[None]:
+        while waiting:
+            groups = [waiting[0]]
+            most = self._most or self._room
+            if self._joins and not self._alone and most > 1 and self._script.runs and self._script.runs[0].pure:
+                # The first batch has the unedited input among its cases.
+                groups = train(waiting, self._script.runs[0], self._per_case or 1, most - (not self._checked))
+            del waiting[: len(groups)]
+            if len(groups) > 1 and self._run_joined(groups):
+                yield from [None for group in groups for _ in group]
+                continue
+            for group in groups:
+                yield from self._run_group(group)
+
+    def _run_joined(self, groups: list[list[Prepared]]) -> bool:
+        """Run groups as one batch that each of them joins where it begins; False if that was no good."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        run, batch, server = self._script.runs[0], self._per_case or 1, self._replay.server
+        first: list[Prepared | None] = list(groups[0])
+        if not self._checked:
+            first.insert((len(first) + 1) // 2, None)
+        cases = list(first)
+        bindings = [Binding(groups[0][0].edits[0][0], Slices(_changes(first), batch))]
+        for group in groups[1:]:
+            call = begins(group, run, batch)
+            assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
+            joining = [*group, None]
+            joins = Joins(_changes(joining), batch, len(cases), call.gave.value, server)
+            bindings.append(Binding(group[0].edits[0][0], joins))
+            cases += joining
+        try:
+            fine = still_holds(run)
+            output = self._run(bindings, *together(self.given, len(first), batch), times=len(first)) if fine else None
+            self._joins = fine and is_whole(output, self._unedited, len(cases), batch)
+            pieces = parts(output, len(cases), batch)
+        except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
+            self._joins = False
+        if not self._joins:
+            return False
+        self._joined = self._checked = True
+        for each, piece in zip(cases, pieces, strict=True):
+            if each is None:
+                self._checks += apart(self._unedited, piece)
+            else:
+                self._keep(each, piece)
+        self._unsettled.append(([each for each in cases if each is not None], list(server.doubts or [])))
+        return True
+
     def _run_group(self, group: list[Prepared]) -> Iterator[None]:
         """Run cases that edit at the same points, one step for each that is done."""
         waiting = list(group)
         while waiting:
             size = self._most or self._room
-            together_now = [] if self._alone or group[0].has_parameter else waiting[:size]
-            if len(together_now) > 1 and self._run_together(together_now):
-                del waiting[: len(together_now)]
-                yield from [None] * len(together_now)
-                continue
-            if len(together_now) > 1 and not self._alone:
-                continue  # It did not fit, and the next batch is smaller.
+            if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_parameter:
+                now = waiting[: size if self._checked else size - 1]
+                if self._run_together(now):
+                    del waiting[: len(now)]
+                    yield from [None] * len(now)
+                    continue
+                if not self._alone:
+                    continue  # It did not fit, and the next batch is smaller.
             self._run_alone(waiting.pop(0))
             yield
 
@@ -132,26 +194,35 @@ class Runner:
         waiting, self._unsettled = self._unsettled, []
         self._replay.server.doubts = None
         self._patient = True
+        wrong, self._checks = _any(self._checks), []
+        if wrong:  # No batch can be trusted: the next one is compared at once.
+            self._joins = self._joined = self._checked = False
         for cases, doubts in waiting:
-            if doubts and bool(torch.stack(doubts).any()):
+            if wrong or _any(doubts):
                 for each in cases:
                     self.result._found.pop(each.index, None)
-                for _ in self._run_group(cases):
-                    pass
+                    self.result.failed.pop(each.index, None)
+                for group in _groups(cases):
+                    for _ in self._run_group(group):
+                        pass
 
     def _run_together(self, cases: list[Prepared]) -> bool:
-        """Run cases as one batch; False if that was no good."""
-        count, batch = len(cases), self._per_case or 1
-        bindings = [
-            Binding(point, Slices([each.edits[place][1] for each in cases], batch))
-            for place, (point, _) in enumerate(cases[0].edits)
-        ]
+        """Run cases as one batch; False if that was no good. The first batch has the unedited input among them."""
+        batch = self._per_case or 1
+        unedited = None if self._checked else (len(cases) + 1) // 2
+        count = len(cases) + (unedited is not None)
+        bindings = []
+        for place, (point, _) in enumerate(cases[0].edits):
+            changes = [each.edits[place][1] for each in cases]
+            if unedited is not None:
+                changes.insert(unedited, [])
+            bindings.append(Binding(point, Slices(changes, batch)))
         args, kwargs = together(self.given, count, batch)
         try:
             output = self._run(bindings, args, kwargs, times=count)
             pieces = parts(output, count, batch)
-            if not self._checked:
-                self._compare(cases, pieces)
+            if unedited is not None:
+                self._compare(pieces.pop(unedited))
         except torch.OutOfMemoryError:
             self._room = self._most = max(1, count // 2)
             return False
@@ -169,13 +240,11 @@ class Runner:
         self._unsettled.append((cases, self._replay.server.doubts or [] if self._replay is not None else []))
         return True
 
-    def _compare(self, cases: list[Prepared], pieces: list[Any]) -> None:
-        """Compare a case of the first batch with the same case run by itself."""
-        args, kwargs = self.given
-        alone = self._run(_one_by_one(cases[-1]), args, kwargs, times=1)
-        far = _distance(alone, pieces[-1])
+    def _compare(self, piece: Any) -> None:
+        """Compare what came out for the unedited input, amid edited ones, with what came out for it alone."""
+        far = _distance(self._unedited, piece)
         if far:
-            raise CannotBatch(f"in a batch, case {cases[-1].index} comes out otherwise than by itself ({far})")
+            raise CannotBatch(f"in a batch, the unedited input comes out otherwise than by itself ({far})")
         self._checked = True
 
     def _run_alone(self, case: Prepared) -> bool:
@@ -228,14 +297,27 @@ class Runner:
 
     def _how(self) -> list[str]:
         served = self.result.served
-        lines = [f"{len(served)} calls were served from the unedited run, in {served.runs} runs of the model"]
+        calls = "1 call was" if len(served) == 1 else f"{len(served)} calls were"
+        runs = "1 run" if served.runs == 1 else f"{served.runs} runs"
+        lines = [f"{calls} served from the unedited run, in {runs} of the model"]
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
-            lines.append("cases were run as batches, the first of which was compared with a case run by itself")
+            lines.append("cases were run as batches; in the first, the unedited input came out as it does by itself")
+            if self._joined:
+                lines.append("cases that begin later joined a batch that was under way")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
+
+
+def _any(found: list[Tensor]) -> bool:
+    return bool(found) and bool(torch.stack([each.to(found[0].device) for each in found]).any())
+
+
+def _changes(cases: list[Prepared | None]) -> list[list[Change]]:
+    """What each case changes at the one point that it edits; None is the unedited input."""
+    return [[] if each is None else each.edits[0][1] for each in cases]
 
 
 def _groups(cases: list[Prepared]) -> list[list[Prepared]]:

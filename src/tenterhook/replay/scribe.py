@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from tenterhook._tree import parts_of
+from tenterhook.address.walk import walk
 from tenterhook.engine.session import open_here
+from tenterhook.replay.randomness import Randomness
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
-from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, random_mark, version
+from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, version
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import MISSING
 
@@ -20,7 +22,7 @@ __all__ = ["Scribe", "worth_keeping"]
 
 def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
     """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
-    paths = {module: path for path, module in model.named_modules()}
+    paths = {module: path for path, module in walk(model)[0]}
     found: dict[nn.Module, None] = {model: None}
     for target in edited:
         steps = paths[target].split(".") if paths.get(target) else []
@@ -56,7 +58,7 @@ class Scribe:
         # Where open sessions change something: what contains that is not the model's own doing.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._paths = {module: path for path, module in walk(model)[0]}
         self._regions: dict[nn.Module, list[nn.Module]] = {}
         self._stack: list[_Frame] = []
         self._run: Run | None = None
@@ -121,7 +123,7 @@ class Scribe:
         self._held = storages([own.tensors for own in state.values()])
         self._counts: dict[nn.Module, int] = {}
         self._tick = self._draws = self._changes = 0
-        self._mark = random_mark()
+        self._randomness = Randomness()
         self._what = ""
 
     def _end(self, root: Call) -> None:
@@ -154,16 +156,15 @@ class Scribe:
             while waiting:
                 each = waiting.pop()
                 found.append(each)
-                waiting.extend(child for child in each.children() if child not in self.modules)
+                waiting += [
+                    child for child in each._modules.values() if child is not None and child not in self.modules
+                ]
             self._regions[module] = found
         return found
 
     def _observe(self, ending: _Frame | None = None) -> None:
         """See whether random numbers were drawn or anything was changed since the last time."""
-        mark = random_mark()
-        if mark != self._mark:
-            self._mark = mark
-            self._draws += 1
+        self._draws += self._randomness.drawn()
         for frame in (*self._stack, ending):
             for module in frame.region if frame is not None else ():
                 own = self._seen.get(module)
@@ -197,12 +198,12 @@ class Scribe:
     def _inside(self, call: Call) -> str:
         """What stands inside a call and forbids to pass it over."""
         own = self._run.below(call.module) if self._run is not None else []
-        if any(not each.known for each in own):
+        if not all(each.known for each in own):
             return "it holds a module whose state cannot be seen"
         if any(each.hooked for each in own if each.module is not call.module):
             return "other libraries' hooks stand inside it"
-        if call.module in self._edited_within or any(
-            each.module in self._edited_at for each in own if each.module is not call.module
+        if call.module in self._edited_within or (
+            self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)
         ):
             return "an edit was at work inside it when it was recorded"
         return ""

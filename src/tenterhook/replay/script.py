@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -220,15 +220,20 @@ def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
     if type(live) is not kind:
         return False
     if kind is tuple:
-        mine, theirs = list(enumerate(kept)), list(enumerate(live))
-    else:
-        mine, theirs = parts_of(kept) or [], parts_of(live) or []
-        if not mine and not theirs:
-            return kept is live or bool(parts_of(kept) is not None or kept == live)
-    if len(mine) != len(theirs):
-        return False
-    for (key, part), (other, partner) in zip(mine, theirs, strict=True):
-        if key != other or not alike(part, partner, same):
+        return len(kept) == len(live) and _all_alike(kept, live, same)
+    if kind is dict:
+        return list(kept) == list(live) and _all_alike(kept.values(), live.values(), same)
+    mine, theirs = parts_of(kept) or [], parts_of(live) or []
+    if not mine and not theirs:
+        return kept is live or bool(parts_of(kept) is not None or kept == live)
+    keys = [key for key, _ in mine] == [key for key, _ in theirs]
+    return keys and _all_alike([part for _, part in mine], [part for _, part in theirs], same)
+
+
+def _all_alike(kept: Iterable[Any], live: Iterable[Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
+    for part, partner in zip(kept, live, strict=True):
+        # Most parts are constants, and most of those are one object.
+        if (part is not partner or type(part) not in PLAIN) and not alike(part, partner, same):
             return False
     return True
 

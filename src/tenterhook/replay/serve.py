@@ -78,6 +78,8 @@ class Server:
         # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one. They are
         # known by where they lie, so that another view of the same is known too.
         self._known: dict[Any, tuple[Tensor, int, Tensor]] = {}
+        # What was made of recorded tensors for several cases at once: itself, its version, for how many.
+        self._wide: dict[Tensor, tuple[Tensor, int, tuple[int, int]]] = {}
 
     waits_for = ("cuda",)  # the devices whose answer takes long
 
@@ -88,6 +90,10 @@ class Server:
         self._counts.clear()
         self._known.clear()
         self.minds_gradients = torch.is_grad_enabled() and not self._gradients
+
+    def forget(self) -> None:
+        """Let go of what was made for several cases."""
+        self._wide.clear()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run is None:
@@ -175,6 +181,15 @@ class Server:
         """A recorded tensor for several cases at once, where it has the recorded batch in front."""
         if not kept.dim() or kept.shape[0] != self.batch:
             return self._own(kept)
+        if self._copy or torch.is_inference_mode_enabled():
+            return self._repeat(kept)
+        made = self._wide.get(kept)
+        if made is None or made[1] != version(made[0]) or made[2] != (self.times, self.batch):
+            wide = self._repeat(kept)
+            made = self._wide[kept] = (wide, version(wide), (self.times, self.batch))
+        return made[0]
+
+    def _repeat(self, kept: Tensor) -> Tensor:
         wide = kept.unsqueeze(0).expand(self.times, *kept.shape)
         if kept.dim() == 4 and not kept.is_contiguous() and kept.is_contiguous(memory_format=torch.channels_last):  # noqa: PLR2004
             return wide.flatten(0, 1).contiguous(memory_format=torch.channels_last)

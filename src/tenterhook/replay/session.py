@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
@@ -83,6 +84,7 @@ class Replay(Session):
     def _undo(self) -> list[str]:
         self._standing = None
         self._plans.clear()
+        self.server.forget()
         return super()._undo()
 
     def _say_what_was_missed(self) -> None:
@@ -163,10 +165,12 @@ class Replay(Session):
         for path, why in passed_over:
             self.served.compute(path, why)
         if found is not self._standing:
-            self._leave()
+            stands = self._standing or {}
+            self._leave([module for module in self.lanes if module not in found or module not in stands])
             for module, path in found.items():
                 if module is not self.model:
                     self.server.ahead.cue(module, path)
+                if module is not self.model and module not in stands:
                     self._guard(module, path, self.server)
             self._standing = found
             self.plan_key = tuple(found.values())
@@ -187,15 +191,16 @@ class Replay(Session):
             lane.guard = guard
             attach(lane)
 
-    def _leave(self) -> None:
-        """Take the guards out, but for the one at the model itself."""
+    def _leave(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Take guards out, all if none are named, but for the one at the model itself."""
         self._standing = None
-        for module in [module for module in self.lanes if module is not self.model]:
-            lane = self.lanes.pop(module)
-            if self.reel is not None:
-                self.reel.forget(lane.part)
-            lane.rest()
-            detach(lane)
+        for module in list(self.lanes) if modules is None else modules:
+            if module is not self.model:
+                lane = self.lanes.pop(module)
+                if self.reel is not None:
+                    self.reel.forget(lane.part)
+                lane.rest()
+                detach(lane)
 
 
 class _Root:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,7 +22,6 @@ __all__ = [
     "digest",
     "in_the_way",
     "moved",
-    "random_mark",
     "reach",
     "version",
 ]
@@ -38,6 +36,7 @@ BOXES = (list, tuple, set, frozenset, deque, dict)
 MANY = 256  # items of a container beyond which only their number is compared
 
 Contents = tuple[Any, ...]
+_values_of = dict.values
 
 
 def version(tensor: Tensor) -> int:
@@ -54,7 +53,6 @@ class Own:
     __slots__ = (
         "_boxes",
         "_forward",
-        "_values",
         "below",
         "contents",
         "hidden",
@@ -77,36 +75,39 @@ class Own:
         self.below: list[tuple[Any, Contents]] = []
         if not self.known:
             return
-        self._values, self._forward = _values(state), _own_forward(module)
+        self._forward = _own_forward(module)
         self.parameters: Contents = tuple(state["_parameters"].values())
         self.tables = [state, state["_parameters"], state["_buffers"], state["_modules"]]
-        self.contents = [self._values, *[tuple(table.values()) for table in self.tables[1:]]]
+        self.contents = [_values(state), *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name not in STANDS]
-        found = [(value, contents) for value in attributes if (contents := _contents(value)) is not None]
+        below = [value for value in attributes if type(value) not in FIXED]
+        found = [(value, contents) for value in below if (contents := _contents(value)) is not None]
         # A tuple of numbers, as layers keep for their shapes, stays what it is.
         self.below = [(box, inside) for box, inside in found if not _is_fixed(box)]
         # Objects, such as a configuration, may be large and shared by all; they are compared once for a whole run.
         self._boxes = [(value, contents) for value, contents in self.below if isinstance(value, BOXES)]
-        inside = (item for _, contents in self.below for item in contents)
-        held = (*self.contents[1], *self.contents[2], *attributes, *inside)
-        tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
-        self.watched = [(tensor, version(tensor)) for tensor in tensors if not tensor.is_inference()]
-        self.tensors = tensors
+        inside = [item for _, contents in self.below for item in contents]
+        held = [each for each in (*self.contents[1], *self.contents[2], *below, *inside) if type(each) not in FIXED]
+        self.tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+        self.watched = [(tensor, tensor._version) for tensor in self.tensors if not tensor.is_inference()]
         self.hidden = [value for value in held if isinstance(value, nn.Module)]
 
     def holds(self, *, deeply: bool = True) -> bool:
         """Whether everything is as it was; ``deeply`` also looks into containers."""
         if not self.known:
             return False
+        kind, (state, parameters, buffers, modules) = type(self.module), self.tables
         try:
-            return (
-                _values(self.tables[0]) == self._values
-                and _own_forward(self.module) is self._forward
-                and (type(self.module), type(self.module).forward) == self.kind
-                and [tuple(table.values()) for table in self.tables[1:]] == self.contents[1:]
-                and (not deeply or all(_contents(value) == contents for value, contents in self._boxes))
-                and all(tensor._version == then for tensor, then in self.watched)
-            )
+            now = [_values(state), tuple(parameters.values()), tuple(buffers.values()), tuple(modules.values())]
+            if now != self.contents or _own_forward(self.module) is not self._forward:
+                return False
+            for tensor, then in self.watched:
+                if tensor._version != then:
+                    return False
+            for value, contents in self._boxes if deeply else ():
+                if _contents(value) != contents:
+                    return False
+            return kind is self.kind[0] and kind.forward is self.kind[1]
         except (RuntimeError, ValueError, TypeError):  # Arrays and tensors that are not the same cannot be compared so.
             return False
 
@@ -121,8 +122,8 @@ class Together:
     """What a module and those below it hold, compared at one go: thousands of calls ask for it."""
 
     __slots__ = (
-        "_dicts", "_forwards", "_hooks", "_inside", "_itself", "_kinds", "_parameters", "_then", "_versions",
-        "_watched",
+        "_dicts", "_forwards", "_hooks", "_inside", "_itself", "_kinds", "_lengths", "_parameters", "_then",
+        "_versions", "_watched",
     )  # fmt: skip
 
     def __init__(self, itself: nn.Module, owns: list[Own]) -> None:
@@ -133,7 +134,8 @@ class Together:
         self._inside, self._kinds = [own.module for own in inside], [own.kind[0] for own in inside]
         self._forwards = list({own.kind for own in inside})
         self._dicts = [table for own in inside for table in own.tables]
-        self._then = [contents for own in inside for contents in own.contents]
+        self._then = [each for own in inside for contents in own.contents for each in contents]
+        self._lengths = [len(contents) for own in inside for contents in own.contents]
         watched = [pair for own in inside for pair in own.watched]
         self._watched, self._versions = [tensor for tensor, _ in watched], [then for _, then in watched]
         self._hooks = [
@@ -155,11 +157,12 @@ class Together:
         if any(self._hooks):
             return "other libraries' hooks stand inside it"
         try:
-            now = [tuple(table.values()) for table in self._dicts]
+            now = list(chain.from_iterable(map(_values_of, self._dicts)))
             versions = [tensor._version for tensor in self._watched]
-            kinds = list(map(type, self._inside))
-            same = now == self._then and versions == self._versions and kinds == self._kinds
-            same = same and all(kind.forward is forward for kind, forward in self._forwards)
+            same = now == self._then and versions == self._versions and list(map(len, self._dicts)) == self._lengths
+            same = same and list(map(type, self._inside)) == self._kinds
+            for kind, forward in self._forwards:
+                same = same and kind.forward is forward
         except (RuntimeError, ValueError, TypeError):
             same = False
         if same and all(own.holds(deeply=False) for own in self._itself):
@@ -194,6 +197,8 @@ def _is_fixed(box: Any) -> bool:
 def _own_forward(module: nn.Module) -> Any:
     """The forward that stands on the instance, but for a session's."""
     forward = module.__dict__.get("forward")
+    if forward is None:
+        return None
     tap = getattr(getattr(forward, "__func__", None), "tap", None)
     return tap.own if tap is not None and getattr(tap, "module", None) is module else forward
 
@@ -216,10 +221,11 @@ def reach(module: nn.Module, known: dict[nn.Module, Own]) -> dict[nn.Module, Non
     found: dict[nn.Module, None] = {}
     waiting = [module]
     while waiting:
-        for each in waiting.pop().modules():
-            if each not in found:
-                found[each] = None
-                waiting.extend(hidden for hidden in (known.get(each) or Own(each)).hidden if hidden not in found)
+        each = waiting.pop()
+        if each not in found:
+            found[each] = None
+            waiting += (known.get(each) or Own(each)).hidden
+            waiting += [child for child in each._modules.values() if child is not None]
     return found
 
 
@@ -251,18 +257,6 @@ def in_the_way() -> str:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global module hooks, which may do anything at any call"
     return ""
-
-
-def random_mark() -> Contents:
-    """The state of every source of random numbers that a model may draw from."""
-    marks: list[Any] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        marks.extend((each.initial_seed(), each.get_offset()) for each in torch.cuda.default_generators)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state(legacy=False)
-        marks += [state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"]]
-    return tuple(marks)
 
 
 def digest(tensors: list[Tensor]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tenterhook.report.page import Chart, Page
-from tenterhook.watch.table import table
+from tenterhook.watch.table import table_of
 
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
@@ -36,7 +36,7 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
             lines = {address: [series.get(step) for step in steps] for address, series in found.items()}
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
     heading = title or f"A watch over {type(watch.model).__name__}"
-    return Page(heading, facts, charts=charts, tables=[table(watch)], remarks=remarks)
+    return Page(heading, facts, charts=charts, tables=[table_of(watch)], remarks=remarks)
 
 
 def _spread(addresses: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
-__all__ = ["DTYPES", "Block", "Samples", "serves", "why_not"]
+__all__ = ["DTYPES", "Block", "Samples", "serves", "to_device", "why_not"]
 
 DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 ALIGNED = 16  # Bytes: what a thread reads at a time.
@@ -63,7 +63,7 @@ class Block:
         counts = np.array([shape.numel() for shape in shapes], np.int64)
         of, nth, first = _cut(counts, kernels.TILE.value * kernels.TILES.value)
         self._pieces = len(of)
-        self._counts, self._of, self._nth, self._first = (_to(device, part) for part in (counts, of, nth, first))
+        self._counts, self._of, self._nth, self._first = (to_device(device, part) for part in (counts, of, nth, first))
         self._found = torch.empty(len(of), kernels.FIELDS.value, dtype=torch.float64, device=device)
         self._sampled: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None = None
         self._addresses = _Addresses(device)
@@ -82,26 +82,26 @@ class Block:
     def count(self, tensors: Sequence[Tensor], sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Count a sample of each tensor in a sketch, under these rows."""
         addresses = self._addresses(tensors)
-        key = (tuple(rows), phase)
+        key = tuple(rows)
         if self._sampled is None or self._sampled[0] != key:
-            self._sampled = (key, *self._places(rows, phase))
-        _, starts, steps, takes, places = self._sampled
+            self._sampled = (key, *self._places(rows))
+        _, rooms, steps, takes, places = self._sampled
         counts = sketch.room(self.device, max(rows) + 1)
         with _on(self.device):
             self._kernels.bins[(len(tensors),)](
-                addresses, starts, steps, takes, places, counts, self._type, num_warps=1
+                addresses, phase, rooms, steps, takes, places, counts, self._type, num_warps=1
             )
 
-    def _places(self, rows: Sequence[int], phase: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from tenterhook.sinks.sketch import SAMPLE
         from tenterhook.sinks.statistics import spacing
 
         found = [spacing(tuple(shape), SAMPLE) if shape.numel() > SAMPLE else (1, 1) for shape in self._shapes]
-        starts = np.array([phase % room for _, room in found], np.int64)
+        rooms = np.array([room for _, room in found], np.int64)
         steps = np.array([step for step, _ in found], np.int64)
         takes = np.array([min(SAMPLE, shape.numel()) for shape in self._shapes], np.int64)
-        numbers = (starts, steps, takes, np.array(rows, np.int64))
-        return tuple(_to(self.device, part) for part in numbers)  # type: ignore[return-value]
+        numbers = (rooms, steps, takes, np.array(rows, np.int64))
+        return tuple(to_device(self.device, part) for part in numbers)  # type: ignore[return-value]
 
 
 class Samples:
@@ -124,7 +124,7 @@ class Samples:
         self._pieces = len(of)
         self.shares = counts / widths
         numbers = (np.array(steps, np.int64), widths, offsets[:-1], of, nth)
-        self._plan = tuple(_to(device, part) for part in numbers)
+        self._plan = tuple(to_device(device, part) for part in numbers)
         self._addresses = _Addresses(device)
         self._now, self._before = (torch.zeros(int(offsets[-1]), device=device) for _ in range(2))
         self.here = [self._now[o : o + w] for o, w in zip(offsets.tolist(), widths.tolist(), strict=False)]
@@ -161,16 +161,17 @@ class _Addresses:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
+        if found == self._last and self._array is not None and not self._copies:
+            return self._array
+        self._last, numbers = found, np.array(found, np.int64)
         # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
         # reads them was asked for before anything that could write there.
         self._copies = []
-        for place, address in enumerate(found):
-            if address % ALIGNED:
-                copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
-                self._copies.append(copy)
-                found[place] = copy.data_ptr()
-        if found != self._last or self._array is None:
-            self._last, self._array = found, _to(self._device, np.array(found, np.int64))
+        for place in np.flatnonzero(numbers % ALIGNED).tolist():
+            copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
+            self._copies.append(copy)
+            numbers[place] = copy.data_ptr()
+        self._array = to_device(self._device, numbers)
         return self._array
 
 
@@ -182,8 +183,10 @@ def _cut(counts: Any, size: int) -> tuple[Any, Any, Any]:
     return of.astype(np.int32), (np.arange(len(of)) - first[of]).astype(np.int32), first.astype(np.int32)
 
 
-def _to(device: torch.device, numbers: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device, non_blocking=True)
+def to_device(device: torch.device, numbers: Any) -> Tensor:
+    """Some numbers on a device. From memory that is not pinned, CUDA would wait for the device before it copies."""
+    found = torch.from_numpy(np.ascontiguousarray(numbers))
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def _on(device: torch.device) -> Any:

@@ -162,10 +162,11 @@ def put_together(
     tl.store(line + 7, tl.load(counts + which).to(tl.float64) - finite - nan)
 
 
-@jit
+@triton.jit(do_not_specialize=["phase"])
 def bins(
     addresses,
-    starts,
+    phase,
+    rooms,
     steps,
     takes,
     rows,
@@ -177,7 +178,7 @@ def bins(
     lane = tl.arange(0, SAMPLE_)
     there = lane < tl.load(takes + which)
     base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
-    places = tl.load(starts + which) + lane * tl.load(steps + which)
+    places = phase % tl.load(rooms + which) + lane * tl.load(steps + which)
     x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     found = ((bits & 0x7FFFFFFF) >> SHIFT_) - BASE_

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tenterhook.sinks.fused import to_device
 from tenterhook.sinks.statistics import Array, spacing
 
 __all__ = ["Sketch", "histogram", "quantiles"]
@@ -57,7 +58,7 @@ class Sketch:
         bits = sample.view(torch.int32)
         bins = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
         bins += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-        places = torch.tensor(rows).to(device, non_blocking=True).mul_(BINS).unsqueeze(1) + bins
+        places = to_device(device, np.array(rows, np.int64) * BINS).unsqueeze(1) + bins
         counts.view(-1).scatter_add_(0, places.view(-1), counts.new_ones(()).expand(places.numel()))
 
     def room(self, device: torch.device, rows: int) -> Tensor:

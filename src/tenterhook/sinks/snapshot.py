@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.fused import Samples
-from tenterhook.sinks.statistics import Measured, Plan, Workspace, matrix_of, reduced, scale_up
+from tenterhook.sinks.statistics import Measured, Plan, Workspace, matrix_of, places_of, reduced, scale_up
 
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
@@ -30,6 +30,14 @@ class Snapshot:
             self._samples.append((members, samples))
             for index, share in zip(members, samples.shares.tolist(), strict=True):
                 self._plan.sampled[index] = share > 1
+        self._views = [self._sampled(members, width) for members, width in self._plan.groups]
+
+    def _sampled(self, members: list[int], width: int) -> list[Tensor]:
+        """The tensors of a group, or the places of long ones that are read; a copy of one would not follow it."""
+        found = [self.tensors[i] for i in members]
+        if found[0].numel() > width and all(tensor.is_contiguous() for tensor in found):
+            return [places_of(tensor, width, 0) for tensor in found]
+        return found
 
     @torch.no_grad()
     def take(self) -> None:
@@ -37,8 +45,8 @@ class Snapshot:
         for _, samples in self._samples:
             samples.take()
         fresh = not self._matrices
-        for place, (members, width) in enumerate(self._plan.groups):
-            now = self._now(members, width)
+        for place in range(len(self._plan.groups)):
+            now = self._now(place)
             if fresh:
                 self._matrices.append(now.clone())
             else:
@@ -58,8 +66,8 @@ class Snapshot:
                 measured.shares.append((members, samples.shares))
                 if sketch is not None:
                     block.count(parts, sketch, [places[i] for i in members], 0)
-        for (members, width), shares, matrix in zip(self._plan.groups, self._plan.shares, self._matrices, strict=True):
-            now = self._now(members, width)
+        for place, (members, _) in enumerate(self._plan.groups):
+            now, shares, matrix = self._now(place), self._plan.shares[place], self._matrices[place]
             table = reduced(now, self._workspace)
             torch.sub(now, matrix, out=matrix)
             way = reduced(matrix, self._workspace)
@@ -73,5 +81,5 @@ class Snapshot:
                 sketch.take(matrix, [ways[i] for i in members], 0)
         return here, moved
 
-    def _now(self, members: list[int], width: int) -> Tensor:
-        return matrix_of([self.tensors[i] for i in members], width, 0, self._workspace, which=1)
+    def _now(self, place: int) -> Tensor:
+        return matrix_of(self._views[place], self._plan.groups[place][1], 0, self._workspace, which=1)

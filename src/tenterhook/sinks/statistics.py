@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.fused import Block, serves
+from tenterhook.sinks.fused import Block, serves, to_device
 
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
@@ -38,6 +38,7 @@ __all__ = [
     "is_plain",
     "matrix_of",
     "measure",
+    "places_of",
     "plain",
     "reduced",
     "scale_up",
@@ -272,14 +273,15 @@ def matrix_of(tensors: list[Tensor], width: int, phase: int, workspace: Workspac
     """The tensors as rows; of those that are too long, ``width`` elements of each."""
     first = tensors[0]
     if first.numel() > width:
-        tensors = [_spread(tensor, width, phase) for tensor in tensors]
+        tensors = [places_of(tensor, width, phase) for tensor in tensors]
         first = tensors[0]
     matrix = workspace.matrix(len(tensors), width, first, which)
     torch.stack(tensors, out=matrix.view(len(tensors), *first.shape))
     return matrix if matrix.dtype in KEPT else matrix.float()
 
 
-def _spread(tensor: Tensor, width: int, phase: int) -> Tensor:
+def places_of(tensor: Tensor, width: int, phase: int) -> Tensor:
+    """So many places of a longer tensor, as a view of it where it lies in a row."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     run = RUN if width % RUN == 0 else 1
@@ -333,7 +335,7 @@ def _kept(tensor: Tensor) -> torch.dtype:
 
 def scale_up(table: Tensor, shares: list[float]) -> None:
     """The norm and the number of zeros that a sample lets expect of everything."""
-    more = torch.tensor(shares, dtype=table.dtype).to(table.device, non_blocking=True)
+    more = to_device(table.device, np.array(shares)).to(table.dtype)
     table[:, NORM - MEAN] *= more.sqrt()
     table[:, ZEROS - MEAN] *= more
 

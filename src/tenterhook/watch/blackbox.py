@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tenterhook._draw import Column, Row, Table, as_html, as_rich, as_text
+from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook.errors import TapeFileError
 from tenterhook.sinks.statistics import COLUMNS, Array
 from tenterhook.watch.books import Page
@@ -140,7 +140,7 @@ def _slots(content: Any, start: int, size: int, room: int) -> Iterator[tuple[int
     return (slot for _, slot in sorted(found))
 
 
-class Blackbox:
+class Blackbox(Drawn):
     """What a flight recorder's file holds: the last steps before the end, and what had gone wrong."""
 
     def __init__(self, header: dict[str, Any], wrong: list[str], pages: Sequence[Page]) -> None:
@@ -164,7 +164,8 @@ class Blackbox:
         found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
         return {step: number for step, number in found.items() if number is not None}
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """One row per step, for whatever draws it."""
         rows = []
         for page in self.pages:
             bad = [f"{kind} {name}" for kind, name, numbers in page.lines() if numbers["nan"] or numbers["inf"]]
@@ -174,15 +175,6 @@ class Blackbox:
         return Table(
             f"black box of {self.header.get('model')}: {len(rows)} steps", columns, tuple(rows), tuple(self.wrong)
         )
-
-    def __repr__(self) -> str:
-        return as_text(self._table())
-
-    def __rich__(self) -> Any:
-        return as_rich(self._table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._table())
 
 
 def read(path: str | os.PathLike[str]) -> Blackbox:

@@ -122,7 +122,7 @@ class Findings:
         self.units = Units()
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
-        self._zeros: set[str] | None = None
+        self._zeros: set[str] = set()
         self._seen: tuple[Array, Array] | None = None  # Rows of gradients, and which of them are parameters'.
 
     def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
@@ -175,9 +175,9 @@ class Findings:
         # So many dead units need at least so many zeros.
         many = np.flatnonzero(table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1))
         zeros = {page.names[row][1] for row in rows[many].tolist()}
-        if zeros != self._zeros:
-            self._zeros = zeros
-            self.units.choose(slots, zeros)
+        if zeros != self._zeros:  # Of a dropout's value, about as many as it drops: it is now here, now there.
+            moved, self._zeros = zeros ^ self._zeros, zeros
+            self.units.choose([slot for slot in slots if slot.address in moved], zeros)
         dead, full = self.units.read(int(self.limits["dead_steps"]))
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:

@@ -33,7 +33,8 @@ from tenterhook.sinks.statistics import (
 )
 from tenterhook.watch import locate
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.observe import NOT_COUNTED, Ledger, Seen, Slot
+from tenterhook.watch.observe import NOT_COUNTED, NOTHING, Ledger, Seen, Slot
+from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady
 from tenterhook.watch.trace import autocast_state
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Measuring", "Parcel"]
 
-VALUE, KEPT, CAUGHT = range(3)  # Where a measured tensor comes from.
-GRADIENT = 1  # In a pair of rows.
-NOWHERE = -1  # The place of what is not measured.
+CAUGHT = 2  # Where a measured tensor comes from, beside a value and a gradient that was held.
 PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from step to step.
 
 
@@ -119,7 +118,8 @@ class Measuring:
     def __init__(self, books: Books, ledger: Ledger, units: Units, options: Options) -> None:
         self._books, self._ledger, self._units, self._options = books, ledger, units, options
         self._autocast: Any = None
-        self._device = ""
+        self._step, self._times = -1, 0  # How often the log was emptied in a step: mostly as in the last one.
+        self._steady: dict[int, Steady] = {}
 
     def entered(self, device: str) -> None:
         """The model is called: note how autocast stands, for a call that has to be made again."""
@@ -129,12 +129,17 @@ class Measuring:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         batch = _Batch(self._books)
-        self._from_log(log, batch)
+        if step != self._step:
+            self._step, self._times = step, 0
+        if log:
+            self._times += 1
+            self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
-                for gradient, _ in found:
-                    real = plain(gradient)
+                for gradient, version in found:
+                    slot.spoilt += gradient._version != version
+                    real = plain(gradient) if gradient._version == version else None
                     if real is not None:
                         row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
                         batch.add(row, real, (CAUGHT, place))
@@ -143,35 +148,47 @@ class Measuring:
         if not batch.tensors:
             return None
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
-        return batch.parcel(self._options.sample, step, explain)
+        return batch.parcel(self._options.sample, step, explain, f"log {self._times}")
 
     def _from_log(self, log: list[Any], batch: _Batch) -> None:
-        """Add what the log holds: values, and the gradients that autograd has kept."""
+        """Add what the log holds: values, and the gradients that have passed."""
+        steady = self._steady.get(self._times)
+        found = steady.collect(log, self._units) if steady is not None else None
+        if steady is not None and found is not None:
+            batch.fill(found, steady)
+            return
         values, gradients = "values" in self._options.of, self._ledger.gradients
+        self._one_by_one(log, batch, values=values, gradients=gradients)
+        if all(entry[1] in entry[0].rows for entry in log):
+            steady = Steady(log, values=values, gradients=gradients)
+            if steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
+                self._steady[self._times] = steady
+
+    def _one_by_one(self, log: list[Any], batch: _Batch, *, values: bool, gradients: bool) -> None:
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
-        for place, (slot, path, _, tensor, version, _, _, live) in enumerate(log):
+        for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log):
             if version not in (NOT_COUNTED, tensor._version):
                 slot.lost += 1
+                (held or NOTHING).close()
                 continue
-            slot.seen = True
+            slot.note(tensor)
             rows = slot.rows.get(path) or batch.rows(slot, path)
             found = known.get(id(tensor))
             if found is not None:  # Of a module and its last child: measured already.
-                slot.size = tensor.nbytes
                 batch.again(rows, found)
+                (held or NOTHING).close()
                 continue
             value = kept = NOWHERE
-            if values:
-                real = _real(tensor)
-                slot.size = tensor.nbytes
+            real = _real(tensor) if values else None
+            if real is not None:
+                value = batch.add(rows[0], real, (VALUE, place))
+                if slot.looks:
+                    self._units.look(slot, real)
+            if held is not None and gradients:
+                real = _real(held.take(slot, tensor))
                 if real is not None:
-                    value = batch.add(rows[0], real, (VALUE, place))
-                    if slot.looks:
-                        self._units.look(slot, real)
-            if live and gradients:
-                real = _real(tensor.grad)
-                kept = NOWHERE if real is None else batch.add(rows[GRADIENT], real, (KEPT, place))
-            if live:
+                    kept = batch.kept[place] = batch.add(rows[GRADIENT], real, (KEPT, place))
+            if held is not None:
                 known[id(tensor)] = value, kept
 
 
@@ -186,9 +203,28 @@ class _Batch:
         self._books = books
         self.tensors: list[Tensor] = []
         self.sources: list[tuple[int, int]] = []
-        self._rows: list[int] = []
+        self.row_list: list[int] = []
         self._first: dict[int, int] = {}
         self.index: list[int] = []
+        self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
+
+    def fill(self, found: list[Tensor], steady: Steady) -> None:
+        """Take the tensors of a log that is like the one before; they come first."""
+        self.row_list = list(steady.rows)
+        self._first = dict(zip(map(id, found), range(len(found)), strict=True))
+        if len(self._first) == len(found):
+            self.tensors, self.index, self.sources = found, list(steady.refs), list(steady.sources)
+            self.kept = dict(steady.kept)
+            return
+        self._first = {}  # Some are one: a sum hands its gradient on to all that it adds.
+        places = [self._first.setdefault(id(tensor), len(self._first)) for tensor in found]
+        self.index = [places[ref] for ref in steady.refs]
+        self.tensors = list({id(tensor): tensor for tensor in found}.values())
+        self.sources = [(NOWHERE, NOWHERE)] * len(self.tensors)
+        for place, source in zip(reversed(places), reversed(steady.sources), strict=True):
+            self.sources[place] = source
+            if source[0] == KEPT:
+                self.kept[source[1]] = place
 
     def rows(self, slot: Slot, path: Any) -> tuple[int, int]:
         """The rows of one tensor of a point: of its value, and of its gradient."""
@@ -205,7 +241,7 @@ class _Batch:
             found = self._first[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.sources.append(source)
-        self._rows.append(row)
+        self.row_list.append(row)
         self.index.append(found)
         return found
 
@@ -213,15 +249,15 @@ class _Batch:
         """Give another point's rows what is measured at these places."""
         for row, place in zip(rows, places, strict=True):
             if place != NOWHERE:
-                self._rows.append(row)
+                self.row_list.append(row)
                 self.index.append(place)
 
-    def parcel(self, limit: int | None, step: int, explain: Any) -> Parcel:
+    def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
         rows = [0] * len(self.tensors)
-        for row, index in zip(reversed(self._rows), reversed(self.index), strict=True):
+        for row, index in zip(reversed(self.row_list), reversed(self.index), strict=True):
             rows[index] = row
         if self._books.slow:
-            self._books.alike.update((row, rows[i]) for row, i in zip(self._rows, self.index, strict=True))
+            self._books.alike.update((row, rows[i]) for row, i in zip(self.row_list, self.index, strict=True))
         phase = step * PRIMES[0] % PRIMES[1]
         books = self._books
         measured = measure(
@@ -231,11 +267,11 @@ class _Batch:
             sketch=books.sketch,
             rows=rows,
             workspace=books.workspace,
-            name="log",
+            name=name,
             quick=True,
         )
         shared = _Shared(measured, self.index)
-        return Parcel(self._rows, shared, [self.tensors[i] for i in self.index], explain)
+        return Parcel(self.row_list, shared, [self.tensors[i] for i in self.index], explain)
 
 
 class _Shared(Measured):
@@ -300,7 +336,12 @@ class _Explain:
         return seen.slot, seen.call, seen.path
 
     def _arrived(self, call: Seen) -> Tensor | None:
-        return call.tensor.grad if call.live else self._caught.get((call.slot, call.call))
+        if call.held is None:
+            return self._caught.get((call.slot, call.call))
+        # The one of a tensor that several points share is known by the first of them.
+        place = next(i for i, entry in enumerate(self._log) if entry[3] is call.tensor)
+        found = self._batch.kept.get(place)
+        return None if found is None else self._batch.tensors[found]
 
     def _number(self, source: tuple[int, int]) -> int:
         kind, place = source

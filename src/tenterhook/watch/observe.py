@@ -1,8 +1,9 @@
 """What a watch does at a point while the model runs: as little as can be.
 
 A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
-tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is kept by autograd
-itself (``retain_grad``), so that no Python runs in the backward pass.
+tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
+is not copied either. Only small ones on the CPU are left to autograd (``retain_grad``), which copies them in less time
+than it takes to call a hook; on a GPU each copy would cost the host a launch.
 
 That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
 gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
@@ -20,21 +21,27 @@ from torch import Tensor
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
+from tenterhook.record.cell import let_free
 from tenterhook.record.gradient import Cell, OutputGradient
 from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
 
-__all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value"]
+__all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
 
 graph_task = torch._C._current_graph_task_id
+transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
 
 
 class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
-    __slots__ = ("address", "careful", "looks", "lost", "module", "path", "point", "rows", "seen", "size")
+    __slots__ = (
+        "address", "careful", "copies", "looks", "lost", "module", "path", "point", "retains", "rows", "seen", "size",
+        "spoilt",
+    )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
@@ -42,8 +49,16 @@ class Slot:
         self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
         self.looks = False  # Whether its units or its bounds are looked at.
         self.seen = False
-        self.size = 0  # Bytes of a value, as it was last measured.
+        self.size = 0  # Bytes of a value, as it was last measured ...
+        self.retains = False  # ... and whether autograd copies its gradient.
         self.lost = 0  # Values that were changed in place before they were measured.
+        self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
+        self.spoilt = 0  # Gradients of which that is true.
+
+    def note(self, tensor: Tensor) -> None:
+        """A value has passed: note how large they are here."""
+        self.seen, self.size = True, tensor.nbytes
+        self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
         """The address of one tensor of the value."""
@@ -60,8 +75,99 @@ class Seen(NamedTuple):
     version: int
     args: Any
     kwargs: Any
-    live: bool
-    """whether autograd keeps its gradient"""
+    held: Held | _Retained | None
+    """what holds its gradient when a backward pass has brought it"""
+
+
+class Held:
+    """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
+
+    __slots__ = ("_copies", "_gradient", "_open", "_version")
+
+    __torch_unserializable__ = True
+
+    def __init__(self, copies: bool) -> None:  # noqa: FBT001 - it is made at every call
+        self._gradient: Tensor | None = None
+        self._open, self._copies = True, copies
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self._open:
+            return
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.clone() if self._copies else let_free(gradient)
+        if self._gradient is not None:  # A second backward pass through the same graph.
+            gradient = self._gradient + gradient
+        self._gradient, self._version = gradient, gradient._version
+
+    def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
+        """The gradient, or the sum of those that several backward passes have brought."""
+        gradient, self._gradient, self._open = self._gradient, None, False
+        if gradient is not None and gradient._version != self._version:
+            slot.spoilt += 1
+            return None
+        return gradient
+
+    def look(self, _tensor: Tensor) -> Tensor | None:
+        """The same, and it stays; None also where it was changed."""
+        gradient = self._gradient
+        return gradient if gradient is not None and gradient._version == self._version else None
+
+    def close(self) -> None:
+        """Hold nothing, and take nothing more."""
+        self._gradient, self._open = None, False
+
+
+class _Retained:
+    """Stands for what autograd keeps."""
+
+    @staticmethod
+    def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
+        """The gradient of a tensor."""
+        return tensor.grad
+
+    @staticmethod
+    def look(tensor: Tensor) -> Tensor | None:
+        """The same."""
+        return tensor.grad
+
+    @staticmethod
+    def close() -> None:
+        """Nothing: a later backward pass is the tensor's own affair."""
+
+
+class _Hooks(dict[Any, Any]):
+    """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
+
+    __slots__ = ("__weakref__", "last")
+
+    last: Held
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.pop(self.last, None)
+        super().__setitem__(key, hook)
+        super().__setitem__(self.last, self.last)
+
+    def update(self, found: Any) -> None:  # type: ignore[override]
+        """Take several in, in their order."""
+        for key, hook in dict(found).items():
+            self[key] = hook
+
+
+def _hold(tensor: Tensor, node: Any, slot: Slot, hooks: Any) -> Held:
+    """Have the gradient of a tensor held."""
+    held = Held(slot.copies)
+    if hooks is None:
+        hooks = tensor._backward_hooks = _Hooks()
+        node._register_hook_dict(tensor)
+        hooks.last = held
+        set_in(hooks, held, held)
+    else:
+        hooks[held] = held
+    return held
+
+
+set_in: Callable[[dict[Any, Any], Any, Any], None] = dict.__setitem__
+NOTHING, RETAINED = Held(copies=False), _Retained()  # Where no gradients are wanted; where autograd copies them.
 
 
 class Ledger:
@@ -89,11 +195,17 @@ class Ledger:
         if not loose:
             self._forget()
         if loose:
-            self.log = [entry for entry in log if entry[-1]]
-            return [entry for entry in log if not entry[-1]], cells
+            self.log = [entry for entry in log if entry[-1] is not None]
+            return [entry for entry in log if entry[-1] is None], cells
         self.log, self.cells = [], []
         self.held = self.loose = 0
         return log, cells
+
+    def drop(self) -> None:
+        """Forget everything; what is still on a graph holds nothing any more."""
+        for *_, held in self.take(loose=False)[0]:
+            if held is not None:
+                held.close()
 
     def _forget(self) -> None:
         """Let go of the arguments of calls that never ended, and of what tells a recomputation from a first call."""
@@ -131,7 +243,7 @@ class Value:
     def __call__(self, value: Any, context: Context) -> None:
         slot, ledger = self._slot, self._ledger
         args, kwargs = ledger.given.pop((slot, context.call), (None, None))
-        if not ledger.on:
+        if not ledger.on or transform() is not None:  # What a transform hands to a model is of no use outside it.
             return
         slot.seen = True
         found = list(tensors(value))
@@ -146,7 +258,7 @@ class Value:
                 real = real.clone()
             else:
                 version = real._version
-            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, live=False)
+            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, None)
             ledger.log.append(entry)
             size += real.nbytes
         ledger.count(size)
@@ -161,14 +273,14 @@ class Gradient(OutputGradient):
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
     def __call__(self, value: Any, context: Context) -> Any:
-        if not self._ledger.on or not self._ledger.gradients:
+        if not self._ledger.on or not self._ledger.gradients or transform() is not None:
             self._since.pop(context.call, None)
             return None
         return _caught(self, super().__call__, value, context)
 
 
 def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
-    """One entry in the log, and autograd is told to keep the gradient; a closure, because it runs at every call."""
+    """One entry in the log, and a hook for the gradient; a closure, because it runs at every call."""
 
     def watch(
         tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, args: Any, kwargs: Any
@@ -178,11 +290,22 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             return None
         if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
-        if ledger.on:
-            if ledger.gradients:
-                tensor.retain_grad()
-            ledger.held += slot.size
-            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, True))
+            node = tensor.grad_fn
+        if ledger.on and transform() is None:
+            hooks: Any = tensor._backward_hooks
+            held: Any
+            if type(hooks) is _Hooks:  # A module and its last child share their output.
+                held = hooks.last
+            else:
+                ledger.held += slot.size
+                if not ledger.gradients:
+                    held = NOTHING
+                elif slot.retains:
+                    tensor.retain_grad()
+                    held = RETAINED
+                else:
+                    held = _hold(tensor, node, slot, hooks)
+            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, held))
         return tensor
 
     return watch
@@ -207,19 +330,22 @@ class CaughtGradient:
         return self._slot.seen
 
     def __call__(self, value: Any, context: Context) -> Any:
-        return _caught(self, self._inner, value, context) if self._ledger.on and self._ledger.gradients else None
+        wanted = self._ledger.on and self._ledger.gradients and transform() is None
+        return _caught(self, self._inner, value, context) if wanted else None
 
 
 class _Parts(dict[Path, Any]):
     """The gradients of a cell: their memory is counted as they come."""
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_ledger", "_slot")
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, slot: Slot) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._ledger, self._slot = ledger, slot
 
     def __setitem__(self, path: Path, found: Any) -> None:
+        if self._slot.copies:
+            found = [(gradient.clone(), 0) for gradient, _ in found]
         super().__setitem__(path, found)
         self._ledger.count(found[0][0].nbytes)
 
@@ -232,7 +358,7 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
     if cell is not None and before is None:
         action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
-        cell.parts = _Parts(action._ledger)
+        cell.parts = _Parts(action._ledger, action._slot)
         number = max((getattr(edge[0], "_sequence_nr", int)() for edge in cell.edges), default=0)
         action._ledger.cells.append((action._slot, context.call, cell, number))
     return result

@@ -98,12 +98,12 @@ class Parameters:
         return self._rows[kind]
 
     def _parcel(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Parcel:
-        real = [tensor if is_plain(tensor) else plain(tensor) for tensor in tensors]
-        kept = [(i, tensor) for i, tensor in zip(which, real, strict=True) if tensor is not None]
-        every = self._row_list(kind)
-        rows = [every[i] for i, _ in kept]
-        found = [tensor for _, tensor in kept]
-        books = self._books
+        found, books, every = list(tensors), self._books, self._row_list(kind)
+        if not all(map(is_plain, found)):
+            real = [plain(tensor) for tensor in found]
+            which = [i for i, tensor in zip(which, real, strict=True) if tensor is not None]
+            found = [tensor for tensor in real if tensor is not None]
+        rows = [every[i] for i in which]
         measured = measure(
             found,
             self._limit,
@@ -113,7 +113,7 @@ class Parameters:
             name=kind,
             quick=kind == "gradients",
         )
-        return self._sent(kind, [i for i, _ in kept], measured, found)
+        return self._sent(kind, which, measured, found)
 
     def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:
         rows, labels = self._row_list(kind), self._labels

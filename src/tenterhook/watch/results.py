@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tenterhook._draw import as_html, as_rich, as_text
+from tenterhook._draw import Drawn, Table
 from tenterhook.address.suggest import nearest
 from tenterhook.errors import NotRecorded
 from tenterhook.watch.books import Books, Page
 from tenterhook.watch.findings import Finding, Findings
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.table import table
+from tenterhook.watch.table import table_of
 
 if TYPE_CHECKING:
     from tenterhook.watch.serve import Server
@@ -40,7 +40,7 @@ class Options:
     to: Path
 
 
-class Results:
+class Results(Drawn):
     """The results of a watch, while it runs and after."""
 
     model: nn.Module
@@ -111,14 +111,12 @@ class Results:
             self._server = Server(self, port)
         return self._server.url
 
+    def table(self) -> Table:
+        """One row per value and per parameter, for whatever draws it."""
+        return table_of(self)
+
     def __repr__(self) -> str:
-        return as_text(table(self)) if self.steps else super().__repr__()
-
-    def __rich__(self) -> Any:
-        return as_rich(table(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(table(self))
+        return super().__repr__() if self.steps else super(Drawn, self).__repr__()  # Before that, it is a session.
 
 
 def about(model: nn.Module, options: Options) -> dict[str, Any]:

@@ -38,6 +38,11 @@ LOST = (
     "code that this was to come. From the next watched step on they are copied as they pass."
 )
 
+SPOILT = (
+    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
+    "From the next watched step on they are copied as they pass."
+)
+
 MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
@@ -164,7 +169,7 @@ class Watch(Results, Session):
 
     def _finish(self) -> None:
         """The numbers stay; every tensor goes, and what would hold this watch in a circle."""
-        self._ledger.take(loose=False)
+        self._ledger.drop()
         self._ledger.spill = _nothing
         self._parked = []
         self._books.freeze()
@@ -337,6 +342,12 @@ class Watch(Results, Session):
 
     def _heal(self) -> None:
         """What was changed in place without a sign is copied from now on."""
+        spoilt = [slot for slot in self._slots if slot.spoilt and not slot.copies]
+        if spoilt:
+            for slot in spoilt:
+                slot.copies = True
+            count = sum(slot.spoilt for slot in spoilt)
+            warnings.warn(SPOILT.format(count=count, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
         lost = [slot for slot in self._slots if slot.lost and not slot.careful]
         if lost:
             for slot in lost:

@@ -10,7 +10,7 @@ from tenterhook._draw import Column, Row, Table
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
 
-__all__ = ["table"]
+__all__ = ["table_of"]
 
 COLUMNS = (
     Column("point"),
@@ -26,7 +26,7 @@ COLUMNS = (
 SHOWN = 400
 
 
-def table(watch: Results) -> Table:
+def table_of(watch: Results) -> Table:
     """One row per value and per parameter, with the norm of its gradient, all over the steps that were watched."""
     rows = watch.rows()
     by_key = {(row["kind"], row["address"]): row for row in rows}

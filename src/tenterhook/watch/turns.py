@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tenterhook.engine.action import Context
 from tenterhook.engine.install import Lane, Tap, allow_script, attach, detach, refuse_script
+from tenterhook.sites.wrapped import in_transform
 
 if TYPE_CHECKING:
     from tenterhook.watch.session import Watch
@@ -69,8 +70,8 @@ class Call:
         self._watch = watch
 
     def enter(self, *_: Any) -> None:
-        """A call begins."""
-        if torch._C._current_graph_task_id() == -1:
+        """A call begins; one inside a transform of torch.func goes by."""
+        if torch._C._current_graph_task_id() == -1 and not in_transform():
             self._watch.on_call()
 
     def __call__(self, value: Any, context: Context) -> None:
@@ -83,4 +84,5 @@ class Return(Call):
     enter = None  # type: ignore[assignment]
 
     def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
-        self._watch.on_return(value)
+        if not in_transform():
+            self._watch.on_return(value)

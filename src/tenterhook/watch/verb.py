@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from tenterhook.address import Selector, resolve
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["blackbox", "watch"]
 
 Of = Literal["values", "gradients", "parameters", "updates"]
+HOLD = 2**30
 
 
 def watch(  # noqa: PLR0913 - each is a question of its own, and all have an answer already
@@ -42,7 +44,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     blackbox: int | None = None,
     to: str | os.PathLike[str] = "blackbox.thb",
     sample: int | None = 2**13,
-    hold: int = 2**30,
+    hold: int | None = None,
     pages: int = 256,
 ) -> Watch:
     """Watch the selected points while a model trains; ``with`` gives the watch, which prints as a table.
@@ -78,7 +80,8 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
         sample: elements up to which a tensor is read whole; of larger ones so many are read, and all of them for the
             norm and for NaN and Inf. None reads everything. On a CUDA GPU where Triton is at hand values and
             gradients are always read whole.
-        hold: bytes that may wait to be measured, about; beyond, values are measured while the model runs.
+        hold: bytes of values that may wait to be measured, about, and as many of their gradients; beyond, they are
+            measured while the model runs. By default 1 GiB, on a GPU a sixteenth of its memory if that is more.
         pages: steps that are kept in memory one by one.
     """
     from tenterhook.watch.results import Options
@@ -91,7 +94,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
         on_nan=_one_of("on_nan", on_nan, ("raise", "warn", "record")),
         steps=_ending(steps, optimizer),
         sample=None if sample is None else _positive("sample", sample),
-        hold=_positive("hold", hold),
+        hold=_room(model) if hold is None else _positive("hold", hold),
         pages=_positive("pages", pages),
         thresholds=thresholds,
         sinks=tuple(sinks),
@@ -111,6 +114,13 @@ def blackbox(path: str | os.PathLike[str]) -> Any:
     from tenterhook.watch.blackbox import read
 
     return read(path)
+
+
+def _room(model: nn.Module) -> int:
+    device = next((tensor.device for tensor in model.parameters()), None)
+    if device is None or device.type != "cuda":
+        return HOLD
+    return max(HOLD, torch.cuda.get_device_properties(device).total_memory // 16)
 
 
 def _checked_of(of: Iterable[Of]) -> frozenset[str]:
