@@ -184,7 +184,7 @@ def attach(lane: Lane) -> None:
         tap.lanes = (*tap.lanes, lane)
         lane.tap = tap
         tap.refresh()
-        if lane.inner:
+        if lane.inner and not tap.bodies:
             tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.
 
 

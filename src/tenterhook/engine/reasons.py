@@ -24,17 +24,18 @@ SHOWN = 10
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
     """The error for groups of bindings that no call passed."""
     what = "edit took no effect" if session.verb == "edit" else "point was never reached"
+    called = any(lane.calls for lane in session._lanes.values())
     lines = [f"{len(missed)} {what if len(missed) == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
     for group in missed[:SHOWN]:
         name = str(group[0].point) if len(group) == 1 else f"{group[0].point} and {len(group) - 1} more"
-        lines.append(f"  {name}: {why(session, group[0])}")
+        lines.append(f"  {name}: {why(session, group[0], called=called)}")
     if len(missed) > SHOWN:
         lines.append(f"  … and {len(missed) - SHOWN} more")
     return NeverReached("\n".join(lines))
 
 
-def why(session: Session, binding: Binding) -> str:
-    """The likeliest reason, from what the session saw."""
+def why(session: Session, binding: Binding, *, called: bool) -> str:
+    """The likeliest reason, from what the session saw; ``called`` says whether any of its modules was."""
     point = binding.point
     kind = type(point.module).__name__
     if not can_be_called(point.module) and point.site is not Site.PARAMETER:
@@ -44,13 +45,13 @@ def why(session: Session, binding: Binding) -> str:
         return f"the module {point.path!r} was replaced by another one while the session was open"
     if session.stopped:
         return "the run was stopped before it"
-    lane = session.lanes.get(point.module)
+    lane = session._lanes.get(point.module)
     calls = lane.calls if lane is not None else 0
     if calls or (point.site is Site.PARAMETER and hasattr(binding.action, "why")):
         return _called(binding, calls)
     if lane is not None and lane.strangers:
         return f"{kind} was called {_times(lane.strangers)}, but not by the thread that opened the session"
-    return _not_called(session, binding)
+    return _not_called(session, binding, called=called)
 
 
 def _called(binding: Binding, calls: int) -> str:
@@ -68,7 +69,7 @@ def _called(binding: Binding, calls: int) -> str:
     return f"the module was called {_times(calls)}, but no call came to its end"
 
 
-def _not_called(session: Session, binding: Binding) -> str:
+def _not_called(session: Session, binding: Binding, *, called: bool) -> str:
     point = binding.point
     parent = find(session.model, point.path.rpartition(".")[0])
     if isinstance(parent, torch.jit.ScriptModule) and point.path:
@@ -78,7 +79,7 @@ def _not_called(session: Session, binding: Binding) -> str:
             "nn.MultiheadAttention never calls its out_proj: it hands the weight to a function. "
             f"Its output is that of {point.path.rpartition('.')[0]!r}"
         )
-    if not any(lane.calls for lane in session.lanes.values()):
+    if not called:
         return "neither it nor any other point of the session was called; was the model called inside the session?"
     return f"{type(point.module).__name__} was not called, while other points of the session were"
 

@@ -36,9 +36,11 @@ def rewritten(
 ) -> FunctionType:
     """The function with ``tapped`` values and ``entered`` calls passing through ``hands``; in all else the same."""
     code = _code(function.__code__, function.__qualname__, tapped, entered)
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cells[HANDS] = CellType(hands)
-    closure = tuple(cells[name] for name in code.co_freevars)
+    closure: tuple[CellType, ...] = (CellType(hands),)
+    if len(code.co_freevars) > 1:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells[HANDS] = closure[0]
+        closure = tuple(cells[name] for name in code.co_freevars)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__annotations__ = function.__annotations__
