@@ -152,10 +152,16 @@ def noted(tap: Tap, lane: Lane, watch: Watch, original: Forward) -> Forward:
     state = module.__dict__
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != owner or graph_task() != -1 or self is not module or recompute.may_come():
+        if (
+            get_ident() != owner
+            or graph_task() != -1
+            or self is not module
+            or not is_grad_enabled()
+            or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
+        ):
             return dispatch(tap, self, args, kwargs)
         call, since = next_call(), sequence_number()
-        value = original(*args, **kwargs)
+        value = original(*args, **kwargs) if kwargs else original(*args)
         tensor = value if type(value) is Tensor else lone_tensor(value)
         if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
             own = watch(tensor, call, since, (tensor, tensor._version), value, args, kwargs)
