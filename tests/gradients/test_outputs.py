@@ -441,3 +441,13 @@ def test_a_tuple_of_one_tensor_and_nothing_else_has_a_gradient_of_the_same_struc
     assert len(found) == len(tape["part"])
     assert all(rest is None for rest in found[1:])
     same(found[0], torch.full_like(tape["part"][0], 3.0))
+
+
+def test_a_tensor_that_is_handed_on_again_and_again_gathers_no_hooks():
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(2, requires_grad=True) * 2
+    with th.record(model, "0", grad=True, keep=3) as tape:
+        outs = [model(x) for _ in range(200)]
+        assert len(x._backward_hooks) < 30
+        sum(out.sum() * place for place, out in enumerate(outs)).backward()
+    assert [float(each[0]) for each in tape.grad.calls("0")] == [197.0, 198.0, 199.0]

@@ -135,6 +135,11 @@ class Catch:
     def __init__(self, cell: Cell, path: Path) -> None:
         self._find, self._path = ref(cell), path
 
+    @property
+    def gone(self) -> bool:
+        """Whether nobody holds the cell any more."""
+        return self._find() is None
+
     def __call__(self, gradient: Tensor) -> Tensor | None:
         cell = self._find()
         if cell is None or cell.silent:

@@ -46,6 +46,8 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Autograd takes the ready operation with the highest number first, so that one with a number from here on runs at once.
 AT_ONCE = 1 << 62
 
+MANY = 16  # hooks of one base
+
 # Why a value has no gradient.
 WHY = {
     "no_grad": "gradients were switched off (no_grad) when it passed. Run the forward with gradients on.",
@@ -148,7 +150,10 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     attach_hook(base, hook)
     if not hooks:
         return
-    in_order = sorted(hooks.items(), key=lambda item: -getattr(item[1], "number", -1))
+    found = hooks.items()
+    if len(hooks) > MANY:  # A tensor that lives long and is handed on often: what nobody holds any more goes.
+        found = [(key, each) for key, each in found if not getattr(each, "gone", False)]
+    in_order = sorted(found, key=lambda item: -getattr(item[1], "number", -1))
     hooks.clear()
     hooks.update(in_order)
 
