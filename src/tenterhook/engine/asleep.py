@@ -132,8 +132,7 @@ class Sleepers:
                     del state["forward"]
                 else:
                     replaced.append(self.bindings[module][0].point.path or ":return")
-                found: Any = state.get(SCRIPT)
-                if found is not None and found.__func__ is refuse:
+                if getattr(state.get(SCRIPT), "__func__", None) is refuse:
                     del state[SCRIPT]
             self.bindings, self._methods, self._forwards, self._session = {}, {}, {}, None
         return replaced
