@@ -106,9 +106,9 @@ def sweep(
     (torch.Size([8]), torch.Size([8]))
 
     The model runs once unedited. Then, for each case, what lies before its first edit is served from that run and not
-    computed again. Cases that edit at the same points run as one batch; the first such batch is compared with cases run
-    one by one, and if they part, or the model cannot take the batch, all run one by one, and ``.how`` says so. No
-    gradients are computed.
+    computed again. Cases that edit at the same points run as one batch, with the unedited input among them; if another
+    thing comes out for that than by itself, or the model cannot take the batch, all run one by one, and ``.how`` says
+    so. No gradients are computed.
 
     Args:
         model: any ``nn.Module``.
