@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook._look.progress import bar
 from tenterhook._tree import tensors
 from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
@@ -71,9 +71,9 @@ class Runner:
             self._replay = session
             todo = [each for each in self.cases if each.index not in result._found]
             try:
-                with _quietly(session), _bar(len(todo), shown=self._progress) as advance:
+                with _quietly(session), bar("sweep", total=len(todo), shown=self._progress) as move:
                     for _ in self._run_all(self._in_order(_groups(todo))):
-                        advance(1)
+                        move(advance=1)
                     self._settle()
             except KeyboardInterrupt as error:
                 raise SweepInterrupted(result) from error
@@ -371,28 +371,3 @@ def _quietly(session: Replay) -> Iterator[None]:
     finally:
         session._undo()
         session._let_go()
-
-
-@contextlib.contextmanager
-def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar, where someone is looking."""
-    if not (sys.stderr.isatty() if shown is None else shown):
-        yield lambda _count: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("sweep", total=total)
-        yield lambda count: bar.update(task, advance=count)
