@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.engine import asleep
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -165,3 +166,51 @@ def test_a_tensor_with_none_behind_it_is_kept_as_that_tuple():
         model(X)[0].add_(1)
     with pytest.raises(th.ValueChanged, match="changed in place"):
         tape["0"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_threads_session_that_opens_in_the_middle_of_ours(model, monkeypatch, when):
+    """Ours has been planned, and its sleeping forwards are about to go in, or just went in."""
+    go, closing, tapes = threading.Event(), threading.Event(), []
+    lie_down = asleep.Sleepers.lie_down
+
+    def theirs():
+        with th.record(model, "first", "second") as tape:
+            tapes.append(tape)
+            go.set()
+            assert closing.wait(20)
+            model(2 * X)
+
+    def meanwhile(sleepers):
+        if thread.ident is not None:
+            return lie_down(sleepers)
+        if when == "after":
+            lie_down(sleepers)
+        thread.start()
+        assert go.wait(20)
+        return lie_down(sleepers) if when == "before" else None
+
+    thread = threading.Thread(target=theirs)
+    monkeypatch.setattr(asleep.Sleepers, "lie_down", meanwhile)
+    with untouched(model):
+        with th.record(model, "first", "second") as tape, th.edit(model, {"second": th.scale(3.0)}):
+            model(X)
+            closing.set()
+            thread.join()
+        assert len(tape) == len(tapes[0]) == 2
+    assert torch.equal(tape["second"], torch.tanh(model.first(X)) * 3.0)
+    assert torch.equal(tapes[0]["second"], torch.tanh(model.first(2 * X)))
+
+
+def test_a_module_never_stands_without_a_forward_of_ours_while_it_wakes(model, monkeypatch):
+    """A call that another thread makes at that moment would not be recorded, and nobody would know."""
+    put, seen = asleep.put, []
+
+    def looked(lane):
+        seen.append("forward" in lane.module.__dict__)
+        put(lane)
+
+    monkeypatch.setattr(asleep, "put", looked)
+    with th.record(model, "**"):
+        model(X)
+    assert seen == [True, True, True]

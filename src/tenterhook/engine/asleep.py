@@ -14,7 +14,7 @@ import torch.compiler
 from torch import nn
 
 from tenterhook.engine.dispatch import OWN_FILES
-from tenterhook.engine.install import SCRIPT, allow_script, attach, locked, refuse
+from tenterhook.engine.install import SCRIPT, allow_script, locked, put, refuse
 from tenterhook.engine.tracing import refuse_traced
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ class Sleepers:
         """Put the forwards in."""
         methods, forwards = self._methods, self._forwards
         with locked:
-            for module in self.bindings:
+            for module in tuple(self.bindings):
                 state = module.__dict__
+                if "forward" in state:  # Another thread has opened a session there since this one was planned.
+                    self._rouse(module)
+                    continue
                 methods[module] = state["forward"] = MethodType(forwards[type(module)], module)
                 if SCRIPT not in state:
                     state[SCRIPT] = MethodType(refuse, module)
@@ -106,12 +109,12 @@ class Sleepers:
         if method is None:  # It has not lain down yet.
             return
         state = module.__dict__
-        theirs = state.pop("forward", None)
-        attach(lane)
-        if theirs is not method:  # Somebody has put another one around ours, which is reached through that one alone.
+        theirs = state.get("forward")
+        put(lane)  # At once in place of the sleeping one: another thread may be calling the module now.
+        if theirs is None:
             del state["forward"]
-            if theirs is not None:
-                state["forward"] = theirs
+        elif theirs is not method:  # Somebody has put this one around ours, which is reached through it alone.
+            state["forward"] = theirs
 
     def __repr__(self) -> str:
         return repr(self._session) if self._session is not None else "<closed tenterhook session>"

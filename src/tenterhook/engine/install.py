@@ -37,6 +37,7 @@ __all__ = [
     "detach",
     "give_back",
     "locked",
+    "put",
     "refuse",
     "refuse_script",
 ]
@@ -61,10 +62,8 @@ class Tap:
 
     __slots__ = ("bodies", "lanes", "method", "module", "original", "own", "waiting")
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.own = module.__dict__.get("forward")
-        self.original: Callable[..., Any] = self.own if self.own is not None else module.forward
+    def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
+        self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
         self.method: MethodType | None = None
         self.waiting: set[str] = set()
@@ -173,19 +172,31 @@ def attach_all(lanes: Iterable[Lane]) -> None:
     """Let lanes see the calls of their modules, those of modules that are never called left out."""
     with locked:
         for lane in lanes:
-            if can_be_called(lane.module):
+            if lane.tap is None and can_be_called(lane.module):  # Another thread's session may have woken it already.
                 attach(lane)
 
 
 def attach(lane: Lane) -> None:
     """Let a lane see its module's calls."""
     with locked:
-        tap = _tap_of(lane.module) or Tap(lane.module)
+        module = lane.module
+        tap = _tap_of(module)
+        if tap is None:
+            own = module.__dict__.get("forward")
+            tap = Tap(module, own, own if own is not None else module.forward)
         tap.lanes = (*tap.lanes, lane)
         lane.tap = tap
         tap.refresh()
         if lane.inner and not tap.bodies:
             tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.
+
+
+def put(lane: Lane) -> None:
+    """Let a lane, the first of its module, see its calls; whatever forward the module has now is not called by it."""
+    module = lane.module
+    lane.tap = tap = Tap(module, None, MethodType(type(module).forward, module))
+    tap.lanes = (lane,)
+    tap.refresh()
 
 
 def detach(lane: Lane) -> bool:
