@@ -16,7 +16,7 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.asleep import Sleepers
-from tenterhook.engine.install import attach_all, detach
+from tenterhook.engine.install import attach_all, detach, locked
 from tenterhook.engine.lane import Lane
 from tenterhook.engine.reasons import never_reached
 from tenterhook.errors import (
@@ -234,10 +234,11 @@ class Session:
             self._neighbours.remove(self)
         replaced = self._sleepers.leave() if self._sleepers is not None else []
         try:
-            for lane in reversed(self._lanes.values()):
-                lane.rest()
-                if not detach(lane):
-                    replaced.append(lane.path or ":return")
+            with locked:  # Another thread that makes a forward for all lanes of a module finds none half gone.
+                for lane in reversed(self._lanes.values()):
+                    lane.rest()
+                    if not detach(lane):
+                        replaced.append(lane.path or ":return")
         finally:
             self.on_close()
         self._told = compiled.end(self)
