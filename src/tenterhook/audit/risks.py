@@ -17,7 +17,7 @@ from tenterhook.address.walk import walk
 from tenterhook.audit.found import CALL_KINDS, Found, Kind, Risk
 from tenterhook.audit.who import can_be_pickled, held
 from tenterhook.sites.inplace import changes_in_place
-from tenterhook.sites.module import can_be_called
+from tenterhook.sites.module import can_be_called, compiled_call
 
 __all__ = ["NEVER_CALLED", "NOT_FIRED", "with_risks"]
 
@@ -195,7 +195,7 @@ def _by_place(row: Found, module: nn.Module, around: Surroundings) -> Iterator[R
         yield replace(IN_PLACE, detail=detail)
     if any(isinstance(each, nn.DataParallel) for each in above):
         yield PARALLEL
-    if any(_compiles_calls(each) for each in above) or vars(module).get("_compiled_call_impl") is not None:
+    if any(_compiles_calls(each) for each in above) or compiled_call(module) is not None:
         yield COMPILED
     native_forward = row.kind in (Kind.FORWARD, Kind.FORWARD_PRE)
     if native_forward and any(isinstance(each, nn.TransformerEncoderLayer) for each in (module, *above)):
@@ -226,7 +226,7 @@ def _starts_in_place(module: nn.Module) -> bool:
 
 def _compiles_calls(module: nn.Module) -> bool:
     wrapper = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
-    return wrapper or vars(module).get("_compiled_call_impl") is not None
+    return wrapper or compiled_call(module) is not None
 
 
 def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:

@@ -23,6 +23,7 @@ from tenterhook.engine.action import Context
 from tenterhook.engine.asleep import Sleepers
 from tenterhook.engine.install import Tap
 from tenterhook.engine.session import Session
+from tenterhook.sites.module import compiled_call
 
 __all__ = ["scan"]
 
@@ -143,9 +144,10 @@ def _own(place: Place, module: nn.Module) -> Iterator[Found]:
         yield place.row(Kind.COMPILED, module, who=Who("torch.compile"), instead="use the module's _orig_mod")
     elif "forward" in state and not isinstance(module, torch.jit.ScriptModule):
         yield _own_forward(place, state["forward"])
-    if state.get("_compiled_call_impl") is not None:
+    call = compiled_call(module)
+    if call is not None:
         instead = "set the module's _compiled_call_impl to None"
-        yield place.row(Kind.COMPILED, state["_compiled_call_impl"], who=Who("Module.compile"), instead=instead)
+        yield place.row(Kind.COMPILED, call, who=Who("Module.compile"), instead=instead)
     for name in OWN_CALLS:
         if name in state:
             instead = f"del module.__dict__[{name!r}]"

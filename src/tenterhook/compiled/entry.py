@@ -29,7 +29,7 @@ from tenterhook.compiled.pack import pack
 from tenterhook.compiled.plan import FOREIGN
 from tenterhook.engine.dispatch import OWN_FILES, global_forward_hooks
 from tenterhook.errors import EditError, Stopped
-from tenterhook.sites.module import MISSING
+from tenterhook.sites.module import MISSING, compiled_call
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
@@ -69,7 +69,7 @@ def entries(session: Session) -> dict[nn.Module, str]:
         module = find(model, path)
         if isinstance(module, OptimizedModule):
             found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
-        elif module is not None and (_is_compiled(module) or (not path and _begins_at_top(session))):
+        elif module is not None and (compiled_call(module) is not None or (not path and _begins_at_top(session))):
             found.setdefault(module, path)
     return found
 
@@ -86,10 +86,6 @@ def is_guarded(session: Session) -> bool:
 def _asks_here(session: Session) -> bool:
     """Whether something has to be done where the model's own code begins: to raise a stop, to see what is served."""
     return is_guarded(session) or any(getattr(binding.action, "stops", False) for binding in session.bindings)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module.__dict__.get("_compiled_call_impl") is not None
 
 
 def _begins(module: nn.Module, plan: Any) -> bool:

@@ -18,6 +18,7 @@ from tenterhook.compiled.plan import FOREIGN, part_of
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.engine.dispatch import global_forward_hooks
 from tenterhook.errors import SessionError
+from tenterhook.sites.module import compiled_call
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Lane
@@ -54,7 +55,7 @@ def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
     outer = find(session.model, path.removesuffix("_orig_mod").removesuffix("."))
     if isinstance(outer, OptimizedModule):
         return [outer] if _is_whole(outer.dynamo_ctx) else []
-    call: Any = module.__dict__.get("_compiled_call_impl")
+    call = compiled_call(module)
     names = call.__code__.co_freevars if call is not None else ()
     found = "self" in names and _is_whole(call.__closure__[names.index("self")].cell_contents)
     return [module] if found else []

@@ -7,14 +7,15 @@ run never comes to. Until its first call, a module carries a ``forward`` that do
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch.compiler
 from torch import nn
 
-from tenterhook.engine.dispatch import OWN_FILES
-from tenterhook.engine.install import SCRIPT, allow_script, locked, put, refuse
+from tenterhook.engine.dispatch import OWN_FILES, hooked
+from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
 from tenterhook.engine.tracing import refuse_traced
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
 __all__ = ["Sleepers"]
-
-OPEN = "a tenterhook session is open on this module, and was before anything was compiled"
 
 OWN_FILES.add(__file__)
 
@@ -91,8 +90,10 @@ class Sleepers:
             if module in self.bindings:
                 self._rouse(module)
             lane = self._session._lanes.get(module) if self._session is not None else None
-            if lane is not None and lane.tap is not None and lane.tap.method is not None:
-                return lane.tap.method
+            tap = lane.tap if lane is not None else None
+            if lane is not None and tap is not None and tap.method is not None:
+                quick = tap.call is not None and tap.in_place and get_ident() == lane.owner and not hooked(module)
+                return tap.call if tap.call is not None and quick else tap.method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
             state = module.__dict__
             if getattr(getattr(state.get("forward"), "__func__", None), "wake", None) == self.wake:

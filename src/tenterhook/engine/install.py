@@ -20,13 +20,14 @@ from typing import Any
 from torch import nn
 
 from tenterhook.compiled import begin as compiled
-from tenterhook.engine.dispatch import direct, general, noted, stop_at, watched, within
+from tenterhook.engine.dispatch import USUAL, direct, general, may_be_quick, noted, stop_at, watched, within
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
 from tenterhook.errors import SessionError, TenterhookWarning
-from tenterhook.sites.module import can_be_called
+from tenterhook.sites.module import CALL, can_be_called
 
 __all__ = [
+    "OPEN",
     "SCRIPT",
     "Lane",
     "Tap",
@@ -51,6 +52,7 @@ SCRIPTED = (
     "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
     "in place of the model's. Close the session first."
 )
+OPEN = "a tenterhook session is open on this module, and was before anything was compiled"
 SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
 
 locked = threading.RLock()  # Held while forwards go in and out.
@@ -60,12 +62,13 @@ _keys = itertools.count()
 class Tap:
     """The instance ``forward`` of one touched module."""
 
-    __slots__ = ("bodies", "lanes", "method", "module", "original", "own", "waiting")
+    __slots__ = ("bodies", "call", "lanes", "method", "module", "original", "own", "waiting")
 
     def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
         self.method: MethodType | None = None
+        self.call: MethodType | None = None  # What stands before it, for the whole call; see dispatch.
         self.waiting: set[str] = set()
         self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
 
@@ -80,34 +83,68 @@ class Tap:
         return made
 
     def refresh(self) -> None:
-        """Put in the forward that the present lanes need."""
-        function: Any = self._direct() or general(self)
-        for lane in self.lanes:
-            if lane.session.reel is not None:
-                function = compiled.dressed(self, function, general)
-                break
+        """Put in what the present lanes need."""
+        compiles = any(lane.session.reel is not None for lane in self.lanes)
+        self._clear_call()
+        self.call = None
+        quick = not compiles and may_be_quick(self.module)
+        short: Any = self._short(quick=quick)
+        function: Any = general(self) if short is None or quick else short
+        if compiles:
+            function = compiled.dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
         function.tap = self
-        self.method = self.module.__dict__["forward"] = MethodType(function, self.module)
+        self.method = MethodType(function, self.module)
+        if short is not None and quick:
+            short.tap, short.__name__ = self, USUAL.__name__  # A pickle names a method, and that one does as it should.
+            short._torchdynamo_disable, short._torchdynamo_disable_msg = True, OPEN
+            self.call = MethodType(short, self.module)
+        self.put_in()
+
+    def put_in(self) -> None:
+        """Put the forward in, and what stands before it."""
+        state = self.module.__dict__
+        state["forward"] = self.method
+        if self.call is not None:
+            state[CALL] = self.call
         refuse_script(self.module)
 
-    def _direct(self) -> Any:
+    def take_out(self) -> None:
+        """Undo that, where it is still as it was put in."""
+        self._clear_call()
+        allow_script(self.module)
+        if self.own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.own
+
+    def _clear_call(self) -> None:
+        state = self.module.__dict__
+        if self.call is not None and state.get(CALL) is self.call:
+            del state[CALL]
+
+    def _short(self, *, quick: bool) -> Any:
+        """The short one that is enough for the present lanes, if there is one."""
         lane = self.lanes[0]
-        alone = lane.alone if len(self.lanes) == 1 else None
-        if alone is not None and lane.direct is None:
-            observer, watch = alone
+        if len(self.lanes) > 1:
+            return None
+        if lane.only_inside:
+            return within(self, lane, self.body((lane,)), quick=quick)
+        alone = lane.alone
+        if alone is None:
+            return None
+        if lane.direct is None or lane.quick is not quick:
+            (observer, watch), lane.quick = alone, quick
             if watch is None:
-                lane.direct = direct(self, lane, observer, self.original)
+                lane.direct = direct(self, lane, observer, quick=quick)
             elif observer.keep:
-                lane.direct = watched(self, lane, observer, watch, self.original)
+                lane.direct = watched(self, lane, observer, watch, quick=quick)
             else:
-                lane.direct = noted(self, lane, watch, self.original)
-        if alone is None and len(self.lanes) == 1 and lane.only_inside:
-            return within(self, lane, self.body((lane,)))
-        return None if alone is None else lane.direct
+                lane.direct = noted(self, lane, watch, quick=quick)
+        return lane.direct
 
     @property
     def in_place(self) -> bool:
@@ -121,14 +158,13 @@ class Tap:
             for key in tuple(self.waiting):
                 state["_forward_hooks"].pop(key, None)
             self.waiting.clear()
-        allow_script(self.module)
-        if not self.in_place:
-            self.silence()
-        elif self.own is None:
-            del state["forward"]
+        if self.in_place:
+            self.take_out()
         else:
-            state["forward"] = self.own
-        self.method = None
+            self._clear_call()
+            allow_script(self.module)
+            self.silence()
+        self.method = self.call = None
 
     def silence(self) -> None:
         """Make a ``direct`` forward that others may hold ask for the present lanes, as it does in a module's copy."""
@@ -154,6 +190,8 @@ class Tap:
         """Give a copy of the module the forward that it would have, had there been no session as it was made."""
         state = module.__dict__
         carries = getattr(getattr(state.get("forward"), "__func__", None), "tap", None) is self
+        if getattr(getattr(state.get(CALL), "__func__", None), "tap", None) is self:
+            del state[CALL]
         if self.own is None:
             if carries:
                 state.pop("forward", None)

@@ -27,7 +27,7 @@ class Lane:
 
     __slots__ = (
         "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
-        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "session",
+        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "quick", "session",
         "strangers", "swaps", "tap", "whole",
     )  # fmt: skip
 
@@ -53,6 +53,7 @@ class Lane:
         self.borrowed = 0
         self.over = False
         self.direct: Any = None
+        self.quick = False  # Whether that is for the whole call, in the place of PyTorch's own.
         self.part: Any = None  # What is traced of it, where torch.compile is used.
 
     def add(self, binding: Binding) -> None:

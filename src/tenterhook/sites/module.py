@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-__all__ = ["MISSING", "Argument", "argument", "can_be_called", "parameters_of"]
+__all__ = ["CALL", "MISSING", "Argument", "argument", "can_be_called", "compiled_call", "parameters_of"]
+
+CALL = "_compiled_call_impl"  # What PyTorch asks a module for before anything else, when it is called.
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -33,6 +35,12 @@ def can_be_called(module: nn.Module) -> bool:
     """
     # A scripted module's class cannot be asked for its forward.
     return "forward" in module.__dict__ or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What ``module.compile()`` has put in the place of the module's call; None if it has not, or a session has."""
+    call = module.__dict__.get(CALL)
+    return None if hasattr(getattr(call, "__func__", None), "tap") else call
 
 
 def _read(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:

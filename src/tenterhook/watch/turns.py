@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.engine.action import Context
-from tenterhook.engine.install import Lane, Tap, allow_script, attach, detach, refuse_script
+from tenterhook.engine.install import Lane, Tap, attach, detach
 from tenterhook.sites.wrapped import in_transform
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ def park(lane: Lane) -> tuple[Lane, Tap | None]:
     if tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None or not tap.in_place:
         detach(lane)
         return lane, None
-    del lane.module.__dict__["forward"]
-    allow_script(lane.module)
+    tap.take_out()
     lane.tap, lane.over = None, True  # As detach leaves it: a recomputation may still borrow it.
     return lane, tap
 
@@ -39,8 +38,7 @@ def unpark(lane: Lane, tap: Tap | None) -> None:
         attach(lane)
     else:
         lane.tap = tap
-        lane.module.__dict__["forward"] = tap.method
-        refuse_script(lane.module)
+        tap.put_in()
 
 
 class Begins:
