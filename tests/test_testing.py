@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from tenterhook.testing import no_leak, untouched
 
@@ -59,6 +60,15 @@ def test_a_run_alone_is_no_change(make):
     same.array = torch.ones(3).numpy()
     with untouched(same):
         same(torch.ones(2, 2))
+
+
+def test_hooks_of_all_modules_are_part_of_what_is_compared(monkeypatch):
+    monkeypatch.setattr(torch_module, "_global_is_full_backward_hook", None)  # PyTorch only ever sets it.
+    with torch_module.register_module_full_backward_hook(lambda *_: None), untouched(model()):
+        pass
+    with pytest.raises(AssertionError, match="global"), untouched(model()):
+        handle = torch_module.register_module_forward_hook(lambda *_: None)
+    handle.remove()
 
 
 def test_random_numbers_may_be_let_through():

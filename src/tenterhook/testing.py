@@ -125,7 +125,8 @@ def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
 
 def _process_state() -> dict[str, Any]:
     named = vars(torch_module).items()
-    everywhere = {f"global: {name}": dict(hooks) for name, hooks in named if name.startswith("_global_") and hooks}
+    found = [(f"global: {name}", what) for name, what in named if name.startswith("_global_") and what]
+    everywhere = {name: dict(what) if isinstance(what, dict) else what for name, what in found}  # One is a flag.
     return everywhere | {
         "switch: grad": torch.is_grad_enabled(),
         "switch: inference": torch.is_inference_mode_enabled(),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch.compiler
 from torch import nn
 
-from tenterhook.engine.dispatch import OWN_FILES, hooked
+from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
+from tenterhook.engine.short import hooked
 from tenterhook.engine.tracing import refuse_traced
 
 if TYPE_CHECKING:

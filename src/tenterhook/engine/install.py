@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 
 from tenterhook.compiled import begin as compiled
-from tenterhook.engine.dispatch import USUAL, direct, general, may_be_quick, noted, stop_at, watched, within
+from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
+from tenterhook.engine.short import USUAL, direct, may_be_quick, noted, watched, within
 from tenterhook.errors import SessionError, TenterhookWarning
 from tenterhook.sites.module import CALL, can_be_called
 
@@ -68,7 +69,7 @@ class Tap:
         self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
         self.method: MethodType | None = None
-        self.call: MethodType | None = None  # What stands before it, for the whole call; see dispatch.
+        self.call: MethodType | None = None  # What stands before it, for the whole call; see engine.short.
         self.waiting: set[str] = set()
         self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
 

@@ -83,7 +83,7 @@ class Session:
         self.owner = get_ident()
         self._lanes: dict[nn.Module, Lane] = {}
         self._sleepers: Sleepers | None = None
-        self.makers: dict[Any, Any] = {}  # Of forwards; see dispatch.direct.
+        self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
         self._neighbours: list[Session] = []
         self._state = "new"
         self._depth = 0

@@ -1,0 +1,247 @@
+"""The hot path: what runs at most calls of a module that a session has touched.
+
+``direct`` keeps the output of a module, ``watched`` keeps it and its gradient, ``noted`` hands it to what keeps both,
+and ``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is out
+of the ordinary: another thread, a recomputation, a copy of the module.
+
+Most often they do not stand in the place of ``forward`` but in that of the whole call, hooks and all, as long as there
+are none to call (``quick``). PyTorch asks a module for ``_compiled_call_impl`` before anything else; what stands there
+saves the frame of ``_call_impl`` and its look at eight tables, which is more than all else that is done here. It looks
+at them itself and, where it finds a hook, or another ``forward`` than ours, has PyTorch make the call as usual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tenterhook.engine import recompute
+from tenterhook.engine.dispatch import OWN_FILES, dispatch, global_forward_hooks, graph_task, leave, sequence_number
+from tenterhook.engine.tracing import refuse_traced
+from tenterhook.sites.module import CALL, MISSING
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Direct
+    from tenterhook.engine.install import Tap
+    from tenterhook.engine.lane import Lane
+
+__all__ = ["USUAL", "direct", "hooked", "may_be_quick", "noted", "watched", "within"]
+
+Forward = Callable[..., Any]
+Watch = Callable[..., Tensor | None]
+
+OWN_FILES.add(__file__)
+
+is_grad_enabled = torch.is_grad_enabled
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+global_pre_hooks = torch_module._global_forward_pre_hooks
+global_backward_hooks = torch_module._global_backward_hooks
+global_backward_pre_hooks = torch_module._global_backward_pre_hooks
+
+WRAPPED: Any = nn.Module.__call__
+USUAL = nn.Module._call_impl
+OWN = USUAL.__code__.co_filename == torch_module.__file__  # And not what another library has put in its place.
+
+
+def may_be_quick(module: nn.Module) -> bool:
+    """Whether PyTorch makes a module's calls as it always does, and has nothing to call but its forward."""
+    return type(module)._call_impl is USUAL and OWN and module.__dict__.get(CALL) is None and not hooked(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether PyTorch has anything to call beside a module's forward."""
+    everywhere = global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+    return bool(everywhere) or any(map(module.__dict__.get, HOOKS, ASSUMED))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ASSUMED = (True,) * len(HOOKS)  # Where a module has no such table, it is not as PyTorch makes them.
+
+
+def usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call as PyTorch makes it, with its hooks, which comes to the forward in place."""
+    caller = sys._getframe(2)
+    if caller.f_code is WRAPPED.__code__:
+        module = caller.f_locals["self"]  # A replica's, of DataParallel, is still bound to the original.
+    return module._call_impl(*args, **kwargs)
+
+
+def direct(tap: Tap, lane: Lane, observer: Direct, *, quick: bool) -> Forward:
+    """What keeps the output of a module's own forward for one observer."""
+    makers, keep, kept = lane.session.makers, observer.keep, observer.kept
+    make = makers.get((keep, kept, quick))
+    if make is None:
+        make = makers[keep, kept, quick] = keeping(lane.owner, keep, kept, quick=quick)
+    return make(tap, lane, observer.entries, tap.original)
+
+
+def keeping(  # noqa: C901
+    owner: int, keep: int, kept: Callable[[Any], Any], *, quick: bool
+) -> Callable[..., Forward]:
+    """What makes those of :func:`direct`, of all modules that a session treats alike.
+
+    This is the code that runs most of all, and between two runs of it the model has swept the processor's caches. So
+    what its modules have in common is held once, and the usual call, with one argument, is made without packing it.
+    """
+
+    def make(tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward) -> Forward:
+        module, next_call = tap.module, lane.next_call
+        state = module.__dict__
+
+        def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
+            if get_ident() != owner or graph_task() != -1 or self is not module or (quick and (
+                state.get("forward") is not tap.method
+                or state["_forward_hooks"] or state["_forward_pre_hooks"]
+                or state["_backward_hooks"] or state["_backward_pre_hooks"]
+                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+            )):  # fmt: skip
+                args = () if first is MISSING else (first, *rest)
+                return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+            call = next_call()
+            if rest or kwargs or first is MISSING:
+                value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
+            else:
+                value = original(first)
+            if not quick and (state["_forward_hooks"] or global_forward_hooks):
+                refuse_traced(module)
+                return leave(tap, [(lane, call)], value)
+            if type(value) is Tensor:
+                try:
+                    entries[call] = (value.detach() if value.requires_grad else value, value._version)
+                except RuntimeError:  # An inference tensor has no version.
+                    entries[call] = kept(value)
+            elif type(value) is tuple and len(value) == 2 and value[1] is None and type(value[0]) is Tensor:  # noqa: PLR2004
+                tensor = value[0]  # As attention returns it where nobody asked for weights.
+                try:
+                    entries[call] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
+                except RuntimeError:
+                    entries[call] = kept(value)
+            else:
+                refuse_traced(module)
+                entries[call] = kept(value)
+            if call >= keep:
+                entries.pop(call - keep, None)
+            return value
+
+        return forward
+
+    return make
+
+
+def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool) -> Forward:
+    """The same for two observers, of which the second watches the tensor's gradient."""
+    makers, keep = lane.session.makers, observer.keep
+    make = makers.get((keep, watched, quick))
+    if make is None:
+        make = makers[keep, watched, quick] = keeping_watched(lane.owner, keep, quick=quick)
+    return make(tap, lane, observer.entries, watch, tap.original)
+
+
+def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forward]:
+    """What makes those of :func:`watched`; see :func:`keeping`."""
+
+    def make(tap: Tap, lane: Lane, entries: dict[int, Any], watch: Watch, original: Forward) -> Forward:
+        module, next_call = tap.module, lane.next_call
+        state = module.__dict__
+
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if (
+                get_ident() != owner or graph_task() != -1 or self is not module
+                or not is_grad_enabled() or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
+                or (quick and (
+                    state.get("forward") is not tap.method
+                    or state["_forward_hooks"] or state["_forward_pre_hooks"]
+                    or state["_backward_hooks"] or state["_backward_pre_hooks"]
+                    or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+                ))
+            ):  # fmt: skip
+                return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+            call, since = next_call(), sequence_number()
+            value = original(*args, **kwargs) if kwargs else original(*args)
+            tensor = value if type(value) is Tensor else lone_tensor(value)
+            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+                kept = (tensor.detach(), tensor._version)
+                own = watch(tensor, call, since, kept, value, args, kwargs)
+                if own is not None:
+                    entries[call] = kept if tensor is value else (*kept, len(value) - 1)
+                    if call >= keep:
+                        entries.pop(call - keep, None)
+                    return own if tensor is value else (own, *value[1:])
+            refuse_traced(module)
+            for enter in lane.enters:
+                enter(call, since, args, kwargs)
+            return leave(tap, [(lane, call)], value)
+
+        return forward
+
+    return make
+
+
+def noted(tap: Tap, lane: Lane, watch: Watch, *, quick: bool) -> Forward:
+    """The same where the second observer keeps all that is kept: nothing is stored here."""
+    module, owner, next_call, original = tap.module, lane.owner, lane.next_call, tap.original
+    state = module.__dict__
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if (
+            get_ident() != owner or graph_task() != -1 or self is not module
+            or not is_grad_enabled() or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
+            or (quick and (
+                state.get("forward") is not tap.method
+                or state["_forward_hooks"] or state["_forward_pre_hooks"]
+                or state["_backward_hooks"] or state["_backward_pre_hooks"]
+                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+            ))
+        ):  # fmt: skip
+            return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+        call, since = next_call(), sequence_number()
+        value = original(*args, **kwargs) if kwargs else original(*args)
+        tensor = value if type(value) is Tensor else lone_tensor(value)
+        if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+            own = watch(tensor, call, since, (tensor, tensor._version), value, args, kwargs)
+            if own is not None:
+                return own if tensor is value else (own, *value[1:])
+        refuse_traced(module)
+        for enter in lane.enters:
+            enter(call, since, args, kwargs)
+        return leave(tap, [(lane, call)], value)
+
+    return forward
+
+
+def lone_tensor(value: Any) -> Tensor | None:
+    """The tensor of a tuple with nothing but None behind it: what attention returns where nobody asked for weights."""
+    if type(value) is not tuple or not value or type(value[0]) is not Tensor:
+        return None
+    return value[0] if all(part is None for part in value[1:]) else None
+
+
+def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
+    """For a lane that has nothing but places inside the forward: ``body`` is the rewritten one."""
+    module, owner, next_call, again = tap.module, lane.owner, lane.next_call, lane.again
+    state = module.__dict__
+    observes = all(binding.action.observes for binding in lane.inner)  # What is observed is looked at as it passes.
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if (
+            get_ident() != owner or graph_task() != -1 or self is not module or (again and recompute.may_come())
+            or (quick and (
+                state.get("forward") is not tap.method
+                or state["_forward_hooks"] or state["_forward_pre_hooks"]
+                or state["_backward_hooks"] or state["_backward_pre_hooks"]
+                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+            ))
+        ):  # fmt: skip
+            return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+        if not observes:
+            refuse_traced(module)
+        next_call()
+        return body(*args, **kwargs)
+
+    return forward
