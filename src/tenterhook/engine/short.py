@@ -1,8 +1,8 @@
 """The hot path: what runs at most calls of a module that a session has touched.
 
 ``direct`` keeps the output of a module, ``watched`` keeps it and its gradient, ``noted`` hands it to what keeps both,
-and ``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is out
-of the ordinary: another thread, a recomputation, a copy of the module.
+and ``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
+out of the ordinary: another thread, a recomputation, a copy of the module.
 
 Most often they do not stand in the place of ``forward`` but in that of the whole call, hooks and all, as long as there
 are none to call (``quick``). PyTorch asks a module for ``_compiled_call_impl`` before anything else; what stands there
