@@ -85,7 +85,9 @@ class Tap:
 
     def refresh(self) -> None:
         """Put in what the present lanes need."""
-        compiles = any(lane.session.reel is not None for lane in self.lanes)
+        compiles = False
+        for lane in self.lanes:
+            compiles = compiles or lane.session.reel is not None
         self._clear_call()
         self.call = None
         quick = not compiles and may_be_quick(self.module)

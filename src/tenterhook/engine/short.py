@@ -56,12 +56,15 @@ def may_be_quick(module: nn.Module) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether PyTorch has anything to call beside a module's forward."""
-    everywhere = global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-    return bool(everywhere) or any(map(module.__dict__.get, HOOKS, ASSUMED))
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ASSUMED = (True,) * len(HOOKS)  # Where a module has no such table, it is not as PyTorch makes them.
+    state = module.__dict__
+    try:
+        return bool(
+            state["_forward_hooks"] or state["_forward_pre_hooks"]
+            or state["_backward_hooks"] or state["_backward_pre_hooks"]
+            or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
+        )  # fmt: skip
+    except KeyError:  # It is not as PyTorch makes them.
+        return True
 
 
 def usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
