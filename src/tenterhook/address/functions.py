@@ -24,11 +24,13 @@ from tenterhook.errors import NoSource
 
 __all__ = ["Callee", "callees", "forward_of", "handed_on", "places_of", "plain"]
 
+BINDINGS = (MethodType, staticmethod, classmethod)  # A union would be made anew at every call.
+
 
 def plain(target: Any) -> FunctionType | None:
     """The function under bindings and wrappers that say what they wrap; None where that is no Python function."""
     for _ in range(32):
-        if isinstance(target, MethodType | staticmethod | classmethod):
+        if isinstance(target, BINDINGS):
             target = target.__func__
         elif "__wrapped__" in getattr(target, "__dict__", ()):
             target = target.__wrapped__

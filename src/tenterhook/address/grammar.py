@@ -27,11 +27,11 @@ from typing import NoReturn, TypeAlias
 
 from tenterhook.errors import AddressError
 
-__all__ = ["Address", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
+__all__ = ["ESCAPED", "Address", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
 
 _IN_PATH = frozenset("\\:#*{}.")
 _IN_NAME = frozenset("\\:#*{}[]()")
-_ESCAPED = re.compile(r"[\\:#*{}]")
+ESCAPED = re.compile(r"[\\:#*{}]")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
 _PLACE = re.compile(r"\[(-?[0-9]+)\](?=[:#]|\Z)")
 _ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
@@ -138,7 +138,7 @@ def escape(path: str) -> str:
 
     Dots stay: no name holds one, so they can only separate names.
     """
-    return _ESCAPED.sub(r"\\\g<0>", path)
+    return ESCAPED.sub(r"\\\g<0>", path)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,6 +155,12 @@ def parse(text: str) -> Address:
     Write one name, '*' or '**' between two dots.
     """
     return _Reader(text).address()
+
+
+@functools.lru_cache(maxsize=4096)
+def _one(inner: tuple[Inner, ...]) -> tuple[Inner, ...]:
+    """The one of all that are equal: addresses of many modules ask for the same, and comparing it takes its time."""
+    return inner
 
 
 def _write(pattern: Pattern, special: frozenset[str]) -> str:
@@ -220,7 +226,7 @@ class _Reader:
         call = self.call()
         if inner and inner[-1] == _RETURN:
             inner.pop()  # the output is what a path, or a call, stands for in any case
-        return Address(path, tuple(inner), call)
+        return Address(path, _one(tuple(inner)), call)
 
     @property
     def next(self) -> str:

@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
     """whether it takes keywords that it does not name (``**kwargs``)"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Spot:
     """Places in one function, and the calls through which it is reached from the module's ``forward``.
 
@@ -57,7 +57,12 @@ class Spot:
     route: tuple[Callee, ...] = ()
     operation: str | None = None
 
-    @property
+    @functools.cached_property
+    def lines(self) -> tuple[int, ...]:
+        """The lines on which they begin."""
+        return tuple(dict.fromkeys(place.line for place in self.places))
+
+    @functools.cached_property
     def where(self) -> str:
         """File and line of the first of them."""
         line = self.places[0].line if self.places else self.function.__code__.co_firstlineno

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, Union
 from torch import nn
 
 from tenterhook.address.globs import has_literal, path_regex
-from tenterhook.address.grammar import Address, Pattern, Wild, escape, parse
+from tenterhook.address.grammar import ESCAPED, Address, Pattern, Wild, escape, parse
 from tenterhook.address.inside import arguments, no_such_name, sites_inside
 from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
@@ -237,8 +237,7 @@ def _returns(modules: Sequence[Named], call: int | None, *, explicit: bool) -> l
 
 def _escaped(paths: list[str]) -> list[str]:
     # One look at all of them together: names with special characters are rare, and escaping each costs a walk again.
-    text = "".join(paths)
-    return [escape(path) for path in paths] if any(char in text for char in "\\:#*{}") else paths
+    return [escape(path) for path in paths] if ESCAPED.search("".join(paths)) else paths
 
 
 def _inside(modules: Sequence[Named], address: Address, *, explicit: bool) -> list[Point]:

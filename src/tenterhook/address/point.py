@@ -19,6 +19,8 @@ __all__ = ["Point", "Site", "own_tensor"]
 class Site(enum.Enum):
     """How a point is reached."""
 
+    __hash__ = object.__hash__  # Each is one of a kind; the hash of an Enum is made of its name, in Python.
+
     RETURN = "return"
     """what a module returns"""
     IN = "in"

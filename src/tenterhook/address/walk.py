@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site
@@ -117,12 +117,13 @@ def first_names(model: nn.Module) -> dict[int, str]:
 
 def find(model: nn.Module, path: str) -> nn.Module | None:
     """The module of that name, or None."""
-    module: nn.Module | None = model
-    for name in path.split(".") if path else ():
-        if module is None or name not in module._modules:
-            return None
-        module = module._modules[name]
-    return module
+    module: Any = model
+    try:
+        for name in path.split(".") if path else ():
+            module = module._modules[name]
+    except (KeyError, AttributeError):  # There is none of that name, or None stands there.
+        return None
+    return module  # type: ignore[no-any-return]
 
 
 def aliases(model: nn.Module, point: Point) -> tuple[str, ...]:

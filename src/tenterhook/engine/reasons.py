@@ -41,7 +41,9 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
     if not can_be_called(point.module) and point.site is not Site.PARAMETER:
         below = f"{point.path}.*" if point.path else "*"
         return f"a {kind} is never called itself; name its children, for example {below!r}"
-    if find(session.model, point.path) is not point.module:
+    above, _, name = point.path.rpartition(".")
+    parent = find(session.model, above)
+    if (find(parent, name) if parent is not None else None) is not point.module:
         return f"the module {point.path!r} was replaced by another one while the session was open"
     if session.stopped:
         return "the run was stopped before it"
@@ -51,7 +53,7 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
         return _called(binding, calls)
     if lane is not None and lane.strangers:
         return f"{kind} was called {_times(lane.strangers)}, but not by the thread that opened the session"
-    return _not_called(session, binding, called=called)
+    return _not_called(parent, above, binding, called=called)
 
 
 def _called(binding: Binding, calls: int) -> str:
@@ -69,15 +71,14 @@ def _called(binding: Binding, calls: int) -> str:
     return f"the module was called {_times(calls)}, but no call came to its end"
 
 
-def _not_called(session: Session, binding: Binding, *, called: bool) -> str:
+def _not_called(parent: nn.Module | None, above: str, binding: Binding, *, called: bool) -> str:
     point = binding.point
-    parent = find(session.model, point.path.rpartition(".")[0])
     if isinstance(parent, torch.jit.ScriptModule) and point.path:
         return "it is a part of a scripted module, which runs without Python and calls nothing that could be hooked"
     if isinstance(parent, nn.MultiheadAttention):
         return (
             "nn.MultiheadAttention never calls its out_proj: it hands the weight to a function. "
-            f"Its output is that of {point.path.rpartition('.')[0]!r}"
+            f"Its output is that of {above!r}"
         )
     if not called:
         return "neither it nor any other point of the session was called; was the model called inside the session?"

@@ -57,7 +57,7 @@ class Track:
             self.site, self._name = site.value, point.name
             spot = point.spot
             if spot is not None:
-                self.lines, self.where = tuple(dict.fromkeys(place.line for place in spot.places)), spot.where
+                self.lines, self.where = spot.lines, spot.where
 
     def is_at(self, point: Point) -> bool:
         """Whether this is what was kept at ``point``, under whatever name."""
