@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
+from tenterhook.record.capture import value
 from tenterhook.testing import no_leak, untouched
 
 X = torch.arange(12.0).view(4, 3) / 7 - 0.8
@@ -159,3 +160,69 @@ def test_nothing_is_left(nets, how):
     once()
     with no_leak():
         once()
+
+
+class Tanh(nn.Module):
+    """Blocks that change nothing in place, so that what they return is kept as it is."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tape_holds_no_graph_that_its_values_become_part_of_later(reentrant, grad):
+    """A reentrant checkpoint gives what its function returned a history when the function is over."""
+    net, x = Tanh(reentrant=reentrant), X.clone().requires_grad_()
+
+    def once(**kwargs):
+        with th.record(net, "blocks.*", grad=grad, **kwargs) as tape:
+            net(x * 1).sum().backward()
+        net.zero_grad()
+        return tape
+
+    once()
+    with no_leak():
+        once()
+    with no_leak():
+        once(keep="last")
+    held = [value(entry) for track in once()._tracks.values() for entry in track.entries.values()]
+    assert len(held) == 2
+    assert not any(tensor.requires_grad for tensor in held)
+
+
+@pytest.mark.parametrize("points", [("blocks.*",), ("blocks.*:input",), ("blocks.*.0", "blocks.*.1:in")])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("grad", [True, "total"])
+def test_nothing_is_left_where_no_backward_pass_follows(points, reentrant, grad):
+    """A checkpoint carries what has to act again, and a tape holds places in that checkpoint's graph."""
+    net, x = Tanh(reentrant=reentrant), X.clone().requires_grad_()
+
+    def once():
+        with th.record(net, *points, grad=grad):
+            net(x * 1)
+
+    once()
+    with no_leak():
+        once()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_pass_after_the_session_fills_a_tape_that_is_held(reentrant):
+    net, x = Tanh(reentrant=reentrant), X.clone().requires_grad_()
+    with th.record(net, "blocks.*", "blocks.*.0", "blocks.1:input", grad=True) as tape:
+        out = net(x * 1)
+    out.sum().backward()
+    first = net.blocks[0][0](x * 1).detach().requires_grad_()
+    second = net.blocks[1][0](torch.tanh(first))
+    of_first, of_second = torch.autograd.grad(torch.tanh(second).sum(), (first, second))
+    assert torch.equal(tape.grad["blocks.0.0"], of_first)
+    assert torch.equal(tape.grad["blocks.1.0"], of_second)
+    assert torch.equal(tape.grad["blocks.0"], tape.grad["blocks.1:input"])

@@ -64,6 +64,11 @@ LAYERS = {
     "reentrant": lambda: Checkpointed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), reentrant=True),
     "recomputed": lambda: Checkpointed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), reentrant=False),
 }
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda *_: None),
+    "pre": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "always": lambda module: module.register_forward_hook(lambda *_: None, always_call=True),
+}
 PATTERNS = ("**", "*", "0", "1", "*:in", "**:input", "*.weight", "**.inner", "1:in", "0#0", "**:once", "**:out")
 EXPECTED = (th.TenterhookError, ZeroDivisionError)
 
@@ -78,7 +83,7 @@ class Sessions(RuleBasedStateMachine):
         self.collecting = True
         self.known = {id(tensor) for tensor in live_tensors()}
         self.before = state_of(self.model, rng=False)
-        self.open = []
+        self.open, self.hooks = [], []
 
     def _start(self, session):
         with contextlib.suppress(th.TenterhookError):
@@ -127,15 +132,41 @@ class Sessions(RuleBasedStateMachine):
         with contextlib.suppress(*EXPECTED), th.record(self.model, pattern, stop=True):
             self._run(grad=False)
 
-    @rule()
-    def run_in_another_thread(self):
+    @rule(records=st.booleans())
+    def run_in_another_thread(self, records):
+        wrong = []
+
         def other():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*EXPECTED), th.record(self.model, "**") if records else contextlib.nullcontext():
                 self._run(grad=False)
 
-        thread = threading.Thread(target=other)
+        def watched():
+            try:
+                other()
+            except BaseException as error:  # noqa: BLE001
+                wrong.append(error)
+
+        thread = threading.Thread(target=watched)
         thread.start()
         thread.join()
+        assert not wrong
+
+    @rule(which=st.integers(0, 10), kind=st.sampled_from(sorted(HOOKS)))
+    def hook(self, which, kind):
+        self.hooks.append(HOOKS[kind](self.model[which % len(self.model)]))
+
+    @precondition(lambda self: getattr(self, "hooks", None))
+    @rule(which=st.integers(0, 10))
+    def unhook(self, which):
+        self.hooks.pop(which % len(self.hooks)).remove()
+
+    @precondition(lambda self: not any(session.verb == "edit" for session in getattr(self, "open", ())))
+    @rule(grad=st.booleans())
+    def what_is_recorded_is_what_the_next_layer_is_given(self, grad):
+        with th.record(self.model, "*", "*:in") as tape:
+            self._run(grad=grad)
+        for place in range(len(self.model) - 1):
+            assert torch.equal(tape[f"{place}"], tape[f"{place + 1}:in"])
 
     @rule()
     def switch_the_collector(self):
@@ -154,6 +185,8 @@ class Sessions(RuleBasedStateMachine):
         try:
             while self.open:
                 self.close(0)
+            while self.hooks:
+                self.unhook(0)
             self._check()
         finally:
             gc.enable()

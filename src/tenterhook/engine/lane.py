@@ -28,7 +28,7 @@ class Lane:
     __slots__ = (
         "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
         "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "quick", "session",
-        "strangers", "swaps", "tap", "whole",
+        "strangers", "swaps", "tap", "views", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -54,6 +54,7 @@ class Lane:
         self.over = False
         self.direct: Any = None
         self.quick = False  # Whether that is for the whole call, in the place of PyTorch's own.
+        self.views: tuple[Lane, ...] = ()  # The parts of it that checkpoints carry.
         self.part: Any = None  # What is traced of it, where torch.compile is used.
 
     def add(self, binding: Binding) -> None:
@@ -93,11 +94,15 @@ class Lane:
         view.looks_out = tuple(binding for binding in self.looks_out if binding.action.again)
         view.inner = tuple(binding for binding in self.inner if not binding.action.observes or binding.action.again)
         view.enters, view.again, view.whole = self.enters, self.again, self.whole or self
+        if self.whole is None:
+            self.views += (view,)
         return view
 
     def rest(self) -> None:
         """Do nothing any more, not even in a call that is still running."""
         self.calls = self.next_call()
+        if self.views:
+            self._part_from_tape()
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
         self.inner, self.guard, self.part = (), None, None
         if self.direct is not None:
@@ -107,6 +112,18 @@ class Lane:
             if watch is not None:
                 self.direct.__closure__[watch].cell_contents = _hand_on
             self.direct = None
+
+    def _part_from_tape(self) -> None:
+        """Have what a graph carries along hold no tape: a tape holds places in that graph, and both would stay."""
+        looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
+        for binding in looks:
+            rest = getattr(binding.action, "rest", None)
+            if rest is not None:
+                rest()
+        self.session = self.session.without_tape()
+        for view in self.views:
+            view.session = self.session
+        self.views = ()
 
     @property
     def only_inside(self) -> bool:

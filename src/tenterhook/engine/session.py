@@ -92,6 +92,7 @@ class Session:
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
         self._told = Compiled()
+        self._rest: Self | None = None
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -299,6 +300,16 @@ class Session:
     def compiled(self) -> Compiled:
         """What torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
         return compiled.told(self) if self.is_open else self._told
+
+    def without_tape(self) -> Self:
+        """What stands for a session that is over, in recomputations of what ran in it."""
+        if self.tape is None:
+            return self
+        if self._rest is None:
+            self._rest = rest = type(self).__new__(type(self))
+            Session.__init__(rest, self.model, [], [])
+            rest.owner, rest.done, rest.stopped, rest._state = self.owner, self.done, self.stopped, "closed"
+        return self._rest
 
     def nearest_tape(self) -> Any:
         """The tape of the innermost open session of this thread on the same model that records."""

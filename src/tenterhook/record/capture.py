@@ -19,7 +19,7 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.sites.wrapped import gathered, in_transform, is_wrapped, outside, settled, unwrapped
 
-__all__ = ["Copy", "Entry", "Kept", "Policy", "Recorder", "read", "value"]
+__all__ = ["Copy", "Entry", "Kept", "Policy", "Recorder", "read", "value", "without_graph"]
 
 Copy = Literal["auto", "always", "never"]
 
@@ -180,6 +180,23 @@ def read(entry: Entry, address: str) -> Any:
         return map_tensors(lambda tensor: _whole(tensor, address), found)
     # It may require a gradient now, although it did not when it passed.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+def without_graph(entry: Entry) -> Entry:
+    """The entry without the graph that a tensor of it has become part of since it was kept.
+
+    What a function of autograd's own returns, as a reentrant checkpoint does, gets its history after it has run.
+    """
+    if isinstance(entry, tuple):
+        return (entry[0].detach(), *entry[1:]) if entry[0].requires_grad else entry
+    if type(entry) is Kept and any(tensor.requires_grad for tensor, _ in entry.watched):
+        entry.value = map_tensors(_cut, entry.value)
+        entry.watched = [(_cut(tensor), version) for tensor, version in entry.watched]
+    return entry
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _whole(tensor: Tensor, address: str) -> Tensor:

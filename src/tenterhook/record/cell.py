@@ -21,7 +21,18 @@ from tenterhook.record.order import corrected, keeps_layout, noted
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
-__all__ = ["Catch", "CatchShown", "Cell", "edge_of", "passes", "watch", "watch_kept", "watch_leaf", "watch_parameter"]
+__all__ = [
+    "Catch",
+    "CatchShown",
+    "Cell",
+    "Cells",
+    "edge_of",
+    "passes",
+    "watch",
+    "watch_kept",
+    "watch_leaf",
+    "watch_parameter",
+]
 
 graph_task = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -122,6 +133,12 @@ class Cell:
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
         self.spent, self.edges, self.aliases = True, (), ()
+
+
+class Cells(dict[int, Any]):
+    """The cells of a point, by call; an action whose session is over refers to them weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Catch:

@@ -31,6 +31,7 @@ from tenterhook.record.cell import (
     Catch,
     CatchShown,
     Cell,
+    Cells,
     PythonNode,
     edge_of,
     passes,
@@ -58,7 +59,7 @@ from tenterhook.sites.tensor import (
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
 
-__all__ = ["WHY", "Cell", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
+__all__ = ["WHY", "Cell", "Cells", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
 
 WHY = sites.WHY | {"tied": f"{sites.TIED}."}
 new_cell = Cell.__new__  # A cell of a plain tensor is as its class says, but for what is set beside this.
@@ -121,8 +122,9 @@ class _Gradient:
     compiled: str | None = "gradient"
     anywhere = False  # Whether gradients count that do not come through the module.
 
-    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+    def __init__(self, entries: Cells, keep: int, *, whole: bool = False) -> None:
         self.entries, self.keep = entries, keep
+        self._find: weakref.ref[Cells] | None = None
         self._whole = whole
         self._latest = -1
 
@@ -130,9 +132,17 @@ class _Gradient:
     def reached(self) -> bool:
         return self._latest >= 0
 
+    def rest(self) -> None:
+        """The session is over, and a graph carries this along: refer to the tape weakly, which holds that graph."""
+        if self._find is None:
+            self._find, self.entries = weakref.ref(self.entries), Cells()
+
     def _open(self, value: Any, call: int) -> Cell | None:
         """A cell for this call, or None if nothing is to be caught."""
-        known = self.entries.get(call)
+        entries = self.entries if self._find is None else self._find()
+        if entries is None:
+            return None  # The tape is gone.
+        known = entries.get(call)
         # In a recomputation the first run's graph is the one that backward goes through, unless it had none.
         if (known is not None and not known.why) or call <= self._latest - self.keep:
             return None
@@ -141,10 +151,10 @@ class _Gradient:
             cell.whole = True
         if not self.anywhere and not cell.why and not torch.is_grad_enabled():
             cell.why = "no_grad"  # The tensor had a history before; nothing that the module did here is part of one.
-        self.entries[call] = cell
+        entries[call] = cell
         self._latest = max(self._latest, call)
         if call >= self.keep:
-            self.entries.pop(call - self.keep, None)
+            entries.pop(call - self.keep, None)
         return None if cell.why else cell
 
     def taken(self, mark: Any, context: Context, token: int) -> None:
@@ -167,7 +177,7 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """Catches the gradient of what a module returns."""
 
-    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+    def __init__(self, entries: Cells, keep: int, *, whole: bool = False) -> None:
         super().__init__(entries, keep, whole=whole)
         self._since: dict[int, int] = {}
 
@@ -270,7 +280,7 @@ class InputGradient(_Gradient):
     finds on the way out which operations send it there.
     """
 
-    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+    def __init__(self, entries: Cells, keep: int, *, whole: bool = False) -> None:
         super().__init__(entries, keep, whole=whole)
         self.entered: dict[int, Entered] = {}
 

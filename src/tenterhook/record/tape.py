@@ -16,7 +16,7 @@ from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
-from tenterhook.record.capture import read, value
+from tenterhook.record.capture import read, value, without_graph
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -208,6 +208,12 @@ class Tape(Drawn, View):
         """The size of what is held, values and gradients, in bytes."""
         kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
         return sum(int(t.nbytes) for held in (*kept, *self.grad.values()) for _, t in tensors(held))
+
+    def _let_go(self) -> None:
+        """Hold no graph: the session is over."""
+        for track in self._tracks.values():
+            for index, entry in track.entries.items():
+                track.entries[index] = without_graph(entry)
 
     def clear(self) -> None:
         """Forget what was recorded so far; an open session goes on recording."""

@@ -18,7 +18,7 @@ from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, TenterhookWarning
 from tenterhook.record.capture import Copy, Entry, Policy, Recorder
-from tenterhook.record.cell import Cell, watch_parameter
+from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
 from tenterhook.record.tape import Tape, Track
@@ -121,7 +121,7 @@ class Recording(Session):
         bindings.append(binding)
         if point.explicit:
             self.required.append([binding])
-        grads = self._track(tape.grad, point, {}).entries if self._grad else {}
+        grads: Any = self._track(tape.grad, point, Cells()).entries if self._grad else {}
         if point.site is Site.PARAMETER:
             self._parameters.append((point, recorder, grads))
         elif self._grad:
@@ -136,7 +136,7 @@ class Recording(Session):
             track = tracks[point.address] = Track(entries, point=point)
         return track
 
-    def _gradient_bindings(self, point: Point, entries: dict[int, Any]) -> list[Binding]:
+    def _gradient_bindings(self, point: Point, entries: Cells) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
             return [Binding(point, OutputGradient(entries, keep, whole=whole))]
@@ -196,6 +196,7 @@ class Recording(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self.tape._let_go()
         self.tape.grad.end()
 
     def _say_what_was_missed(self) -> None:

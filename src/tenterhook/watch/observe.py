@@ -21,8 +21,8 @@ from torch import Tensor
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
-from tenterhook.record.cell import let_free
-from tenterhook.record.gradient import Cell, OutputGradient
+from tenterhook.record.cell import Cell, Cells, let_free
+from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
@@ -268,7 +268,7 @@ class Gradient(OutputGradient):
     """Has the gradient of a module's output kept until it is measured."""
 
     def __init__(self, slot: Slot, ledger: Ledger) -> None:
-        super().__init__({}, keep=2**62)
+        super().__init__(Cells(), keep=2**62)
         self._slot, self._ledger = slot, ledger
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 

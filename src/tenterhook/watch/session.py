@@ -18,6 +18,7 @@ from tenterhook.engine.action import Binding
 from tenterhook.engine.install import Lane, Tap
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
+from tenterhook.record.cell import Cells
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
@@ -107,9 +108,9 @@ class Watch(Results, Session):
         if point.site is Site.RETURN:
             gradient = Gradient(slot, self._ledger)
         elif point.site is Site.VARIABLE:
-            gradient = CaughtGradient(slot, self._ledger, TotalGradient({}, 2**62))
+            gradient = CaughtGradient(slot, self._ledger, TotalGradient(Cells(), 2**62))
         else:
-            through = InputGradient({}, 2**62)
+            through = InputGradient(Cells(), 2**62)
             gradient = CaughtGradient(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
