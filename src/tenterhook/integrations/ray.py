@@ -44,6 +44,14 @@ KNOWN = (
 )
 TASKS = 16
 """Tasks for each worker, about: who is faster makes more of them, and the last one ends soon after the first."""
+QUIET = {
+    "RAY_worker_niceness": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_timeline": "0",
+    "RAY_event_stats": "0",
+}
+"""For a cluster that is started here: workers as urgent as any process, and no figures for a dashboard that is not."""
 AT_ONCE = 2
 """Tasks in a worker: one that runs the model, and one whose shards are on their way to the disk."""
 
@@ -158,7 +166,8 @@ def _ray(address: str | None) -> Iterator[Any]:
     began, log = not ray.is_initialized(), logging.getLogger("ray.data")
     level = log.level
     if began:
-        ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+        with _set_unless_set(QUIET):
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
     log.setLevel(logging.ERROR)
     try:
         yield ray
@@ -166,6 +175,18 @@ def _ray(address: str | None) -> Iterator[Any]:
         log.setLevel(level)
         if began:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _set_unless_set(settings: dict[str, str]) -> Iterator[None]:
+    """Variables of the environment, for those who are started meanwhile; what the user has set stays."""
+    ours = settings.keys() - os.environ.keys()
+    os.environ.update({name: settings[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def _as_many_as_fit(resources: dict[str, float], *, on_gpu: bool) -> int:
@@ -182,6 +203,7 @@ def _results(
     # Not ray.data.range: with an actor on every CPU there would be none left to read it with.
     ids = ray.data.from_items(todo, override_num_blocks=-(-len(todo) // size))
     ids.context.enable_progress_bars = False  # There is one of our own.
+    ids.context.memory_usage_poll_interval_s = None  # A thread in each task, for statistics that nobody reads.
     made = ids.map_batches(
         _Maker,
         fn_constructor_args=made_of,
