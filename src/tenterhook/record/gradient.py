@@ -14,10 +14,11 @@ walking the graph from the module's outputs to the input, once per call.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,24 +28,15 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import (
-    Catch,
-    CatchShown,
-    Cell,
-    PythonNode,
-    edge_of,
-    passes,
-    watch,
-    watch_kept,
-    watch_leaf,
-)
+from tenterhook.record.cell import NO_PARTS, CatchShown, Cell, PythonNode, caught, edge_of, watch, watch_leaf
 from tenterhook.record.order import note
 from tenterhook.record.tape import View
+from tenterhook.record.views import Views, watch_view
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
     AT_ONCE,
+    Hooks,
     Place,
-    attach_hook,
     attach_part,
     base_of,
     is_older,
@@ -61,7 +53,11 @@ if TYPE_CHECKING:
 __all__ = ["WHY", "Cell", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
 
 WHY = sites.WHY | {"tied": f"{sites.TIED}."}
-new_cell = Cell.__new__  # A cell of a plain tensor is as its class says, but for what is set beside this.
+new_cell = Cell.__new__
+LOST = (
+    "the gradient of {address!r} cannot be told: it is a view whose memory was changed in place after it was recorded, "
+    "and a backward pass may have gone by it unseen. To be sure of it, record with copy='always'."
+)
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
 
@@ -72,14 +68,15 @@ class Gradients(View):
         super().__init__(tape._model())
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
-        self._begun: int | None = None
+        self.views = Views()
 
     def begin(self) -> None:
         """The session opens: note the time, as the engine counts it."""
-        self._begun = passes()
+        self.views.begin()
 
     def end(self) -> None:
         """The session is over: let go of every graph that a backward pass has used up."""
+        self.views.settle()
         cells = self.cells()
         if any(cell.spent for cell in cells):
             for cell in cells:
@@ -95,13 +92,15 @@ class Gradients(View):
             return super()._read(entry, address)
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
+        if self.views.missed(entry):
+            raise GradientError(LOST.format(address=address))
         if entry.parts:
             return entry.total(address)
         raise self._missing(address)
 
     def _missing(self, address: str) -> GradientError:
-        caught = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
-        if caught or (self._begun is not None and passes() > self._begun + 1):
+        some = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
+        if some or self.views.count()[0]:
             return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
         text = f"there is no gradient of {address!r} yet: backward() has not run."
         return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
@@ -167,9 +166,12 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """Catches the gradient of what a module returns."""
 
-    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False) -> None:
+    trusts = False  # Whether another view of the tape looks after those of this module; see record.views.
+
+    def __init__(self, entries: dict[int, Any], keep: int, *, whole: bool = False, views: Views | None = None) -> None:
         super().__init__(entries, keep, whole=whole)
         self._since: dict[int, int] = {}
+        self.views = Views() if views is None else views
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
@@ -191,26 +193,32 @@ class OutputGradient(_Gradient):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell: Cell = new_cell(Cell)
-        cell.parts, cell.edges = {}, ((node, tensor.output_nr),)
-        path: Path = ()
+        cell.parts, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
+        cell.kept = cell.base = None
         if type(value) is tuple:
-            cell.shape, path = (None,) * len(value), (0,)
+            cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
         if handed_on:
             note(cell)
-        base = tensor._base
-        if base is not None and base.grad_fn is not None:
-            watch_kept(cell, path, tensor, node, base, kept)
-        elif tensor._backward_hooks is None:
-            catch: Any = Catch(cell, path)
-            hooks = tensor._backward_hooks = OrderedDict()
-            hooks[catch] = catch
-            node._register_hook_dict(tensor)
-        else:
-            attach_hook(tensor, Catch(cell, path), node)
         self._latest = call
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
+        find, base = ref(cell), tensor._base
+        if base is not None:
+            views = self.views
+            if self.trusts and views.calm and base._backward_hooks is None:
+                cell.kept, cell.base = kept, (base, views)
+                views.waiting.append(find)
+            elif base.grad_fn is not None:
+                cell.kept = kept
+                watch_view(cell, tensor, node, base, self)
+                return tensor
+        hook = MethodType(caught, find)
+        hooks: Any = tensor._backward_hooks
+        if hooks is None:
+            hooks = tensor._backward_hooks = Hooks()
+            node._register_hook_dict(tensor)
+        hooks[hook] = hook
         return tensor
 
     def __call__(self, value: Any, context: Context) -> Any:
@@ -386,7 +394,7 @@ def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[
     find, outputs = weakref.ref(cell), [cell.hold(each) for each in shown]
     held = cell.hold(place) if place is not None else None
 
-    def caught(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
+    def shared(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
         cell, gradient = find(), inputs[index]
         seen = (output() for output in outputs)
         if cell is None or gradient is None or any(output is not None and output.changed for output in seen):
@@ -399,4 +407,4 @@ def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[
         else:
             cell.gather(path, place.take(gradient))
 
-    return caught
+    return shared
