@@ -163,7 +163,7 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         cell.add(cell.path, gradient)
         return new
     shape = gradient.shape
-    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride(0) != shape.numel()):
+    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
         gradient = let_free(gradient)
     cell.parts = {cell.path: [(gradient, gradient._version)]}
     cell.spent, cell.edges = True, ()

@@ -31,17 +31,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Views", "watch_view"]
 
+MANY = 1000  # views that wait
+
 
 class Views:
     """The views of a tape whose bases have no hook, and what is known of the backward passes that went by."""
 
-    __slots__ = ("begun", "calm", "task", "waiting")
+    __slots__ = ("begun", "calm", "many", "task", "waiting")
 
     def __init__(self) -> None:
         self.begun: int | None = None  # The last number that was no backward pass, as long as there was none.
         self.calm = True  # Whether no view was ever found changed: if one was, every base gets its hook at once.
         self.task = -1  # The last backward pass that was looked after, or that was none.
         self.waiting: list[ref[Cell]] = []
+        self.many = MANY
 
     def begin(self) -> None:
         """The session opens."""
@@ -58,6 +61,12 @@ class Views:
         if not unseen:
             self.task = number
         return self.begun is not None and self.begun != number, unseen
+
+    def tidy(self) -> None:
+        """Forget those that are done with; runs without a backward pass may leave many."""
+        if len(self.waiting) > self.many:
+            self.waiting = [find for find in self.waiting if (cell := find()) is not None and cell.base]
+            self.many = MANY + 2 * len(self.waiting)
 
     def missed(self, cell: Cell) -> bool:
         """Whether a gradient may have come to the base of a view, and not to its cell."""
@@ -161,6 +170,7 @@ class CatchBase(Catch):
 
 def watch_view(cell: Cell, tensor: Tensor, node: Any, base: Tensor, action: OutputGradient) -> None:
     """Catch the gradient of a view that the tape keeps as it is, whatever becomes of it."""
+    action.views.tidy()
     edge = edge_of(base)
     cell.edges += (edge,)
     attach_hook(tensor, CatchKept(cell, action, node), node)
@@ -175,7 +185,7 @@ def _source(node: Any, base: Tensor) -> tuple[Any, int] | None:
     """
     number, edge = number_of(node), (base.grad_fn, base.output_nr)
     while edge[0] is not None and number_of(edge[0]) > number:
-        if edge[0].name() != "CopySlices":
+        if type(edge[0]).__name__ != "CopySlices":
             return None
         edge = edge[0].next_functions[0]
     before = node.next_functions  # The view was taken of it, or of another view of it.
