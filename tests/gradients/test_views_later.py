@@ -168,10 +168,10 @@ def test_without_a_later_view_on_the_way_it_is_not_passed_off_as_if_nothing_flow
         settled(model, tape)
         by_another_way(model).backward()
         for _ in range(2):
-            with pytest.raises(th.GradientError, match=r"'b' cannot be told.*copy='always'"):
+            with pytest.raises(th.GradientError, match=r"'b': it is a view whose memory was changed.*copy='always'"):
                 tape.grad["b"]
         same(tape.grad["a"], truth["a"])
-    with pytest.raises(th.GradientError, match="'b' cannot be told"):
+    with pytest.raises(th.GradientError, match="'b': it is a view whose memory was changed"):
         tape.grad["b"]
 
 
@@ -194,7 +194,7 @@ def test_a_pass_that_went_by_unseen_spoils_what_a_later_one_brings():
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()  # This one comes by the view that looks.
-        with pytest.raises(th.GradientError, match="'b' cannot be told"):
+        with pytest.raises(th.GradientError, match="'b': it is a view whose memory was changed"):
             tape.grad["b"]
 
 
@@ -259,7 +259,7 @@ def test_a_change_between_two_passes_that_the_view_that_looks_is_on():
 
 def test_a_change_between_two_passes_that_it_is_not_on():
     tape = twice(lambda first, second: first.mul_(5).sum().backward())
-    with pytest.raises(th.GradientError, match="'0' cannot be told"):
+    with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
         tape.grad["0"]
     same(tape.grad["1"], torch.ones(4))
 
@@ -278,7 +278,7 @@ def test_a_graph_that_was_let_go_and_is_gone_through_once_more():
         first = model[0](x)
         model[1](first).sum().backward()
         first.add_(5).sum().backward()  # Nothing was kept for it, so nothing that it needs is gone.
-        with pytest.raises(th.GradientError, match="'0' cannot be told"):
+        with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
             tape.grad["0"]
 
 
@@ -329,7 +329,7 @@ def test_a_change_of_the_base_itself_says_so():
         first = model[0](x)
         model[0].base.mul_(5)
         model[1](first).sum().backward()
-        with pytest.raises(th.GradientError, match="'0' cannot be told"):
+        with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
             tape.grad["0"]
     del model[0].base
 
@@ -429,7 +429,7 @@ KINDS = sorted(set(STEPS) - {"relu_"})
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), data=st.data(), seed=st.integers(0, 9))
-def test_whatever_a_random_model_begins_to_change_is_right_or_says_so(kinds, data, seed):
+def test_whatever_a_random_model_begins_to_change_has_the_gradient_of_its_old_value(kinds, data, seed):
     torch.manual_seed(seed)
     model = Late([(kinds, "plain")]).double().eval()
     values = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -442,10 +442,4 @@ def test_whatever_a_random_model_begins_to_change_is_right_or_says_so(kinds, dat
             tape.clear()
             model.changes = step == 2
             model(values.clone().requires_grad_()).pow(2).sum().backward()
-    for name in chosen:
-        entries = tape.grad._tracks[name].entries.values()
-        if any(map(tape.grad.views.missed, entries)):
-            with pytest.raises(th.GradientError, match="cannot be told"):
-                tape.grad.calls(name)
-        else:
-            check_points(tape, [name], unrolled, loss, values=False)
+    check_points(tape, chosen, unrolled, loss, values=False)

@@ -25,7 +25,7 @@ from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 if TYPE_CHECKING:
     from tenterhook.record.views import Views
 
-__all__ = ["Catch", "CatchShown", "Cell", "caught", "edge_of", "graph_task", "passes"]
+__all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "caught", "edge_of", "graph_task", "passes"]
 __all__ += ["watch", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
@@ -75,7 +75,6 @@ class Cell:
     leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
     places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
     silent = graphs = False
-    lost = False  # Whether a gradient may have gone by.
     numbered: dict[int, Path]  # Of the gradients that a compiled graph brings; see tenterhook.compiled.
     whole = False  # Whether a gradient that is spread over processes is put together.
 
@@ -104,7 +103,10 @@ class Cell:
         """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
-        gradient = let_free(gathered(gradient) if self.whole else gradient)
+        if self.whole:
+            gradient = gathered(gradient)
+        if 1 in gradient.shape:
+            gradient = let_free(gradient)
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
@@ -154,7 +156,7 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         if cell.base:
             cell.base[1].found(cell)
         elif cell.base is not None:
-            cell.lost = True
+            cell.why = "lost"
         return None
     new = corrected(cell, gradient) if noted else None
     if new is not None:

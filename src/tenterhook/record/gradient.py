@@ -14,22 +14,20 @@ walking the graph from the module's outputs to the input, once per call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import NO_PARTS, CatchShown, Cell, PythonNode, caught, edge_of, watch, watch_leaf
+from tenterhook.record.cell import NO_PARTS, Cell, PythonNode, caught, edge_of, watch, watch_leaf
 from tenterhook.record.order import note
+from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
 from tenterhook.record.views import Views, watch_view
 from tenterhook.sites import tensor as sites
@@ -37,12 +35,10 @@ from tenterhook.sites.tensor import (
     AT_ONCE,
     Hooks,
     Place,
-    attach_part,
     base_of,
     is_older,
     is_own,
     layout_of,
-    number_of,
     own_alias,
     sequence_number,
 )
@@ -52,12 +48,14 @@ if TYPE_CHECKING:
 
 __all__ = ["WHY", "Cell", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
 
-WHY = sites.WHY | {"tied": f"{sites.TIED}."}
+WHY = sites.WHY | {
+    "tied": f"{sites.TIED}.",
+    "lost": (
+        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have gone by it "
+        "unseen. To be sure of it, record with copy='always'."
+    ),
+}
 new_cell = Cell.__new__
-LOST = (
-    "the gradient of {address!r} cannot be told: it is a view whose memory was changed in place after it was recorded, "
-    "and a backward pass may have gone by it unseen. To be sure of it, record with copy='always'."
-)
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
 
@@ -90,10 +88,9 @@ class Gradients(View):
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, Cell):
             return super()._read(entry, address)
+        self.views.doubt(entry)
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
-        if self.views.missed(entry):
-            raise GradientError(LOST.format(address=address))
         if entry.parts:
             return entry.total(address)
         raise self._missing(address)
@@ -106,7 +103,10 @@ class Gradients(View):
         return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
 
     def _held(self, entry: Any) -> bool:
-        return not isinstance(entry, Cell) or (bool(entry.parts) and not entry.why)
+        if not isinstance(entry, Cell):
+            return True
+        self.views.doubt(entry)
+        return bool(entry.parts) and not entry.why
 
     def _unknown(self, address: str) -> TenterhookError:
         return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
@@ -261,16 +261,6 @@ class TotalGradient(_Gradient):
                 (watch if tensor.grad_fn is not None else watch_leaf)(cell, path, tensor)
 
 
-@dataclass(slots=True)
-class Entered:
-    """A call that is running: the argument's tensors, and the edges over which their gradients will come."""
-
-    cell: Cell
-    since: int
-    given: list[tuple[Path, Tensor, int]] = field(default_factory=list)
-    wanted: dict[Any, tuple[Path, Place | None]] = field(default_factory=dict)
-
-
 class InputGradient(_Gradient):
     """Catches what flows back to an argument through one module, and nothing of its other uses.
 
@@ -339,72 +329,5 @@ class InputGradientOut:
                 entered.cell.aliases += (own.grad_fn,)
                 note(entered.cell)
             outputs.append(own)
-        _hook_shares(entered, outputs)
+        hook_shares(entered, outputs)
         return value
-
-
-def _hook_shares(entered: Entered, outputs: list[Tensor]) -> None:
-    """Hook the operations of the module that hand a gradient to the argument."""
-    cell, starts = entered.cell, [tensor.grad_fn for tensor in outputs]
-    shown: dict[Path, list[Place]] = {}
-    for path, tensor, version in entered.given:
-        if tensor._version != version:
-            starts.append(tensor.grad_fn)  # Changed in place by the module: what it is now comes from what it was.
-        else:
-            shown[path] = _watch_shown(cell, path, tensor, outputs)
-    for node, index, path, place in _consumers(starts, entered):
-        node.register_hook(_share(cell, index, path, place, shown.get(path, [])))
-
-
-def _watch_shown(cell: Cell, path: Path, tensor: Tensor, outputs: list[Tensor]) -> list[Place]:
-    """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
-    base = base_of(tensor)
-    whole = tensor if base is None else base
-    places = [Place(output, layout_of(whole)) for output in outputs if base_of(output) is whole]
-    if places:
-        attach_part(
-            whole,
-            tensor.grad_fn,
-            CatchShown(cell, path, places, None if base is None else Place(tensor, layout_of(base))),
-        )
-    return places
-
-
-def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[Node, int, Path, Place | None]]:
-    """The operations, from ``starts`` back to the wanted edges, that hand a gradient over one of them."""
-    found: list[tuple[Node, int, Path, Place | None]] = []
-    seen: set[Node] = set()
-    todo = list(starts)
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or number_of(node) < entered.since:  # Older: it lies before the module.
-            continue
-        seen.add(node)
-        for index, (before, output) in enumerate(node.next_functions):
-            path, place = entered.wanted.get((before, output), (None, None))
-            if path is not None and (place is None or place.changed):
-                found.append((node, index, path, place))
-            else:
-                todo.append(before)
-    return found
-
-
-def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[Place]) -> Callable[[Any, Any], None]:
-    """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
-    find, outputs = weakref.ref(cell), [cell.hold(each) for each in shown]
-    held = cell.hold(place) if place is not None else None
-
-    def shared(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
-        cell, gradient = find(), inputs[index]
-        seen = (output() for output in outputs)
-        if cell is None or gradient is None or any(output is not None and output.changed for output in seen):
-            return
-        place = held() if held is not None else None
-        if place is None:
-            cell.gather(path, gradient)
-        elif place.tied:
-            cell.why = "tied"
-        else:
-            cell.gather(path, place.take(gradient))
-
-    return shared

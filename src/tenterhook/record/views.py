@@ -68,38 +68,39 @@ class Views:
             self.waiting = [find for find in self.waiting if (cell := find()) is not None and cell.base]
             self.many = MANY + 2 * len(self.waiting)
 
-    def missed(self, cell: Cell) -> bool:
-        """Whether a gradient may have come to the base of a view, and not to its cell."""
-        return cell.lost or (cell.base is not None and cell.overwritten and self.count()[1])
+    def doubt(self, cell: Cell) -> None:
+        """Say of a view that its gradient is lost, if one may have come to its base and not to its cell."""
+        if cell.base is not None and cell.overwritten and self.count()[1]:
+            cell.why = "lost"
 
     def look(self, task: int, number: int, device: torch.device) -> None:
         """A pass has come to its first view, by the operation with this number: hook the bases of all that changed."""
-        seen = task == self.task + 1
+        unseen = task != self.task + 1
         self.task = task
         for cell in self._changed():
-            source = self.hook(cell)
-            in_time = source is not None and number > number_of(source) and cell.kept[0].device == device
-            cell.lost = cell.lost or not (seen and in_time)
+            made = self.hook(cell, lost=unseen or cell.kept[0].device != device)
+            if made is not None and number_of(made) > number:
+                cell.why = "lost"  # The pass has been there.
 
     def settle(self) -> None:
         """Hook the bases of all that have changed, where no pass is running."""
         changed = self._changed()
-        unseen = bool(changed) and self.count()[1]
+        lost = bool(changed) and self.count()[1]
         for cell in changed:
-            cell.lost = self.hook(cell) is None or unseen or cell.lost
+            self.hook(cell, lost=lost)
 
     def found(self, cell: Cell) -> None:
         """The hook of a view finds that the view has changed: its base is still to come in this pass."""
-        unseen = graph_task() - self.task > 1
-        cell.lost = self.hook(cell) is None or unseen or cell.lost
+        self.hook(cell, lost=graph_task() - self.task > 1)
 
-    def hook(self, cell: Any) -> Any:
+    def hook(self, cell: Any, *, lost: bool) -> Any:
         """Hook the base of a view that has changed; gives what made the base, or None where that cannot be told."""
         self.calm = False
         base, _ = cell.base
         edge = _source(cell.edges[0][0], base)
-        if edge is None:
-            return None  # It is left as it is: it cannot be read.
+        if lost or edge is None:
+            cell.why = "lost"
+            return None
         cell.base = None
         cell.edges += (edge,)
         _hook_node(*edge, CatchBase(cell, base, edge[0], self))
