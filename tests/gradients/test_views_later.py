@@ -91,6 +91,21 @@ def test_a_view_that_is_changed_at_last_has_the_gradient_of_its_old_value(change
         assert not tape.grad.views.calm
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_whose_backward_runs_in_a_thread_of_its_own_too():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).cuda()
+    x, h = X.cuda(), model[0](X.cuda()).clone()
+    (truth,) = torch.autograd.grad(squared(model[2](model[1](h * 2))), h)
+    with recorded(model, *"012") as tape:
+        for _ in range(3):
+            squared(model(x)).backward()
+        first = model[0](x)
+        assert first._base._backward_hooks is None
+        squared(model[2](model[1](doubled(first)))).backward()
+    same(tape.grad["0"], truth)
+
+
 def test_a_view_of_a_view_and_a_change_through_another_view_of_it():
     model = Chain()
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
-from tenterhook.record.order import corrected, keeps_layout, noted
+from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
@@ -158,7 +158,7 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         elif cell.base is not None:
             cell.why = "lost"
         return None
-    new = corrected(cell, gradient) if noted else None
+    new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
     if new is not None:
         gradient = new
     if cell.parts or keeps_graph() or gradient.requires_grad:
