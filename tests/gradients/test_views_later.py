@@ -297,6 +297,36 @@ def test_a_graph_that_was_let_go_and_is_gone_through_once_more():
             tape.grad["0"]
 
 
+def test_a_graph_that_was_let_go_and_is_come_to_by_the_view_itself():
+    model = nn.Sequential(Adds(), Adds())
+    x = torch.arange(4.0).requires_grad_()
+    with recorded(model, "0", "1") as tape:
+        for _ in range(3):
+            model(x).sum().backward()
+        first = model[0](x)
+        early = first + 3
+        model[1](first).sum().backward()
+        first.add_(5)
+        early.sum().backward()
+        with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
+            tape.grad["0"]
+
+
+def test_a_pass_that_went_by_unseen_spoils_what_the_view_itself_brings_later():
+    model = nn.Sequential(Doubles(), Doubles())
+    x = torch.arange(4.0).requires_grad_()
+    with recorded(model, "0", "1") as tape:
+        for _ in range(3):
+            model(x).sum().backward()
+        first = model[0](x)
+        early = (first * 3).sum()
+        late = first.mul_(5).sum()
+        late.backward(retain_graph=True)
+        (early + late).backward()
+        with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
+            tape.grad["0"]
+
+
 def test_a_change_after_the_last_pass_leaves_what_was_caught():
     model = Chain()
     truth = truths(model, {}, squared)
@@ -351,18 +381,50 @@ def test_a_change_of_the_base_itself_says_so():
 
 def test_an_edit_of_the_gradient_of_the_base_does_not_reach_the_view():
     model = nn.Sequential(nn.Linear(3, 3), nn.Flatten(0), Doubles(), nn.Linear(12, 12))
+    x = X.view(4, 3)  # So that the first layer returns no view, and what it returns is the base.
 
     def run(change):
-        h = model[1](model[0](X))
-        return model[3](model[2](change(h))).sum()
+        h = model[1](model[0](x))
+        return model[3](model[2](change(h))).sum(), h
 
-    h = model[0](X).clone().view(-1)
+    h = model[0](x).clone().view(-1)
     (truth,) = torch.autograd.grad(model[3](h * 2 * 2).sum(), h)
     with recorded(model, "1", "2") as tape, th.edit(model, grad={"0": lambda g: g * 100}):
         for _ in range(3):
-            run(lambda h: h).backward()
-        run(doubled).backward()
+            run(lambda h: h)[0].backward()
+        loss, h = run(lambda h: h)
+        assert len(h._base._backward_hooks) == 1
+        loss.backward()
+        model.zero_grad()
+        run(doubled)[0].backward()
     same(tape.grad["1"], truth)
+    same(model[0].bias.grad, (truth * 100).view(4, 3).sum(0))
+
+
+def test_what_is_handed_on_and_then_changed_has_the_gradient_of_that_use():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3), nn.Identity()).eval()
+    x = X.view(4, 3)
+
+    def run(change):
+        h = model[0](x)
+        alias = model[1](h)
+        late = (alias._base._backward_hooks or {}).values()
+        return model[3](model[2](change(alias))).sum() + (h * 7).sum(), len(late)
+
+    with recorded(model, "0", "1", "2", "3") as tape:
+        for _ in range(3):
+            run(lambda h: h)[0].backward()
+        loss, hooks = run(lambda h: h)
+        assert hooks == 1  # That of the first layer's own output.
+        loss.backward()
+        loss, _ = run(lambda h: h.mul_(2))
+        loss.backward()
+    # Both show one memory, which the change has reached too: what flows to it is the sum.
+    h = model[0](x).clone()
+    changed = h * 2
+    (truth,) = torch.autograd.grad(model[2](changed).sum() + (changed * 7).sum(), h)
+    same(tape.grad["1"], truth)
+    same(tape.grad["0"], truth)
 
 
 def test_create_graph_and_autograd_grad_over_a_view_that_is_changed_at_last():

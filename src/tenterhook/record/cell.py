@@ -64,8 +64,9 @@ class Cell:
     spent: bool
     kept: tuple[Tensor, int] | None
     """a view's memory, and its version as it was recorded"""
-    base: tuple[Tensor, Views] | tuple[()] | None
-    """a view's base that has no hook, and who looks after that; nothing is left of it when the graph was let go"""
+    base: tuple[Tensor, Views, Any] | tuple[()] | None
+    """a view's base that has no hook for it, who looks after that, and the base's hooks; nothing is left of it when the
+    graph was let go"""
 
     shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
     path: Path = ()  # Where its tensor stands in the value, if that is all it holds.

@@ -206,8 +206,8 @@ class OutputGradient(_Gradient):
         find, base = ref(cell), tensor._base
         if base is not None:
             views = self.views
-            if self.trusts and views.calm and base._backward_hooks is None:
-                cell.kept, cell.base = kept, (base, views)
+            if self.trusts and views.calm:
+                cell.kept, cell.base = kept, (base, views, base._backward_hooks)
                 views.waiting.append(find)
             elif base.grad_fn is not None:
                 cell.kept = kept

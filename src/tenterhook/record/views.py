@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.record.cell import Catch, Cell, caught, edge_of, graph_task, passes
-from tenterhook.sites.tensor import Hooks, Place, attach_hook, attach_part, number_of
+from tenterhook.sites.tensor import Hooks, Place, attach_hook, attach_part, number_of, put_in_order
 
 if TYPE_CHECKING:
     from tenterhook.record.gradient import OutputGradient
@@ -96,14 +96,21 @@ class Views:
     def hook(self, cell: Any, *, lost: bool) -> Any:
         """Hook the base of a view that has changed; gives what made the base, or None where that cannot be told."""
         self.calm = False
-        base, _ = cell.base
-        edge = _source(cell.edges[0][0], base)
+        base, _, hooks = cell.base
+        node = cell.edges[0][0]
+        edge = _source(node, base)
         if lost or edge is None:
             cell.why = "lost"
             return None
         cell.base = None
         cell.edges += (edge,)
-        _hook_node(*edge, CatchBase(cell, base, edge[0], self))
+        catch: Any = CatchBase(cell, base, edge[0], self)
+        catch.number = number_of(node)
+        if hooks is None:
+            _hook_node(*edge, catch)
+        else:  # The base has let go of them as it changed; what made it has not.
+            hooks[catch] = catch
+            put_in_order(hooks)
         return edge[0]
 
     def _changed(self) -> list[Any]:

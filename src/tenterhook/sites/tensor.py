@@ -38,6 +38,7 @@ __all__ = [
     "mark_own",
     "number_of",
     "own_alias",
+    "put_in_order",
     "sequence_number",
     "why_no_gradient",
 ]
@@ -154,9 +155,13 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     hook.number = number_of(node)
     hooks: Any = base._backward_hooks
     attach_hook(base, hook)
-    if not hooks:
-        return
-    found = hooks.items()
+    if hooks:
+        put_in_order(hooks)
+
+
+def put_in_order(hooks: dict[Any, Any]) -> None:
+    """Put the hooks of a base into that order."""
+    found: Any = hooks.items()
     if len(hooks) > MANY:  # A tensor that lives long and is handed on often: what nobody holds any more goes.
         found = [(key, each) for key, each in found if not getattr(each, "gone", False)]
     in_order = sorted(found, key=lambda item: -getattr(item[1], "number", -1))
