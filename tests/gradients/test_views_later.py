@@ -297,19 +297,23 @@ def test_a_graph_that_was_let_go_and_is_gone_through_once_more():
             tape.grad["0"]
 
 
-def test_a_graph_that_was_let_go_and_is_come_to_by_the_view_itself():
+@pytest.mark.parametrize("by", ["view", "base"])
+def test_a_graph_that_was_let_go_is_come_to_again_before_a_pass_that_is_looked_after(by):
     model = nn.Sequential(Adds(), Adds())
     x = torch.arange(4.0).requires_grad_()
-    with recorded(model, "0", "1") as tape:
+    with th.record(model, "0", "1", grad=True) as tape:
         for _ in range(3):
             model(x).sum().backward()
         first = model[0](x)
         early = first + 3
         model[1](first).sum().backward()
-        first.add_(5)
-        early.sum().backward()
-        with pytest.raises(th.GradientError, match="'0': it is a view whose memory was changed"):
-            tape.grad["0"]
+        late = first.add_(5)
+        (early if by == "view" else late).sum().backward()
+        model(x).sum().backward()
+        with pytest.raises(th.GradientError, match="'0#3': it is a view whose memory was changed"):
+            tape.grad["0#3"]
+        same(tape.grad["0#4"], torch.ones(4))
+        same(tape.grad["0#2"], torch.ones(4))
 
 
 def test_a_pass_that_went_by_unseen_spoils_what_the_view_itself_brings_later():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -21,9 +21,6 @@ from tenterhook.errors import ValueChanged
 from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
-
-if TYPE_CHECKING:
-    from tenterhook.record.views import Views
 
 __all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "caught", "edge_of", "graph_task", "passes"]
 __all__ += ["watch", "watch_leaf", "watch_parameter"]
@@ -64,9 +61,9 @@ class Cell:
     spent: bool
     kept: tuple[Tensor, int] | None
     """a view's memory, and its version as it was recorded"""
-    base: tuple[Tensor, Views, Any] | tuple[()] | None
-    """a view's base that has no hook for it, who looks after that, and the base's hooks; nothing is left of it when the
-    graph was let go"""
+    base: Any
+    """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
+    number of the backward pass that did it; for all others, None"""
 
     shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
     path: Path = ()  # Where its tensor stands in the value, if that is all it holds.
@@ -136,11 +133,12 @@ class Cell:
 
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
+        if self.base is not None and not self.spent:
+            task = graph_task()
+            self.base = (self.base[1].task if task < 0 else task,)
         self.spent, self.edges = True, ()
         if self.aliases:
             self.aliases = ()
-        if self.base is not None:
-            self.base = ()
 
 
 def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
@@ -154,10 +152,11 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         return None
     kept = cell.kept
     if kept is not None and kept[0]._version != kept[1]:  # The hook of the base speaks in its place.
-        if cell.base:
-            cell.base[1].found(cell)
-        elif cell.base is not None:
-            cell.why = "lost"
+        if cell.base is not None:
+            if cell.spent:
+                cell.why = "lost"
+            else:
+                cell.base[1].found(cell)
         return None
     new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
     if new is not None:
@@ -169,9 +168,9 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
     if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
         gradient = let_free(gradient)
     cell.parts = {cell.path: [(gradient, gradient._version)]}
+    if cell.base is not None and not cell.spent:
+        cell.base = (graph_task(),)
     cell.spent, cell.edges = True, ()
-    if cell.base is not None:
-        cell.base = ()
     return new
 
 

@@ -97,7 +97,7 @@ class Gradients(View):
 
     def _missing(self, address: str) -> GradientError:
         some = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
-        if some or self.views.count()[0]:
+        if some or self.views.ran():
             return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
         text = f"there is no gradient of {address!r} yet: backward() has not run."
         return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")

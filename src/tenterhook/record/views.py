@@ -37,46 +37,51 @@ MANY = 1000  # views that wait
 class Views:
     """The views of a tape whose bases have no hook, and what is known of the backward passes that went by."""
 
-    __slots__ = ("begun", "calm", "many", "task", "waiting")
+    __slots__ = ("begun", "calm", "counted", "many", "real", "task", "waiting")
 
     def __init__(self) -> None:
-        self.begun: int | None = None  # The last number that was no backward pass, as long as there was none.
         self.calm = True  # Whether no view was ever found changed: if one was, every base gets its hook at once.
-        self.task = -1  # The last backward pass that was looked after, or that was none.
         self.waiting: list[ref[Cell]] = []
         self.many = MANY
+        # Numbers of backward passes: where the session began, the last that was looked after, the last that somebody
+        # has made, and the last there was, which may have been made to count them.
+        self.begun: int | None = None
+        self.task = self.real = self.counted = -1
 
     def begin(self) -> None:
         """The session opens."""
-        self.begun = passes()
+        self.last()
+        self.begun = self.counted
         if self.task < 0:
-            self.task = self.begun
+            self.task = self.counted
 
-    def count(self) -> tuple[bool, bool]:
-        """Whether a backward pass has run since the session began, and whether one has gone by unseen."""
+    def last(self) -> int:
+        """The number of the last backward pass that somebody has made."""
         number = passes()
-        if self.begun is not None and number == self.begun + 1:
-            self.begun = number
-        unseen = number != self.task + 1
-        if not unseen:
-            self.task = number
-        return self.begun is not None and self.begun != number, unseen
+        if number != self.counted + 1:
+            self.real = number - 1
+        self.counted = number
+        return self.real
+
+    def ran(self) -> bool:
+        """Whether a backward pass has run since the session began."""
+        return self.begun is not None and self.last() > self.begun
 
     def tidy(self) -> None:
         """Forget those that are done with; runs without a backward pass may leave many."""
         if len(self.waiting) > self.many:
-            self.waiting = [find for find in self.waiting if (cell := find()) is not None and cell.base]
+            self.waiting = [find for find in self.waiting if (cell := find()) is not None and not cell.spent]
             self.many = MANY + 2 * len(self.waiting)
 
     def doubt(self, cell: Cell) -> None:
         """Say of a view that its gradient is lost, if one may have come to its base and not to its cell."""
-        if cell.base is not None and cell.overwritten and self.count()[1]:
+        if cell.base is not None and cell.overwritten and self.last() > (cell.base[0] if cell.spent else self.task):
             cell.why = "lost"
 
     def look(self, task: int, number: int, device: torch.device) -> None:
         """A pass has come to its first view, by the operation with this number: hook the bases of all that changed."""
-        unseen = task != self.task + 1
-        self.task = task
+        unseen = self._unseen(task)
+        self.task = self.real = self.counted = task
         for cell in self._changed():
             made = self.hook(cell, lost=unseen or cell.kept[0].device != device)
             if made is not None and number_of(made) > number:
@@ -85,13 +90,13 @@ class Views:
     def settle(self) -> None:
         """Hook the bases of all that have changed, where no pass is running."""
         changed = self._changed()
-        lost = bool(changed) and self.count()[1]
+        lost = bool(changed) and self.last() > self.task
         for cell in changed:
             self.hook(cell, lost=lost)
 
     def found(self, cell: Cell) -> None:
         """The hook of a view finds that the view has changed: its base is still to come in this pass."""
-        self.hook(cell, lost=graph_task() - self.task > 1)
+        self.hook(cell, lost=self._unseen(graph_task()))
 
     def hook(self, cell: Any, *, lost: bool) -> Any:
         """Hook the base of a view that has changed; gives what made the base, or None where that cannot be told."""
@@ -113,12 +118,16 @@ class Views:
             put_in_order(hooks)
         return edge[0]
 
+    def _unseen(self, task: int) -> bool:
+        """Whether a pass has gone by before this one, after the last that was looked after."""
+        return task > self.counted + 1 or self.real > self.task
+
     def _changed(self) -> list[Any]:
         """Those that have changed; they wait no more, nor do those that are done with."""
         changed, still = [], []
         for find in self.waiting:
             cell: Any = find()
-            if cell is None or not cell.base:
+            if cell is None or cell.spent or cell.base is None:
                 continue
             kept = cell.kept
             if kept[0]._version == kept[1]:
