@@ -152,11 +152,8 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         return None
     kept = cell.kept
     if kept is not None and kept[0]._version != kept[1]:  # The hook of the base speaks in its place.
-        if cell.base is not None:
-            if cell.spent:
-                cell.why = "lost"
-            else:
-                cell.base[1].found(cell)
+        if cell.base is not None and not cell.spent:
+            cell.base[1].found(cell)
         return None
     new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
     if new is not None:
