@@ -41,6 +41,7 @@ def backward(
     """Let the gradient of ``loss`` flow to the tape's points; what ``Tape.backward`` says in full."""
     cells = tape.grad.cells()
     _check(cells, loss, gradient)
+    tape.grad.views.settle()
     for cell in cells:
         cell.graphs = create_graph
     try:

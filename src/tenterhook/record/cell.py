@@ -8,6 +8,7 @@ arrive, because ``tape.backward`` asks for them; ``release`` says when they go.
 from __future__ import annotations
 
 import weakref
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -17,22 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
-from tenterhook.record.order import corrected, keeps_layout, noted
+from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
-__all__ = [
-    "Catch",
-    "CatchShown",
-    "Cell",
-    "Cells",
-    "edge_of",
-    "passes",
-    "watch",
-    "watch_kept",
-    "watch_leaf",
-    "watch_parameter",
-]
+__all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "passes"]
+__all__ += ["watch", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -40,6 +31,7 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 Edge = tuple[Any, ...]
 PythonNode: Any = torch._C._FunctionBase
 
+NO_PARTS: Any = MappingProxyType({})  # What has come to most cells so far.
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
     "what flowed is gone. A hook should return a new tensor."
@@ -59,22 +51,33 @@ def let_free(gradient: Tensor) -> Tensor:
 class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
-    # Most cells are a plain tensor's and keep these as they are: a cell is made for each call of a recorded module.
+    # A cell is made for each call of a recorded module; in most, all that is ever set are these.
+    __slots__ = ("__dict__", "__weakref__", "base", "edges", "kept", "parts", "spent")
+
+    parts: dict[Path, list[tuple[Tensor, int]]]
+    """each gradient with the version that it had, which tells whether it was changed since"""
+    edges: tuple[Edge, ...]
+    """how far a backward pass must come for the hooks to catch it all"""
+    spent: bool
+    kept: tuple[Tensor, int] | None
+    """a view's memory, and its version as it was recorded"""
+    base: Any
+    """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
+    number of the backward pass that did it; for all others, None"""
+
     shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
+    path: Path = ()  # Where its tensor stands in the value, if that is all it holds.
     why = ""
-    edges: tuple[Edge, ...] = ()  # How far a backward pass must come for the hooks to catch it all.
     aliases: tuple[Any, ...] = ()  # Operations that were put into the graph for it, beside those of its edges.
     tasks: dict[Path, int] | None = None
     leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
-    kept: tuple[Tensor, int] | None = None  # A view's memory, and its version as it was recorded.
     places: tuple[Place, ...] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
-    silent = graphs = spent = False
+    silent = graphs = False
     numbered: dict[int, Path]  # Of the gradients that a compiled graph brings; see tenterhook.compiled.
     whole = False  # Whether a gradient that is spread over processes is put together.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
-        # Each gradient with the version that it had, which tells whether it was changed since.
-        self.parts: dict[Path, list[tuple[Tensor, int]]] = {}
+        self.parts, self.edges, self.spent, self.kept, self.base = {}, (), False, None, None
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
@@ -98,17 +101,15 @@ class Cell:
         """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
-        gradient = let_free(gathered(gradient) if self.whole else gradient)
+        if self.whole:
+            gradient = gathered(gradient)
+        if 1 in gradient.shape:
+            gradient = let_free(gradient)
+        if self.parts is NO_PARTS:
+            self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
-
-    def take_only(self, path: Path, gradient: Tensor) -> None:
-        """The same as add(), for the one gradient that most cells get."""
-        if 1 in gradient.shape:
-            gradient = let_free(gradient)
-        self.parts[path] = [(gradient, gradient._version)]
-        self.release()
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Take one of several shares of a pass, and add them up in the order in which the engine would."""
@@ -132,7 +133,45 @@ class Cell:
 
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
-        self.spent, self.edges, self.aliases = True, (), ()
+        if self.base is not None and not self.spent:
+            task = graph_task()
+            self.base = (self.base[1].task if task < 0 else task,)
+        self.spent, self.edges = True, ()
+        if self.aliases:
+            self.aliases = ()
+
+
+def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
+    """What fills the cell of a single tensor, bound to a reference to it: the hook of most values.
+
+    Between two runs of it the model has swept the processor's caches. So it calls nothing of our own, and a bound
+    function is the lightest thing that can be called.
+    """
+    cell = find()
+    if cell is None:
+        return None
+    kept = cell.kept
+    if kept is not None and kept[0]._version != kept[1]:  # The hook of the base speaks in its place.
+        if cell.base is not None and not cell.spent:
+            cell.base[1].found(cell)
+        return None
+    new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
+    if new is not None:
+        gradient = new
+    if cell.parts or keeps_graph() or gradient.requires_grad:
+        cell.add(cell.path, gradient)
+        return new
+    shape = gradient.shape
+    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
+        gradient = let_free(gradient)
+    cell.parts = {cell.path: [(gradient, gradient._version)]}
+    if cell.base is not None and not cell.spent:
+        cell.base = (graph_task(),)
+    cell.spent, cell.edges = True, ()
+    return new
+
+
+caught.__torch_unserializable__ = True  # type: ignore[attr-defined]
 
 
 class Cells(dict[int, Any]):
@@ -162,11 +201,7 @@ class Catch:
         if cell is None or cell.silent:
             return None
         new = corrected(cell, gradient) if noted else None
-        gradient = gradient if new is None else new
-        if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
-            cell.add(self._path, gradient)
-        else:
-            cell.take_only(self._path, gradient)
+        cell.add(self._path, gradient if new is None else new)
         return new
 
 
@@ -201,45 +236,6 @@ class CatchPart(CatchView):
         cell, place = self._find(), self._place()
         if cell is None or place is None or not place.changed:
             return
-        if place.tied:
-            cell.why = "tied"
-        else:
-            cell.add(self._path, place.take(gradient))
-
-
-class CatchKept(Catch):
-    """:class:`CatchView` for a value that the tape keeps as it is: that tells of changes already."""
-
-    __slots__ = ()
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        cell = self._find()
-        if cell is None or cell.kept is None or cell.kept[0]._version != cell.kept[1]:
-            return None
-        new = corrected(cell, gradient) if noted else None
-        gradient = gradient if new is None else new
-        if cell.parts or cell.whole or gradient.requires_grad or keeps_graph():
-            cell.add(self._path, gradient)
-        else:
-            cell.take_only(self._path, gradient)
-        return new
-
-
-class CatchBase(Catch):
-    """:class:`CatchPart` for a value that the tape keeps as it is."""
-
-    __slots__ = ("_offset", "_stride")
-
-    def __init__(self, cell: Cell, path: Path, base: Tensor) -> None:
-        self._find, self._path = ref(cell), path
-        self._stride, self._offset = base.stride(), base.storage_offset()
-
-    def __call__(self, gradient: Tensor) -> None:
-        cell = self._find()
-        if cell is None or cell.kept is None or cell.kept[0]._version == cell.kept[1]:
-            return
-        layout = (gradient.size(), self._stride, self._offset, gradient.dtype, False, False)
-        place = Place(cell.kept[0], layout)
         if place.tied:
             cell.why = "tied"
         else:
@@ -283,14 +279,6 @@ def watch(cell: Cell, path: Path, tensor: Tensor) -> None:
     place = Place(tensor, layout_of(base))
     attach_hook(tensor, CatchView(cell, path, place))
     attach_part(base, tensor.grad_fn, CatchPart(cell, path, place))
-
-
-def watch_kept(cell: Cell, path: Path, tensor: Tensor, node: Any, base: Tensor, kept: tuple[Tensor, int]) -> None:
-    """The same for a view that the tape keeps as it is, with its version: at half the cost."""
-    cell.kept = kept
-    cell.edges += (edge_of(base),)
-    attach_hook(tensor, CatchKept(cell, path), node)
-    attach_part(base, node, CatchBase(cell, path, base))
 
 
 def watch_leaf(cell: Cell, path: Path, tensor: Tensor) -> None:

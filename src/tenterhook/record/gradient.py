@@ -14,44 +14,31 @@ walking the graph from the module's outputs to the input, once per call.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import (
-    Catch,
-    CatchShown,
-    Cell,
-    Cells,
-    PythonNode,
-    edge_of,
-    passes,
-    watch,
-    watch_kept,
-    watch_leaf,
-)
+from tenterhook.record.cell import NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, watch, watch_leaf
 from tenterhook.record.order import note
+from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
+from tenterhook.record.views import Views, watch_view
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
     AT_ONCE,
+    Hooks,
     Place,
-    attach_hook,
-    attach_part,
     base_of,
     is_older,
     is_own,
     layout_of,
-    number_of,
     own_alias,
     sequence_number,
 )
@@ -61,8 +48,14 @@ if TYPE_CHECKING:
 
 __all__ = ["WHY", "Cell", "Cells", "Gradients", "InputGradient", "InputGradientOut", "OutputGradient", "TotalGradient"]
 
-WHY = sites.WHY | {"tied": f"{sites.TIED}."}
-new_cell = Cell.__new__  # A cell of a plain tensor is as its class says, but for what is set beside this.
+WHY = sites.WHY | {
+    "tied": f"{sites.TIED}.",
+    "lost": (
+        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have gone by it "
+        "unseen. To be sure of it, record with copy='always'."
+    ),
+}
+new_cell = Cell.__new__
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
 
@@ -73,14 +66,15 @@ class Gradients(View):
         super().__init__(tape._model())
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
-        self._begun: int | None = None
+        self.views = Views()
 
     def begin(self) -> None:
         """The session opens: note the time, as the engine counts it."""
-        self._begun = passes()
+        self.views.begin()
 
     def end(self) -> None:
         """The session is over: let go of every graph that a backward pass has used up."""
+        self.views.settle()
         cells = self.cells()
         if any(cell.spent for cell in cells):
             for cell in cells:
@@ -94,6 +88,7 @@ class Gradients(View):
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, Cell):
             return super()._read(entry, address)
+        self.views.doubt(entry)
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
         if entry.parts:
@@ -101,14 +96,17 @@ class Gradients(View):
         raise self._missing(address)
 
     def _missing(self, address: str) -> GradientError:
-        caught = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
-        if caught or (self._begun is not None and passes() > self._begun + 1):
+        some = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
+        if some or self.views.ran():
             return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
         text = f"there is no gradient of {address!r} yet: backward() has not run."
         return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
 
     def _held(self, entry: Any) -> bool:
-        return not isinstance(entry, Cell) or (bool(entry.parts) and not entry.why)
+        if not isinstance(entry, Cell):
+            return True
+        self.views.doubt(entry)
+        return bool(entry.parts) and not entry.why
 
     def _unknown(self, address: str) -> TenterhookError:
         return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
@@ -177,9 +175,12 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """Catches the gradient of what a module returns."""
 
-    def __init__(self, entries: Cells, keep: int, *, whole: bool = False) -> None:
+    trusts = False  # Whether another view of the tape looks after those of this module; see record.views.
+
+    def __init__(self, entries: Cells, keep: int, *, whole: bool = False, views: Views | None = None) -> None:
         super().__init__(entries, keep, whole=whole)
         self._since: dict[int, int] = {}
+        self.views = Views() if views is None else views
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
@@ -201,26 +202,32 @@ class OutputGradient(_Gradient):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell: Cell = new_cell(Cell)
-        cell.parts, cell.edges = {}, ((node, tensor.output_nr),)
-        path: Path = ()
+        cell.parts, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
+        cell.kept = cell.base = None
         if type(value) is tuple:
-            cell.shape, path = (None,) * len(value), (0,)
+            cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
         if handed_on:
             note(cell)
-        base = tensor._base
-        if base is not None and base.grad_fn is not None:
-            watch_kept(cell, path, tensor, node, base, kept)
-        elif tensor._backward_hooks is None:
-            catch: Any = Catch(cell, path)
-            hooks = tensor._backward_hooks = OrderedDict()
-            hooks[catch] = catch
-            node._register_hook_dict(tensor)
-        else:
-            attach_hook(tensor, Catch(cell, path), node)
         self._latest = call
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
+        find, base = ref(cell), tensor._base
+        if base is not None:
+            views = self.views
+            if self.trusts and views.calm:
+                cell.kept, cell.base = kept, (base, views, base._backward_hooks)
+                views.waiting.append(find)
+            elif base.grad_fn is not None:
+                cell.kept = kept
+                watch_view(cell, tensor, node, base, self)
+                return tensor
+        hook = MethodType(caught, find)
+        hooks: Any = tensor._backward_hooks
+        if hooks is None:
+            hooks = tensor._backward_hooks = Hooks()
+            node._register_hook_dict(tensor)
+        hooks[hook] = hook
         return tensor
 
     def __call__(self, value: Any, context: Context) -> Any:
@@ -261,16 +268,6 @@ class TotalGradient(_Gradient):
         for path, tensor in tensors(value):
             if tensor.requires_grad:
                 (watch if tensor.grad_fn is not None else watch_leaf)(cell, path, tensor)
-
-
-@dataclass(slots=True)
-class Entered:
-    """A call that is running: the argument's tensors, and the edges over which their gradients will come."""
-
-    cell: Cell
-    since: int
-    given: list[tuple[Path, Tensor, int]] = field(default_factory=list)
-    wanted: dict[Any, tuple[Path, Place | None]] = field(default_factory=dict)
 
 
 class InputGradient(_Gradient):
@@ -341,72 +338,5 @@ class InputGradientOut:
                 entered.cell.aliases += (own.grad_fn,)
                 note(entered.cell)
             outputs.append(own)
-        _hook_shares(entered, outputs)
+        hook_shares(entered, outputs)
         return value
-
-
-def _hook_shares(entered: Entered, outputs: list[Tensor]) -> None:
-    """Hook the operations of the module that hand a gradient to the argument."""
-    cell, starts = entered.cell, [tensor.grad_fn for tensor in outputs]
-    shown: dict[Path, list[Place]] = {}
-    for path, tensor, version in entered.given:
-        if tensor._version != version:
-            starts.append(tensor.grad_fn)  # Changed in place by the module: what it is now comes from what it was.
-        else:
-            shown[path] = _watch_shown(cell, path, tensor, outputs)
-    for node, index, path, place in _consumers(starts, entered):
-        node.register_hook(_share(cell, index, path, place, shown.get(path, [])))
-
-
-def _watch_shown(cell: Cell, path: Path, tensor: Tensor, outputs: list[Tensor]) -> list[Place]:
-    """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
-    base = base_of(tensor)
-    whole = tensor if base is None else base
-    places = [Place(output, layout_of(whole)) for output in outputs if base_of(output) is whole]
-    if places:
-        attach_part(
-            whole,
-            tensor.grad_fn,
-            CatchShown(cell, path, places, None if base is None else Place(tensor, layout_of(base))),
-        )
-    return places
-
-
-def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[Node, int, Path, Place | None]]:
-    """The operations, from ``starts`` back to the wanted edges, that hand a gradient over one of them."""
-    found: list[tuple[Node, int, Path, Place | None]] = []
-    seen: set[Node] = set()
-    todo = list(starts)
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or number_of(node) < entered.since:  # Older: it lies before the module.
-            continue
-        seen.add(node)
-        for index, (before, output) in enumerate(node.next_functions):
-            path, place = entered.wanted.get((before, output), (None, None))
-            if path is not None and (place is None or place.changed):
-                found.append((node, index, path, place))
-            else:
-                todo.append(before)
-    return found
-
-
-def _share(cell: Cell, index: int, path: Path, place: Place | None, shown: list[Place]) -> Callable[[Any, Any], None]:
-    """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
-    find, outputs = weakref.ref(cell), [cell.hold(each) for each in shown]
-    held = cell.hold(place) if place is not None else None
-
-    def caught(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
-        cell, gradient = find(), inputs[index]
-        seen = (output() for output in outputs)
-        if cell is None or gradient is None or any(output is not None and output.changed for output in seen):
-            return
-        place = held() if held is not None else None
-        if place is None:
-            cell.gather(path, gradient)
-        elif place.tied:
-            cell.why = "tied"
-        else:
-            cell.gather(path, place.take(gradient))
-
-    return caught

@@ -23,11 +23,13 @@ from tenterhook.sites.tensor import AT_ONCE, number_of
 if TYPE_CHECKING:
     from tenterhook.record.cell import Cell
 
-__all__ = ["corrected", "keeps_layout", "note", "noted"]
+__all__ = ["corrected", "keeps_layout", "note", "noted", "quiet"]
 
 Edge = tuple[Any, int]
 noted: list[weakref.ref[Cell]] = []
 """The cells of aliases whose gradient has not come yet."""
+quiet: set[int] = set()
+"""The backward passes that are running and have nothing to mend."""
 _passes: dict[int, Pass] = {}
 _quiet: set[tuple[int, ...]] = set()  # The keys of passes in which there was nothing to mend.
 MANY = 1000  # Runs without a backward pass may leave so many behind.
@@ -80,6 +82,8 @@ class Pass:
         numbers = [number_of(node) for node in (start, *nodes)]
         self._key = tuple([number - numbers[0] for number in numbers])
         self.quiet = self._key in _quiet
+        if self.quiet:
+            quiet.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         if not self.quiet:
             self._begin(nodes)
@@ -94,6 +98,7 @@ class Pass:
 
     def _end(self, task: int) -> None:
         _passes.pop(task, None)
+        quiet.discard(task)
         _forget()
         for handle in self._handles:
             handle.remove()

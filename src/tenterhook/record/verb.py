@@ -139,7 +139,7 @@ class Recording(Session):
     def _gradient_bindings(self, point: Point, entries: Cells) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            return [Binding(point, OutputGradient(entries, keep, whole=whole))]
+            return [Binding(point, OutputGradient(entries, keep, whole=whole, views=self.tape.grad.views))]
         if point.site is Site.VARIABLE or self._grad == "total":
             total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
