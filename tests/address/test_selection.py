@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tenterhook.address import Seen, Selection, resolve, select
+from tenterhook.address import Selection, resolve, select
+from tenterhook.address.tree import Seen
 from tenterhook.errors import SelectorError
 
 

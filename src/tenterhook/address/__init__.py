@@ -3,13 +3,12 @@
 from tenterhook.address.grammar import Address, escape, parse
 from tenterhook.address.match import Selector, canonical, resolve
 from tenterhook.address.point import Point, Site
-from tenterhook.address.selection import Seen, Selection, select
+from tenterhook.address.selection import Selection, select
 from tenterhook.address.walk import aliases
 
 __all__ = [
     "Address",
     "Point",
-    "Seen",
     "Selection",
     "Selector",
     "Site",

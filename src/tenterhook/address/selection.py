@@ -10,14 +10,15 @@ from tenterhook._draw import Table, as_html, as_rich, as_text
 from tenterhook.address.listing import listing
 from tenterhook.address.match import Selector, canonical, resolve
 from tenterhook.address.point import Point
-from tenterhook.address.tree import Seen, TreeRow, table, tree_rows
 from tenterhook.errors import AddressError, SelectorError
 
 if TYPE_CHECKING:
     from rich.console import Group
     from torch import nn
 
-__all__ = ["Seen", "Selection", "select"]
+    from tenterhook.address.tree import Seen, TreeRow
+
+__all__ = ["Selection", "select"]
 
 
 class Selection(Sequence[Point]):
@@ -122,6 +123,8 @@ class Selection(Sequence[Point]):
 
     def rows(self, *, fold: bool = True) -> list[TreeRow]:
         """The lines of the tree, before they are drawn."""
+        from tenterhook.address.tree import tree_rows
+
         return tree_rows(self._model, self._points, self._seen, fold=fold)
 
     def tree(self, *, fold: bool = True) -> str:
@@ -130,7 +133,11 @@ class Selection(Sequence[Point]):
 
     def _table(self, *, fold: bool = True) -> Table:
         beside_source = listing(self._points)
-        return beside_source or table(self._model, self._points, self.rows(fold=fold))
+        if beside_source:
+            return beside_source
+        from tenterhook.address.tree import table
+
+        return table(self._model, self._points, self.rows(fold=fold))
 
     def __str__(self) -> str:
         return self.tree()

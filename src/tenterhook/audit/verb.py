@@ -11,11 +11,12 @@ from torch import nn
 
 from tenterhook._draw import Table, as_html, as_rich, as_text
 from tenterhook.address import Selector, resolve
-from tenterhook.audit.found import Found, Kind, Risk
 from tenterhook.errors import HookError, SelectorError, SessionError
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+    from tenterhook.audit.found import Found, Kind, Risk
 
 __all__ = ["Audit", "audit"]
 
@@ -27,7 +28,7 @@ NOTHING_NAMED = (
 )
 
 
-class Audit(Sequence[Found]):
+class Audit(Sequence["Found"]):
     """What was found on a model and in the process at one moment; printing it draws a table.
 
     ``select`` gives a part of it, ``remove`` takes hooks away, ``risks`` lists what can go wrong.
@@ -78,6 +79,8 @@ class Audit(Sequence[Found]):
         return Audit(self._model, rows)
 
     def _chosen(self, selector: Chosen) -> list[Found]:
+        from tenterhook.audit.found import Found
+
         if isinstance(selector, Found):
             return [row for row in self._rows if row is selector]
         if callable(selector) and not isinstance(selector, nn.Module | type):
@@ -191,6 +194,8 @@ def _kinds(kind: str | Iterable[str] | None) -> set[Kind] | None:
     if kind is None:
         return None
     names = [kind] if isinstance(kind, str) else list(kind)
+    from tenterhook.audit.found import Kind
+
     known = {each.value: each for each in Kind}
     unknown = [name for name in names if name not in known]
     if unknown:

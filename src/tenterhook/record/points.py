@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tenterhook._tree import describe
-from tenterhook.address import Seen, Selection, Selector, select
+from tenterhook.address import Selection, Selector, select
 from tenterhook.errors import TenterhookError
 from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
+
+if TYPE_CHECKING:
+    from tenterhook.address.tree import Seen
 
 __all__ = ["points"]
 
@@ -51,6 +54,8 @@ def _survey(model: nn.Module, inputs: Any) -> Mapping[str, Seen]:
 
 
 def _seen(tape: Tape) -> Mapping[str, Seen]:
+    from tenterhook.address.tree import Seen
+
     return {address: Seen(len(track.entries), _shape(tape, address)) for address, track in tape._tracks.items()}
 
 
