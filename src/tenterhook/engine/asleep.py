@@ -93,8 +93,9 @@ class Sleepers:
             lane = self._session._lanes.get(module) if self._session is not None else None
             tap = lane.tap if lane is not None else None
             if lane is not None and tap is not None and tap.method is not None:
-                quick = tap.call is not None and tap.in_place and get_ident() == lane.owner and not hooked(module)
-                return tap.call if tap.call is not None and quick else tap.method
+                if tap.call is not None and tap.in_place and get_ident() == lane.owner and not hooked(module.__dict__):
+                    return tap.call
+                return tap.method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
             state = module.__dict__
             if getattr(getattr(state.get("forward"), "__func__", None), "wake", None) == self.wake:

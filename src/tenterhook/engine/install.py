@@ -23,7 +23,7 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
-from tenterhook.engine.short import USUAL, direct, may_be_quick, noted, watched, within
+from tenterhook.engine.short import USUAL, direct, may_be_quick, watched, within
 from tenterhook.errors import SessionError, TenterhookWarning
 from tenterhook.sites.module import CALL, can_be_called
 
@@ -143,10 +143,8 @@ class Tap:
             (observer, watch), lane.quick = alone, quick
             if watch is None:
                 lane.direct = direct(self, lane, observer, quick=quick)
-            elif observer.keep:
-                lane.direct = watched(self, lane, observer, watch, quick=quick)
             else:
-                lane.direct = noted(self, lane, watch, quick=quick)
+                lane.direct = watched(self, lane, observer, watch, quick=quick)
         return lane.direct
 
     @property

@@ -1,7 +1,7 @@
 """The hot path: what runs at most calls of a module that a session has touched.
 
-``direct`` keeps the output of a module, ``watched`` keeps it and its gradient, ``noted`` hands it to what keeps both,
-and ``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
+``direct`` keeps the output of a module, ``watched`` keeps it and its gradient, or hands it to what keeps both, and
+``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
 out of the ordinary: another thread, a recomputation, a copy of the module.
 
 Most often they do not stand in the place of ``forward`` but in that of the whole call, hooks and all, as long as there
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.lane import Lane
 
-__all__ = ["USUAL", "direct", "hooked", "may_be_quick", "noted", "watched", "within"]
+__all__ = ["USUAL", "direct", "hooked", "may_be_quick", "watched", "within"]
 
 Forward = Callable[..., Any]
 Watch = Callable[..., Tensor | None]
@@ -51,14 +51,15 @@ OWN = USUAL.__code__.co_filename == torch_module.__file__  # And not what anothe
 
 def may_be_quick(module: nn.Module) -> bool:
     """Whether PyTorch makes a module's calls as it always does, and has nothing to call but its forward."""
-    return type(module)._call_impl is USUAL and OWN and module.__dict__.get(CALL) is None and not hooked(module)
+    return (
+        type(module)._call_impl is USUAL and OWN and module.__dict__.get(CALL) is None and not hooked(module.__dict__)
+    )
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether PyTorch has anything to call beside a module's forward."""
-    state = module.__dict__
+def hooked(state: dict[str, Any]) -> object:
+    """Whether PyTorch has anything to call beside the forward of the module with this ``__dict__``."""
     try:
-        return bool(
+        return (
             state["_forward_hooks"] or state["_forward_pre_hooks"]
             or state["_backward_hooks"] or state["_backward_pre_hooks"]
             or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
@@ -98,12 +99,12 @@ def keeping(  # noqa: C901
         state = module.__dict__
 
         def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
-            if get_ident() != owner or graph_task() != -1 or self is not module or (quick and (
-                state.get("forward") is not tap.method
-                or state["_forward_hooks"] or state["_forward_pre_hooks"]
-                or state["_backward_hooks"] or state["_backward_pre_hooks"]
-                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-            )):  # fmt: skip
+            if (
+                get_ident() != owner
+                or graph_task() != -1
+                or self is not module
+                or (quick and (state.get("forward") is not tap.method or hooked(state)))
+            ):
                 args = () if first is MISSING else (first, *rest)
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
             call = next_call()
@@ -138,7 +139,10 @@ def keeping(  # noqa: C901
 
 
 def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool) -> Forward:
-    """The same for two observers, of which the second watches the tensor's gradient."""
+    """The same for two observers, of which the second watches the tensor's gradient.
+
+    Where the first keeps nothing (``keep`` is 0), the second keeps all that is kept, and nothing is stored here.
+    """
     makers, keep = lane.session.makers, observer.keep
     make = makers.get((keep, watched, quick))
     if make is None:
@@ -157,24 +161,20 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
             if (
                 get_ident() != owner or graph_task() != -1 or self is not module
                 or not is_grad_enabled() or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
-                or (quick and (
-                    state.get("forward") is not tap.method
-                    or state["_forward_hooks"] or state["_forward_pre_hooks"]
-                    or state["_backward_hooks"] or state["_backward_pre_hooks"]
-                    or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-                ))
+                or (quick and (state.get("forward") is not tap.method or hooked(state)))
             ):  # fmt: skip
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
             call, since = next_call(), sequence_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor = value if type(value) is Tensor else lone_tensor(value)
             if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
-                kept = (tensor.detach(), tensor._version)
+                kept = (tensor.detach() if keep else tensor, tensor._version)
                 own = watch(tensor, call, since, kept, value, args, kwargs)
                 if own is not None:
-                    entries[call] = kept if tensor is value else (*kept, len(value) - 1)
-                    if call >= keep:
-                        entries.pop(call - keep, None)
+                    if keep:
+                        entries[call] = kept if tensor is value else (*kept, len(value) - 1)
+                        if call >= keep:
+                            entries.pop(call - keep, None)
                     return own if tensor is value else (own, *value[1:])
             refuse_traced(module)
             for enter in lane.enters:
@@ -184,38 +184,6 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
         return forward
 
     return make
-
-
-def noted(tap: Tap, lane: Lane, watch: Watch, *, quick: bool) -> Forward:
-    """The same where the second observer keeps all that is kept: nothing is stored here."""
-    module, owner, next_call, original = tap.module, lane.owner, lane.next_call, tap.original
-    state = module.__dict__
-
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if (
-            get_ident() != owner or graph_task() != -1 or self is not module
-            or not is_grad_enabled() or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
-            or (quick and (
-                state.get("forward") is not tap.method
-                or state["_forward_hooks"] or state["_forward_pre_hooks"]
-                or state["_backward_hooks"] or state["_backward_pre_hooks"]
-                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-            ))
-        ):  # fmt: skip
-            return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
-        call, since = next_call(), sequence_number()
-        value = original(*args, **kwargs) if kwargs else original(*args)
-        tensor = value if type(value) is Tensor else lone_tensor(value)
-        if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
-            own = watch(tensor, call, since, (tensor, tensor._version), value, args, kwargs)
-            if own is not None:
-                return own if tensor is value else (own, *value[1:])
-        refuse_traced(module)
-        for enter in lane.enters:
-            enter(call, since, args, kwargs)
-        return leave(tap, [(lane, call)], value)
-
-    return forward
 
 
 def lone_tensor(value: Any) -> Tensor | None:
@@ -234,12 +202,7 @@ def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if (
             get_ident() != owner or graph_task() != -1 or self is not module or (again and recompute.may_come())
-            or (quick and (
-                state.get("forward") is not tap.method
-                or state["_forward_hooks"] or state["_forward_pre_hooks"]
-                or state["_backward_hooks"] or state["_backward_pre_hooks"]
-                or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-            ))
+            or (quick and (state.get("forward") is not tap.method or hooked(state)))
         ):  # fmt: skip
             return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
         if not observes:
