@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.watch.measuring import Parcel
+from tenterhook.watch.parcel import Parcel
 
 
 class Net(nn.Module):

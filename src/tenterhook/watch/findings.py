@@ -67,11 +67,13 @@ class Units:
     """What only the values themselves can tell, kept on their device until it is read: idle units, and saturation."""
 
     def __init__(self) -> None:
+        self.choice = 0  # How often it was chosen who is looked at.
         self._idle: dict[Slot, Tensor] = {}
         self._near: dict[Slot, tuple[Tensor, int]] = {}
 
     def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
         """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
+        self.choice += 1
         for slot in slots:
             rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
             slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
@@ -123,24 +125,29 @@ class Findings:
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        self._seen: tuple[Array, Array] | None = None  # Rows of gradients, and which of them are parameters'.
+        # The rows of the last page, which of its gradients are parameters', and which of its values held many zeros.
+        self._seen: tuple[Array | None, Array] = None, np.zeros(0, bool)
+        self._many: tuple[Array | None, bytes] = None, b""
 
     def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
         """Look at a step; gives what is new."""
         before = set(self.all)
         self._gradients(page, parameters)
         self._units(page, slots)
-        return [finding for key, finding in self.all.items() if key not in before]
+        return [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
 
     def _gradients(self, page: Page, parameters: set[str]) -> None:
         rows, table = page.of("gradients")
-        if self._seen is None or not np.array_equal(self._seen[0], rows):
-            self._seen = rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
+        if self._seen[0] is not page.rows:
+            self._seen = page.rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
         of_parameter = self._seen[1]
-        norms = np.where(np.isfinite(table[:, NORM]), table[:, NORM], 0.0)
+        norms = table[:, NORM]
+        if not np.isfinite(norms.sum()):
+            norms = np.where(np.isfinite(norms), norms, 0.0)
         sizes = norms / np.sqrt(np.maximum(table[:, COUNT], 1))
         self._depth(page, rows[~of_parameter], sizes[~of_parameter])
-        total = float(np.sqrt((norms[of_parameter] ** 2).sum()))
+        own = norms[of_parameter]
+        total = float(np.sqrt(own @ own))
         if total:
             self._jump(page.step, total)
             self._norms.append(total)
@@ -173,9 +180,11 @@ class Findings:
         rows, table = page.of("values")
         share = self.limits["dead_units"]
         # So many dead units need at least so many zeros.
-        many = np.flatnonzero(table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1))
-        zeros = {page.names[row][1] for row in rows[many].tolist()}
-        if zeros != self._zeros:  # Of a dropout's value, about as many as it drops: it is now here, now there.
+        many = table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1)
+        seen, self._many = self._many, (page.rows, many.tobytes())
+        if seen[0] is not page.rows or seen[1] != self._many[1]:
+            zeros = {page.names[row][1] for row in rows[many].tolist()}
+            # Of a dropout's value, about as many as it drops: it is now here, now there.
             moved, self._zeros = zeros ^ self._zeros, zeros
             self.units.choose([slot for slot in slots if slot.address in moved], zeros)
         dead, full = self.units.read(int(self.limits["dead_steps"]))

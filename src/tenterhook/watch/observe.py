@@ -82,12 +82,12 @@ class Seen(NamedTuple):
 class Held:
     """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
 
-    __slots__ = ("_copies", "_gradient", "_open", "_version")
+    __slots__ = ("_copies", "_open", "gradient", "version")
 
     __torch_unserializable__ = True
 
     def __init__(self, copies: bool) -> None:  # noqa: FBT001 - it is made at every call
-        self._gradient: Tensor | None = None
+        self.gradient: Tensor | None = None
         self._open, self._copies = True, copies
 
     def __call__(self, gradient: Tensor) -> None:
@@ -95,26 +95,21 @@ class Held:
             return
         gradient = gradient.detach() if gradient.requires_grad else gradient
         gradient = gradient.clone() if self._copies else let_free(gradient)
-        if self._gradient is not None:  # A second backward pass through the same graph.
-            gradient = self._gradient + gradient
-        self._gradient, self._version = gradient, gradient._version
+        if self.gradient is not None:  # A second backward pass through the same graph.
+            gradient = self.gradient + gradient
+        self.gradient, self.version = gradient, gradient._version
 
     def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
         """The gradient, or the sum of those that several backward passes have brought."""
-        gradient, self._gradient, self._open = self._gradient, None, False
-        if gradient is not None and gradient._version != self._version:
+        gradient, self.gradient, self._open = self.gradient, None, False
+        if gradient is not None and gradient._version != self.version:
             slot.spoilt += 1
             return None
         return gradient
 
-    def look(self, _tensor: Tensor) -> Tensor | None:
-        """The same, and it stays; None also where it was changed."""
-        gradient = self._gradient
-        return gradient if gradient is not None and gradient._version == self._version else None
-
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
-        self._gradient, self._open = None, False
+        self.gradient, self._open = None, False
 
 
 class _Retained:
@@ -123,11 +118,6 @@ class _Retained:
     @staticmethod
     def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
         """The gradient of a tensor."""
-        return tensor.grad
-
-    @staticmethod
-    def look(tensor: Tensor) -> Tensor | None:
-        """The same."""
         return tensor.grad
 
     @staticmethod

@@ -25,9 +25,10 @@ from tenterhook.watch.blackbox import Ring
 from tenterhook.watch.books import Books
 from tenterhook.watch.findings import Findings
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.measuring import Measuring, Parcel
+from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
 from tenterhook.watch.parameters import Parameters
+from tenterhook.watch.parcel import Parcel
 from tenterhook.watch.results import Options, Results, about
 from tenterhook.watch.turns import Begins, Call, Return, park, unpark
 
@@ -342,6 +343,9 @@ class Watch(Results, Session):
 
     def _heal(self) -> None:
         """What was changed in place without a sign is copied from now on."""
+        if not self._measuring.odd:
+            return
+        self._measuring.odd = False
         spoilt = [slot for slot in self._slots if slot.spoilt and not slot.copies]
         if spoilt:
             for slot in spoilt:
