@@ -148,6 +148,7 @@ class Stacks:
         self.order = np.array([i for _, part in parts for i in part.members], int)
         self.rows = sum(stack.rows for stack in self.all)
         self._widths = np.concatenate([np.full(len(part.members), part.width) for _, part in parts]).astype(float)
+        self._several = self._widths > 1  # One number alone has no spread.
         cuts = np.concatenate([np.full(len(part.members), part.width // stack.width) for stack, part in parts])
         self._cuts, self._starts = cuts, np.r_[0, np.cumsum(cuts)[:-1]]
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
@@ -178,8 +179,8 @@ class Stacks:
         drowned: list[int] = []
         if quick:
             each = square / self._widths
-            spread = np.maximum(each - mean * mean, 0)
-            drowned = self.order[spread < DROWNED * each].tolist()
+            spread = np.maximum(each - mean * mean, 0) * self._several
+            drowned = self.order[(spread < DROWNED * each) & self._several].tolist()
         table[self.order, 1 : 1 + FIELDS] = np.stack((mean, np.sqrt(spread), low, high, norm, zeros), 1)
         return drowned
 

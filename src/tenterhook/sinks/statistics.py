@@ -150,7 +150,7 @@ class Measured:
     """What was measured of a list of tensors; it is still on their devices."""
 
     def __init__(self, plan: Plan, *, quick: bool = False) -> None:
-        self._plan, self._quick = plan, quick
+        self.plan, self._quick = plan, quick
         self.sampled = plan.sampled
         self.shares = plan.long, plan.shares  # What is to be scaled up from a sample when it is read.
         self._tables: list[tuple[Any, Numbers, slice]] = []
@@ -177,7 +177,7 @@ class Measured:
 
     def host(self) -> Array:
         """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
-        found = self._plan.blank.copy()
+        found = self.plan.blank.copy()
         for members, numbers, part in self._tables:
             found[members, MEAN:] = numbers.array()[part]
         if self._stacked:
@@ -204,10 +204,10 @@ class Workspace:
         self.memory = Memory()
         self._plans: dict[Any, Plan] = {}
 
-    def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str, *, known: bool = False) -> Plan:
-        """The plan for some tensors: that of the last time under this name, if it still fits, or ``known`` to."""
+    def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> Plan:
+        """The plan for some tensors: that of the last time under this name, if it still fits."""
         plan = self._plans.get((name, limit))
-        if plan is None or not (known or plan.fits(tensors)):
+        if plan is None or not plan.fits(tensors):
             plan = self._plans[name, limit] = Plan(tensors, limit)
         return plan
 
@@ -222,13 +222,13 @@ def measure(
     rows: Sequence[int] = (),
     workspace: Workspace | None = None,
     name: str = "",
-    known: bool = False,
+    plan: Plan | None = None,
     quick: bool = False,
 ) -> Measured:
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
 
     ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
-    ``known`` says that they are. ``quick`` takes the spread from the squares, in one pass less; see
+    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass less; see
     :meth:`Measured.drowned`.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
@@ -237,7 +237,7 @@ def measure(
     'inf': 0.0}
     """
     workspace = workspace or Workspace()
-    plan = workspace.plan(tensors, limit, name, known=known)
+    plan = plan or workspace.plan(tensors, limit, name)
     measured = Measured(plan, quick=quick)
     for members, block in plan.blocks:
         ours = [tensors[i] for i in members] if len(members) < len(tensors) else tensors

@@ -17,7 +17,7 @@ from tenterhook.watch import locate
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.observe import NOT_COUNTED, NOTHING, Ledger, Seen, Slot
 from tenterhook.watch.parcel import Layout, Parcel
-from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady
+from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady, Together
 from tenterhook.watch.trace import autocast_state
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Measuring:
         """The model is called: note how autocast stands, for a call that has to be made again."""
         self._autocast = autocast_state(device)
 
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._steady = {}
+
     def measure(self, step: int, *, loose: bool) -> Parcel | None:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
@@ -55,11 +59,12 @@ class Measuring:
             self._times += 1
             self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
-        self.odd = self.odd or bool(cells)
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
                 for gradient, version in found:
-                    slot.spoilt += gradient._version != version
+                    if gradient._version != version:
+                        slot.spoilt += 1
+                        self.odd = True
                     real = plain(gradient) if gradient._version == version else None
                     if real is not None:
                         row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
@@ -129,22 +134,40 @@ class _Batch:
         self._first: dict[int, int] = {}
         self.index: list[int] = []
         self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
-        self._layout: Layout | None = None
+        self._together: Together | None = None
         self._known = False  # Whether everything is like the last time.
 
     def fill(self, found: list[Tensor], steady: Steady) -> None:
         """Take the tensors of a log that is like the one before; they come first."""
-        together, self._known = steady.joined(found)
-        self.tensors, self._layout = together.tensors(found), together.layout
-        self.row_list, self.index = steady.rows, together.index
-        self.sources, self.kept = together.sources, together.kept
+        self._together, self._known = steady.joined(found)
+        self.tensors, self.index = self._together.tensors(found), list(self._together.index)
+        self.sources, self.kept = list(self._together.sources), self._together.kept
+        self._ids: list[int] | None = None
 
-    def _loosen(self) -> None:
-        """Others come beside what was filled: what is shared with later steps must not grow with it."""
-        self.row_list, self.index, self.sources = list(self.row_list), list(self.index), list(self.sources)
-        self.tensors = list(self.tensors)
-        self._first = dict(zip(map(id, self.tensors), range(len(self.tensors)), strict=True))
-        self._layout, self._known = None, False
+    def _beside(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
+        """Add a tensor to those that were filled in."""
+        self._ids = self._ids or list(map(id, self.tensors))
+        if id(tensor) not in self._ids:
+            self._ids.append(id(tensor))
+            self.tensors.append(tensor)
+            self.sources.append(source)
+        self.row_list.append(row)
+        self.index.append(self._ids.index(id(tensor)))
+        return self.index[-1]
+
+    def layout(self) -> Layout:
+        """Which rows the tensors belong to."""
+        if self._together is None:
+            return Layout(self.row_list, self.index)
+        few = self.index[len(self.index) - len(self.row_list) :]
+        each = (self.tensors[place] for place in few)
+        extra = tuple(
+            (row, place, (tensor.shape, tensor.dtype, tensor.device))
+            for row, place, tensor in zip(self.row_list, few, each, strict=True)
+        )
+        layout, known = self._together.layout(extra)
+        self._known = self._known and known
+        return layout
 
     def rows(self, slot: Slot, path: Any) -> tuple[int, int]:
         """The rows of one tensor of a point: of its value, and of its gradient."""
@@ -156,8 +179,8 @@ class _Batch:
 
     def add(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
         """Add a tensor, and give its place; one that several points share, a module and its last child, has one."""
-        if self._layout is not None:
-            self._loosen()
+        if self._together is not None:
+            return self._beside(row, tensor, source)
         found = self._first.get(id(tensor))
         if found is None:
             found = self._first[id(tensor)] = len(self.tensors)
@@ -175,7 +198,7 @@ class _Batch:
                 self.index.append(place)
 
     def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
-        books, layout = self._books, self._layout or Layout(self.row_list, self.index)
+        books, layout = self._books, self.layout()
         if books.slow:
             books.alike.update(layout.alike)
         measured = measure(
@@ -186,9 +209,10 @@ class _Batch:
             rows=layout.first,
             workspace=books.workspace,
             name=name,
-            known=self._known,
+            plan=layout.plan if self._known else None,
             quick=True,
         )
+        layout.plan = measured.plan
         return Parcel(layout, measured, self.tensors, explain)
 
 

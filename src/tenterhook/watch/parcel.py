@@ -20,6 +20,7 @@ from tenterhook.sinks.statistics import (
     STD,
     Array,
     Measured,
+    Plan,
     whole,
 )
 from tenterhook.watch.locate import NonFiniteReport
@@ -49,6 +50,7 @@ class Layout:
             for row, place in zip(reversed(rows), reversed(index), strict=True):
                 self.first[place] = row
         self._sampled: tuple[Array | None, list[int]] = None, []
+        self.plan: Plan | None = None  # How its tensors were measured the last time.
 
     @property
     def alike(self) -> dict[int, int]:

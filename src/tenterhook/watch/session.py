@@ -174,6 +174,7 @@ class Watch(Results, Session):
         self._ledger.spill = _nothing
         self._parked = []
         self._books.freeze()
+        self._measuring.let_go()
         self._parameters.let_go()
         self._findings.units.let_go()
         for sink in self._options.sinks:

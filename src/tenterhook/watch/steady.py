@@ -43,9 +43,9 @@ class Together:
                 self._pairs.append((place, unique[at]))
         self._unique = unique
         self.index = [self.places[ref] for ref in steady.refs]
-        self.layout = Layout(steady.rows, self.index)
         self.sources = [steady.sources[place] for place in unique]
         self.kept = {source[1]: self.places[i] for i, source in enumerate(steady.sources) if source[0] == KEPT}
+        self._rows, self._layouts = steady.rows, {(): Layout(steady.rows, self.index)}
 
     def holds(self, found: Sequence[Tensor]) -> bool:
         """Whether the same of these are one, and no others."""
@@ -55,7 +55,17 @@ class Together:
 
     def tensors(self, found: list[Tensor]) -> list[Tensor]:
         """Each tensor once."""
-        return [found[place] for place in self._unique] if self._pairs else found
+        return [found[place] for place in self._unique]
+
+    def layout(self, extra: tuple[tuple[int, int, Any], ...]) -> tuple[Layout, bool]:
+        """The layout, with more rows, the places of their tensors and what these are; and whether it was known."""
+        found = self._layouts.get(extra)
+        if found is not None:
+            return found, True
+        rows, index = [row for row, _, _ in extra], [place for _, place, _ in extra]
+        found = Layout([*self._rows, *rows], [*self.index, *index])
+        self._layouts = {(): self._layouts[()], extra: found}  # The last of them is enough.
+        return found, False
 
 
 class Steady:
