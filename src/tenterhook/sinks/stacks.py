@@ -152,6 +152,8 @@ class Stacks:
         cuts = np.concatenate([np.full(len(part.members), part.width // stack.width) for stack, part in parts])
         self._cuts, self._starts = cuts, np.r_[0, np.cumsum(cuts)[:-1]]
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
+        # A row is drowned where the square of its mean is nearly all of its mean square; one number alone never is.
+        self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, self._lengths / (1 - DROWNED), 0.0)
         self._fields: tuple[Tensor, list[Sequence[Tensor]]] | None = None
 
     def fields(self, like: Tensor) -> tuple[Tensor, list[Sequence[Tensor]]]:
@@ -163,25 +165,33 @@ class Stacks:
             self._fields = room, into
         return self._fields
 
+    def may_drown(self, fields: Array) -> bool:
+        """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
+        mean, norm = fields[MEAN].astype(float), fields[NORM].astype(float)
+        return bool((mean * mean * self._drowning > norm * norm).any())
+
     def read(self, fields: Array, table: Array, *, quick: bool) -> list[int]:
         """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned."""
-        mean, spread, low, high, norm, zeros = fields.astype(float)
-        square, starts, cuts = norm * norm, self._starts, self._cuts
+        fields = fields.astype(float)
+        fields[NORM] *= fields[NORM]
         if not quick:
-            spread = spread * spread / self._lengths
-        if len(starts) < self.rows:
-            means, mean = mean, np.add.reduceat(mean, starts) / cuts
-            low, high = np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-            square, zeros = np.add.reduceat(square, starts), np.add.reduceat(zeros, starts)
+            fields[SPREAD] *= fields[SPREAD] / self._lengths
+        found = fields
+        if len(self._starts) < self.rows:
+            found = np.add.reduceat(fields, self._starts, axis=1)
+            found[MEAN] /= self._cuts
+            found[LOW] = np.minimum.reduceat(fields[LOW], self._starts)
+            found[HIGH] = np.maximum.reduceat(fields[HIGH], self._starts)
             if not quick:
-                spread = np.add.reduceat(spread + (means - np.repeat(mean, cuts)) ** 2, starts) / cuts
-            norm = np.sqrt(square)
+                apart = (fields[MEAN] - np.repeat(found[MEAN], self._cuts)) ** 2
+                found[SPREAD] = (found[SPREAD] + np.add.reduceat(apart, self._starts)) / self._cuts
         drowned: list[int] = []
         if quick:
-            each = square / self._widths
-            spread = np.maximum(each - mean * mean, 0) * self._several
-            drowned = self.order[(spread < DROWNED * each) & self._several].tolist()
-        table[self.order, 1 : 1 + FIELDS] = np.stack((mean, np.sqrt(spread), low, high, norm, zeros), 1)
+            each = found[NORM] / self._widths
+            found[SPREAD] = np.maximum(each - found[MEAN] * found[MEAN], 0) * self._several
+            drowned = self.order[(found[SPREAD] < DROWNED * each) & self._several].tolist()
+        found[SPREAD :: NORM - SPREAD] = np.sqrt(found[SPREAD :: NORM - SPREAD])
+        table[self.order, 1 : 1 + FIELDS] = found.T
         return drowned
 
 

@@ -12,6 +12,7 @@ Inf makes a norm that is none, nothing non-finite is missed. What is fused is re
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -174,6 +175,23 @@ class Measured:
         """Everything that has to come to the host."""
         parts: list[Any] = [*self._tables, *self._stacked, *self._norms]
         return [part[1] for part in parts]
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor Inf in any tensor, as far as it can be told from sums."""
+        found = self._finite
+        if found is None:
+            with np.errstate(invalid="ignore", over="ignore"):
+                found = all(math.isfinite(each.array().sum()) for each in self.numbers) and not any(
+                    numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
+                )
+            self._finite = found
+        return found
+
+    _finite: bool | None = None
+
+    def may_drown(self) -> bool:
+        """Whether there may be rows whose spread cannot be told; see ``drowned``."""
+        return self._quick and any(stacks.may_drown(numbers.array()) for stacks, numbers in self._stacked)
 
     def host(self) -> Array:
         """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""

@@ -96,10 +96,10 @@ class Books:
         self._step.append((rows, table))
         self._sampled.update(sampled)
 
-    def replace(self, rows: Sequence[int]) -> None:
+    def replace(self, rows: Array) -> None:
         """Forget what the present step has brought for some rows: it was only provisional."""
-        gone = np.asarray(rows, int)
-        self._step = [(old[keep], table[keep]) for old, table in self._step if (keep := ~np.isin(old, gone)).any()]
+        kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
+        self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
 
     def close_step(self, step: int) -> Page | None:
         """The step is over: add it to what there is, and give its page, if it brought anything."""

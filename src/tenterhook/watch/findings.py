@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -95,6 +96,11 @@ class Units:
                 idle = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
             self._idle[slot] = idle.add_(1).masked_fill_(active, 0)
 
+    @property
+    def looking(self) -> bool:
+        """Whether anything was taken in that has to be read step by step."""
+        return bool(self._idle or self._near)
+
     def let_go(self) -> None:
         """Hold no tensor any more."""
         self._idle, self._near = {}, {}
@@ -125,9 +131,8 @@ class Findings:
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        # The rows of the last page, which of its gradients are parameters', and which of its values held many zeros.
-        self._seen: tuple[Array | None, Array] = None, np.zeros(0, bool)
-        self._many: tuple[Array | None, bytes] = None, b""
+        self._seen: tuple[Array, Array, Array] | None = None  # The rows of the last page, and where its gradients are.
+        self._many: tuple[Array | None, bytes] = None, b""  # The same, and which of its values held many zeros.
 
     def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
         """Look at a step; gives what is new."""
@@ -137,17 +142,15 @@ class Findings:
         return [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
 
     def _gradients(self, page: Page, parameters: set[str]) -> None:
-        rows, table = page.of("gradients")
-        if self._seen[0] is not page.rows:
-            self._seen = page.rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
-        of_parameter = self._seen[1]
-        norms = table[:, NORM]
-        if not np.isfinite(norms.sum()):
+        if self._seen is None or self._seen[0] is not page.rows:
+            self._seen = page.rows, *_gradients_of(page, parameters)
+        _, points, own = self._seen
+        norms = page.table[:, NORM]
+        if not math.isfinite(norms.sum()):
             norms = np.where(np.isfinite(norms), norms, 0.0)
-        sizes = norms / np.sqrt(np.maximum(table[:, COUNT], 1))
-        self._depth(page, rows[~of_parameter], sizes[~of_parameter])
-        own = norms[of_parameter]
-        total = float(np.sqrt(own @ own))
+        if len(points):
+            self._depth(page, page.rows[points], norms[points] / np.sqrt(np.maximum(page.table[points, COUNT], 1)))
+        total = float(np.linalg.norm(norms[own]))
         if total:
             self._jump(page.step, total)
             self._norms.append(total)
@@ -155,15 +158,17 @@ class Findings:
     def _depth(self, page: Page, rows: Array, sizes: Array) -> None:
         """Gradients that die away, or swell, on their way back through the model."""
         flows = sizes > 0
-        rows, sizes = rows[flows], sizes[flows]
+        if not flows.all():
+            rows, sizes = rows[flows], sizes[flows]
         if not len(rows):
             return
-        largest, last = float(sizes.max()), float(sizes[rows.argmax()])
-        for place in np.flatnonzero(sizes < self.limits["vanishing"] * largest).tolist():
+        largest, last = float(sizes.max()), float(sizes[-1])  # Rows are in the order in which they first came.
+        least, most = self.limits["vanishing"] * largest, self.limits["exploding_depth"] * last
+        for place in np.flatnonzero(sizes < least).tolist():
             name, size = page.names[rows[place]][1], float(sizes[place])
             text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
             self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
-        for place in np.flatnonzero(sizes > self.limits["exploding_depth"] * last).tolist():
+        for place in np.flatnonzero(sizes > most).tolist() if largest > most else ():
             name, size = page.names[rows[place]][1], float(sizes[place])
             text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
             self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
@@ -206,6 +211,14 @@ class Findings:
         known = self.all.get((kind, address))
         first = known.first if known is not None else step
         self.all[kind, address] = Finding(kind, address, first, step, value, self.limits[threshold], text, evidence)
+
+
+def _gradients_of(page: Page, parameters: set[str]) -> tuple[Array, Array]:
+    """Where a page has the gradients of points, and those of parameters."""
+    names = [(place, *page.names[row]) for place, row in enumerate(page.rows.tolist())]
+    points = [place for place, kind, name in names if kind == "gradients" and name not in parameters]
+    own = [place for place, kind, name in names if kind == "gradients" and name in parameters]
+    return np.array(points, int), np.array(own, int)
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:

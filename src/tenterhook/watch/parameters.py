@@ -67,11 +67,10 @@ class Parameters:
             found = [found[i] for i in which]
         if not found:
             return []
-        if self._measured:
-            # An earlier backward pass of the same step: what is there now is its sum with this one.
-            self._books.replace(self._row_list("gradients"))
-        self._measured = True
-        return [self._parcel("gradients", which, found)]
+        parcel = self._parcel("gradients", which, found)
+        # After an earlier backward pass of the same step, what is there now is its sum with this one.
+        parcel.replaces, self._measured = self._measured, True
+        return [parcel]
 
     def after(self) -> list[Parcel]:
         """The step is over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,11 @@ class Parcel:
         self._layout, self._measured = layout, measured
         self._tensors: Sequence[Tensor] | None = tensors
         self._explain: Explain | None = explain
-        self.late = False
+        self.late = self.replaces = False
+        self._table: Array | None = None
+
+    replaces: bool
+    """whether it stands in the place of what the same step has brought for its rows before"""
 
     def send(self) -> None:
         """Let the numbers come while training goes on."""
@@ -94,17 +97,30 @@ class Parcel:
         """Keep no tensor of the model any longer: a NaN that is found later is not explained."""
         self._tensors = self._explain = None
 
-    def open(self, books: Books) -> NonFiniteReport | None:
-        """Enter the rows into the books; gives the first that is not finite."""
-        layout, table = self._layout, self._measured.host()
+    def settle(self) -> bool:
+        """Whether everything is finite; then no tensor is needed any more, and it can be opened at any time."""
+        if not self._measured.finite():
+            return False
+        if self._tensors is not None and self._measured.may_drown():
+            self._table = self._read()
+        self.let_go()
+        return True
+
+    def _read(self) -> Array:
+        table = self._measured.host()
         if self._tensors is not None:
             for place in self._measured.drowned:
                 table[place, STD] = float(self._tensors[place].detach().double().std(correction=0))
+        return table
+
+    def open(self, books: Books) -> NonFiniteReport | None:
+        """Enter the rows into the books; gives the first that is not finite."""
+        layout, table = self._layout, self._read() if self._table is None else self._table
         if layout.index is not None:
             table = table[layout.index]
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = table.sum()  # NaN and Inf go through it: one number says whether there is anything to look for.
-        bad = [] if math.isfinite(total) and not table[:, NAN:].any() else self._odd(table)
+        bad = [] if self._measured.finite() else self._odd(table)
+        if self.replaces:
+            books.replace(layout.rows)
         books.add(layout.rows, table, layout.sampled(self._measured.sampled))
         if not bad:
             return None
