@@ -106,8 +106,8 @@ class Block:
                 )
 
     def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from tenterhook.sinks.sketch import SAMPLE
         from tenterhook.sinks.sampling import spacing
+        from tenterhook.sinks.sketch import SAMPLE
 
         found = [spacing(tuple(shape), SAMPLE) if shape.numel() > SAMPLE else (1, 1) for shape in self._shapes]
         rooms = np.array([room for _, room in found], np.int64)

@@ -25,7 +25,7 @@ from tenterhook.sinks.sampling import RUN, spacing
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
-__all__ = ["KEPT", "Array", "Memory", "Norms", "Stack", "Stacks"]
+__all__ = ["KEPT", "Array", "Memory", "Norms", "Stack", "Stacks", "samples"]
 
 # Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
 CHUNK, CHUNK_DEVICE = 2**18, 2**26
@@ -88,12 +88,12 @@ class Stack:
         raw, ways = self._laid or self._lay(tensors, memory)
         for part, (pick, out, sampled) in zip(self.parts, ways, strict=True):
             found = pick(tensors)
-            if sampled:
+            if sampled and found[0].numel() > part.width:  # Otherwise they are samples already.
                 if norms is not None:
                     # First, because it reads everything, and what it has read is near for the sample.
                     kept = found[0].dtype if found[0].dtype in KEPT else torch.float32
                     norms.append((part.members, torch.stack(torch._foreach_norm(found, 2, dtype=kept))))
-                found = list(_samples(found, part.width, phase))
+                found = list(samples(found, part.width, phase))
             torch.stack(found, out=out)
         return raw if raw.dtype in KEPT else raw.float()
 
@@ -154,15 +154,15 @@ class Stacks:
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
         # A row is drowned where the square of its mean is nearly all of its mean square; one number alone never is.
         self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, self._lengths / (1 - DROWNED), 0.0)
-        self._fields: tuple[Tensor, list[Sequence[Tensor]]] | None = None
+        self._fields: tuple[Tensor, list[tuple[Tensor, ...]]] | None = None
 
-    def fields(self, like: Tensor) -> tuple[Tensor, list[Sequence[Tensor]]]:
+    def fields(self, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Room for the fields of every row, and each matrix' part of it; what was there before is gone."""
         if self._fields is None:
             dtype = like.dtype if like.dtype in KEPT else torch.float32
             room = torch.zeros(FIELDS, self.rows, dtype=dtype, device=like.device)
-            into = [room[:, stack.first : stack.first + stack.rows].unbind(0) for stack in self.all]
-            self._fields = room, into
+            parts = (room[:, stack.first : stack.first + stack.rows] for stack in self.all)
+            self._fields = room, [part.unbind(0) for part in parts]
         return self._fields
 
     def may_drown(self, fields: Array) -> bool:
@@ -195,7 +195,7 @@ class Stacks:
         return drowned
 
 
-def _samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tensor]:
+def samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tensor]:
     """So many places of each of some longer tensors, as a view of it where it lies in a row."""
     run = RUN if width % RUN == 0 else 1
     size, last = (width // run, run), None

@@ -231,7 +231,7 @@ class Workspace:
 
 
 @torch.no_grad()
-def measure(
+def measure(  # noqa: PLR0913 - each says something else, and most need not be said
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
     *,
@@ -246,8 +246,8 @@ def measure(
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
 
     ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
-    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass less; see
-    :meth:`Measured.drowned`.
+    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass
+    less; see :meth:`Measured.drowned`.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
     >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE

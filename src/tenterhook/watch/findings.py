@@ -139,7 +139,9 @@ class Findings:
         before = set(self.all)
         self._gradients(page, parameters)
         self._units(page, slots)
-        return [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
+        return (
+            [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
+        )
 
     def _gradients(self, page: Page, parameters: set[str]) -> None:
         if self._seen is None or self._seen[0] is not page.rows:

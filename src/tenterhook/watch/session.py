@@ -27,23 +27,13 @@ from tenterhook.watch.books import Books
 from tenterhook.watch.findings import Findings
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Measuring
-from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
+from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value, heal
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.parcel import Parcel
 from tenterhook.watch.results import Options, Results, about
 from tenterhook.watch.turns import Begins, Call, Return, park, unpark
 
 __all__ = ["Watch"]
-
-LOST = (
-    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
-    "code that this was to come. From the next watched step on they are copied as they pass."
-)
-
-SPOILT = (
-    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
-    "From the next watched step on they are copied as they pass."
-)
 
 MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
 # Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
@@ -301,7 +291,9 @@ class Watch(Results, Session):
         """The step is complete: it is published when its numbers have arrived, mostly together with others."""
         self._coming.append((self.steps, self._parcels))
         self._parcels = []
-        self._heal()
+        if self._measuring.odd:
+            self._measuring.odd = False
+            heal(self._slots)
         self._drain(let_go=False)
 
     def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
@@ -361,24 +353,6 @@ class Watch(Results, Session):
                 self._ring.say(str(finding))
         for sink in self._options.sinks:
             sink.write(page, new, self._books)
-
-    def _heal(self) -> None:
-        """What was changed in place without a sign is copied from now on."""
-        if not self._measuring.odd:
-            return
-        self._measuring.odd = False
-        spoilt = [slot for slot in self._slots if slot.spoilt and not slot.copies]
-        if spoilt:
-            for slot in spoilt:
-                slot.copies = True
-            count = sum(slot.spoilt for slot in spoilt)
-            warnings.warn(SPOILT.format(count=count, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
-        lost = [slot for slot in self._slots if slot.lost and not slot.careful]
-        if lost:
-            for slot in lost:
-                slot.careful = True
-            count = sum(slot.lost for slot in lost)
-            warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
 
     def _settle(self, *, wait: bool = True) -> None:
         if get_ident() == self.owner:  # Others see what is published.

@@ -23,6 +23,7 @@ __all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "Steady", "Together"]
 
 VALUE, KEPT = range(2)  # Where a measured tensor comes from.
 GRADIENT = 1  # In a pair of rows.
+Extra = tuple[tuple[int, int, Any], ...]
 NOWHERE = -1  # The place of what is not measured.
 
 
@@ -45,7 +46,8 @@ class Together:
         self.index = [self.places[ref] for ref in steady.refs]
         self.sources = [steady.sources[place] for place in unique]
         self.kept = {source[1]: self.places[i] for i, source in enumerate(steady.sources) if source[0] == KEPT}
-        self._rows, self._layouts = steady.rows, {(): Layout(steady.rows, self.index)}
+        self._rows = steady.rows
+        self._layouts: dict[Extra, Layout] = {(): Layout(steady.rows, self.index)}
 
     def holds(self, found: Sequence[Tensor]) -> bool:
         """Whether the same of these are one, and no others."""
@@ -57,7 +59,7 @@ class Together:
         """Each tensor once."""
         return [found[place] for place in self._unique]
 
-    def layout(self, extra: tuple[tuple[int, int, Any], ...]) -> tuple[Layout, bool]:
+    def layout(self, extra: Extra) -> tuple[Layout, bool]:
         """The layout, with more rows, the places of their tensors and what these are; and whether it was known."""
         found = self._layouts.get(extra)
         if found is not None:
