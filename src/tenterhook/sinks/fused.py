@@ -92,9 +92,9 @@ class Block:
             )
         return table
 
-    def count(self, tensors: Sequence[Tensor], sketch: Sketch, rows: Sequence[int], phase: int) -> None:
-        """Count a sample of each tensor in a sketch, under these rows."""
-        addresses = self._addresses(tensors)
+    def count(self, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
+        """Count a sample of each tensor that was just measured in a sketch, under these rows."""
+        addresses = self._addresses.array
         key = tuple(rows)
         if self._sampled is None or self._sampled[0] != key:
             self._sampled = (key, *self._places(rows))
@@ -156,7 +156,7 @@ class Samples:
 
     def count(self, sketch: Sketch, rows: Sequence[int]) -> None:
         """Count samples of what was measured in a sketch, under as many rows."""
-        self._block.count(self._both, sketch, rows, 0)
+        self._block.count(sketch, rows, 0)
 
     def _gather(self, out: Tensor) -> None:
         steps, widths, offsets, of, nth = self._plan
@@ -173,13 +173,13 @@ class _Addresses:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: list[int] = []
-        self._array: Tensor | None = None
+        self.array: Tensor | None = None
         self._copies: list[Tensor] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
-        if found == self._last and self._array is not None and not self._copies:
-            return self._array
+        if found == self._last and self.array is not None and not self._copies:
+            return self.array
         self._last, numbers = found, np.array(found, np.int64)
         # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
         # reads them was asked for before anything that could write there.
@@ -188,8 +188,8 @@ class _Addresses:
             copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
             self._copies.append(copy)
             numbers[place] = copy.data_ptr()
-        self._array = to_device(self._device, numbers)
-        return self._array
+        self.array = to_device(self._device, numbers)
+        return self.array
 
 
 def _cut(many: Any) -> tuple[Any, Any, Any]:

@@ -261,7 +261,7 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
         ours = [tensors[i] for i in members] if len(members) < len(tensors) else tensors
         measured.add(members if len(members) < len(tensors) else slice(None), Numbers(block.measure(ours)))
         if sketch is not None:
-            block.count(ours, sketch, [rows[i] for i in members], phase)
+            block.count(sketch, [rows[i] for i in members], phase)
     for stacks in plan.stacks:
         fields, parts = stacks.fields(tensors[stacks.order[0]])
         norms: Norms = []

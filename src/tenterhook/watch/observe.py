@@ -110,16 +110,16 @@ class Seen(NamedTuple):
 class Held:
     """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
 
-    __slots__ = ("_copies", "_open", "gradient", "version")
+    __slots__ = ("_copies", "gradient", "open", "version")
 
     __torch_unserializable__ = True
 
     def __init__(self, copies: bool) -> None:  # noqa: FBT001 - it is made at every call
         self.gradient: Tensor | None = None
-        self._open, self._copies = True, copies
+        self.open, self._copies = True, copies
 
     def __call__(self, gradient: Tensor) -> None:
-        if not self._open:
+        if not self.open:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -133,7 +133,7 @@ class Held:
 
     def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
         """The gradient, or the sum of those that several backward passes have brought."""
-        gradient, self.gradient, self._open = self.gradient, None, False
+        gradient, self.gradient, self.open = self.gradient, None, False
         if gradient is not None and gradient._version != self.version:
             slot.spoilt += 1
             return None
@@ -141,7 +141,7 @@ class Held:
 
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
-        self.gradient, self._open = None, False
+        self.gradient, self.open = None, False
 
 
 class _Retained:

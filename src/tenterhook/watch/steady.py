@@ -121,7 +121,7 @@ class Steady:
         if [held.version for held in holders] != [gradient._version for gradient in gradients[: len(holders)]]:
             return None
         for place in self._closing:
-            helds[place].close()
+            helds[place].gradient, helds[place].open = None, False  # As they close, without a call for each.
         if self._looks[0] != units.choice:
             self._looks = units.choice, [place for place in self._values if slots[place].looks]
         for place in self._looks[1]:
