@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from benchmarks.harness import Goal, Opener, Row, Trial, Workload, measure
-from benchmarks.models import gpt2, tokens
+from benchmarks.models import BLOCKS, gpt2, tokens
 
 FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
 GROUP = 10
@@ -24,6 +25,7 @@ GROUP = 10
 def run(rounds: int) -> Iterator[Row]:
     """Measure the whole suite."""
     yield from measure(training(), rounds)
+    yield from measure(narrow(), rounds)
 
 
 def training() -> Workload:
@@ -45,6 +47,21 @@ def training() -> Workload:
             "everything, every step": Goal("ratio", at_most=1.25),
             "everything, every 10th step": Goal("ratio", at_most=1.03),
         },
+        calls=3,
+    )
+
+
+def narrow() -> Workload:
+    """The same with as many modules and parameters, but hardly any arithmetic: what the host does, as beside a GPU."""
+    config = GPT2Config(n_layer=len(BLOCKS), n_embd=16, n_head=4, n_positions=8, vocab_size=64, use_cache=False)
+    config.bos_token_id = config.eos_token_id = 0
+    torch.manual_seed(0)
+    model, ids = GPT2LMHeadModel(config).train(), torch.arange(2).unsqueeze(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ten = partial(_steps, model, optimizer, ids)
+    return Workload(
+        name="watch every module of a GPT-2 of width 16, two tokens, ten training steps",
+        ways={"plain": _opened(ten), "everything, every step": _watched(ten, model, optimizer)},
         calls=3,
     )
 

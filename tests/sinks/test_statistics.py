@@ -3,7 +3,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenterhook.sinks import stacks
 from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
@@ -49,6 +51,55 @@ def test_a_quick_measure_says_where_it_could_not_tell():
     assert list(quick.drowned) == [1, 3]
     told = [0, 2]
     np.testing.assert_allclose(found[told], expected[told], rtol=1e-3)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("chunk", [2**8, 2**12, 2**18])
+def test_tensors_of_several_shapes_share_matrices_and_each_has_its_own_numbers(monkeypatch, chunk, quick):
+    monkeypatch.setattr(stacks, "CHUNK", chunk)
+    torch.manual_seed(0)
+    shapes = [(4, 16), (4, 16), (128,), (12, 16), (1,), (7,), (3, 300), (64,), (0,), (1,), (256, 2)]
+    tensors = [torch.randn(shape) * (i + 1) + i for i, shape in enumerate(shapes)]
+    tensors[2][5], tensors[3][2] = 0, 0
+    workspace = Workspace()
+    for _ in range(2):  # The second time everything is laid out already.
+        found = measure(tensors, None, workspace=workspace, name="x", quick=quick).host()
+        for row, tensor in zip(found, tensors, strict=True):
+            if tensor.numel():
+                np.testing.assert_allclose(row, truth(tensor), rtol=1e-4, atol=1e-6)
+        tensors = [tensor * 2 for tensor in tensors]
+
+
+def test_a_measure_is_there_when_the_next_one_was_made_in_the_same_memory():
+    workspace = Workspace()
+    first = measure([torch.ones(8)], workspace=workspace, name="x")
+    measure([torch.zeros(8)], workspace=workspace, name="x")
+    assert first.host()[0, COLUMNS.index("mean")] == 1
+
+
+def test_lengths_that_have_much_in_common_take_few_operations():
+    class Count(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+            Count.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    shapes = [(1, 16, width) for width in (128, 384, 128, 512, 512, 128) for _ in range(12)]
+    tensors, workspace = [torch.randn(shape) for shape in shapes], Workspace()
+    measure(tensors, workspace=workspace, name="x", quick=True)
+    with Count():
+        measure(tensors, workspace=workspace, name="x", quick=True)
+    assert Count.seen < len(tensors) / 3
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_is_not_finite_shows_at_once(quick):
+    tensors = [torch.randn(40), torch.randn(20)]
+    assert measure(tensors, quick=quick).finite()
+    tensors[1][3] = float("inf")
+    assert not measure(tensors, quick=quick).finite()
+    assert not measure([torch.full((100,), float("nan"))], 10, quick=quick).finite()
 
 
 def test_tensors_that_are_not_contiguous_are_measured_as_they_are():

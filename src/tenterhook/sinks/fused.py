@@ -1,4 +1,4 @@
-"""Statistics of many tensors on a GPU in two launches: every element is read, once.
+"""Statistics of many tensors on a GPU in two launches, and one for each type beyond the first: all is read, once.
 
 A step of training on a GPU is often held up by the host, and then what a statistic costs is not reading the tensors but
 asking for it: each operation takes the host some microseconds. Here a step's tensors are one array of addresses, and
@@ -36,7 +36,7 @@ devices = frozenset(["cuda"])
 def why_not(device: torch.device) -> str | None:
     """What keeps a device from being served; None where nothing does. A first kernel is run and compared."""
     try:
-        found = Block([torch.Size([5]), torch.Size([70000])], torch.float32, device)
+        found = Block([torch.Size([5]), torch.Size([70000])], [torch.float32] * 2, device)
         some = torch.arange(70000, dtype=torch.float32, device=device).sub_(1000)
         few = torch.tensor([0.0, 1.0, 2.0, float("nan"), float("inf")]).to(device)
         table = found.measure([few, some]).cpu().numpy()
@@ -53,18 +53,30 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Block:
-    """Tensors of one type on one device, measured together; it holds as long as they have the same shapes."""
+    """Tensors on one device, measured together; it holds as long as they have the same shapes and types."""
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         from tenterhook.sinks import kernels
 
         self._shapes, self._kernels, self.device = shapes, kernels, device
-        self._type = _type(dtype)
         counts = np.array([shape.numel() for shape in shapes], np.int64)
-        of, nth, first = _cut(counts, kernels.TILE.value * kernels.TILES.value)
-        self._pieces = len(of)
-        self._counts, self._of, self._nth, self._first = (to_device(device, part) for part in (counts, of, nth, first))
-        self._found = torch.empty(len(of), kernels.FIELDS.value, dtype=torch.float64, device=device)
+        many = -(-counts // (kernels.TILE.value * kernels.TILES.value))
+        first = np.zeros(len(counts), np.int64)
+        self._found = torch.empty(int(many.sum()), kernels.FIELDS.value, dtype=torch.float64, device=device)
+        # One launch for the pieces of each type: where they begin, how many they are, of which tensors they are, which
+        # of its pieces each is; and beside that the tensors of the type.
+        self._launches: list[tuple[Any, int, Tensor, Tensor, Tensor, Tensor]] = []
+        begin = 0
+        for dtype in dict.fromkeys(dtypes):
+            members = np.array([i for i, each in enumerate(dtypes) if each is dtype], np.int64)
+            of, nth, starts = _cut(many[members])
+            first[members] = begin + starts
+            out = self._found[begin : begin + len(of)]
+            arrays = (to_device(device, part) for part in (members[of].astype(np.int32), nth))
+            self._launches.append((_type(dtype), len(of), *arrays, out, to_device(device, members.astype(np.int32))))
+            begin += len(of)
+        numbers = (counts, first.astype(np.int32), (first + many).astype(np.int32))
+        self._counts, self._first, self._last = (to_device(device, part) for part in numbers)
         self._sampled: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None = None
         self._addresses = _Addresses(device)
 
@@ -73,28 +85,29 @@ class Block:
         kernels, addresses = self._kernels, self._addresses(tensors)
         table = torch.empty(len(tensors), kernels.WIDTH.value, dtype=torch.float64, device=self.device)
         with _on(self.device):
-            kernels.pieces[(self._pieces,)](
-                addresses, self._counts, self._of, self._nth, self._found, self._type, num_warps=WARPS
+            for kind, pieces, of, nth, out, _ in self._launches:
+                kernels.pieces[(pieces,)](addresses, self._counts, of, nth, out, kind, num_warps=WARPS)
+            kernels.put_together[(len(tensors),)](
+                self._found, self._first, self._last, self._counts, table, num_warps=WARPS
             )
-            kernels.put_together[(len(tensors),)](self._found, self._first, self._counts, table, num_warps=WARPS)
         return table
 
-    def count(self, tensors: Sequence[Tensor], sketch: Sketch, rows: Sequence[int], phase: int) -> None:
-        """Count a sample of each tensor in a sketch, under these rows."""
-        addresses = self._addresses(tensors)
+    def count(self, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
+        """Count a sample of each tensor that was just measured in a sketch, under these rows."""
+        addresses = self._addresses.array
         key = tuple(rows)
         if self._sampled is None or self._sampled[0] != key:
             self._sampled = (key, *self._places(rows))
-        _, rooms, steps, takes, places = self._sampled
         counts = sketch.room(self.device, max(rows) + 1)
         with _on(self.device):
-            self._kernels.bins[(len(tensors),)](
-                addresses, phase, rooms, steps, takes, places, counts, self._type, num_warps=1
-            )
+            for kind, _, _, _, _, members in self._launches:
+                self._kernels.bins[(len(members),)](
+                    addresses, phase, members, *self._sampled[1:], counts, kind, num_warps=1
+                )
 
     def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from tenterhook.sinks.sampling import spacing
         from tenterhook.sinks.sketch import SAMPLE
-        from tenterhook.sinks.statistics import spacing
 
         found = [spacing(tuple(shape), SAMPLE) if shape.numel() > SAMPLE else (1, 1) for shape in self._shapes]
         rooms = np.array([room for _, room in found], np.int64)
@@ -109,7 +122,7 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
         from tenterhook.sinks import kernels
-        from tenterhook.sinks.statistics import RUN, spacing
+        from tenterhook.sinks.sampling import RUN, spacing
 
         self._kernels, self._type, self._tensors = kernels, _type(tensors[0].dtype), tensors
         device = self.device = tensors[0].device
@@ -120,26 +133,30 @@ class Samples:
             for tensor, width in zip(tensors, widths.tolist(), strict=True)
         ]
         offsets = np.r_[0, np.cumsum(-(-widths // RUN) * RUN)]
-        of, nth, _ = _cut(widths, kernels.TILE.value)
+        of, nth, _ = _cut(-(-widths // kernels.TILE.value))
         self._pieces = len(of)
         self.shares = counts / widths
         numbers = (np.array(steps, np.int64), widths, offsets[:-1], of, nth)
         self._plan = tuple(to_device(device, part) for part in numbers)
         self._addresses = _Addresses(device)
         self._now, self._before = (torch.zeros(int(offsets[-1]), device=device) for _ in range(2))
-        self.here = [self._now[o : o + w] for o, w in zip(offsets.tolist(), widths.tolist(), strict=False)]
-        self.moved = [self._before[o : o + w] for o, w in zip(offsets.tolist(), widths.tolist(), strict=False)]
-        self.block = Block([part.shape for part in self.here], torch.float32, device)
-        self.ways = Block([part.shape for part in self.here], torch.float32, device)
+        where = list(zip(offsets.tolist(), widths.tolist(), strict=False))
+        self._both = [memory[o : o + w] for memory in (self._now, self._before) for o, w in where]
+        self._block = Block([part.shape for part in self._both], [torch.float32] * len(self._both), device)
 
     def take(self) -> None:
         """Note what the tensors are now."""
         self._gather(self._before)
 
-    def move(self) -> None:
-        """Put what they are now into ``here``, and how far they have come since into ``moved``."""
+    def measure(self) -> Tensor:
+        """A row for what each tensor is now, and then one for how far each has come; what was noted is used up."""
         self._gather(self._now)
         torch.sub(self._now, self._before, out=self._before)
+        return self._block.measure(self._both)
+
+    def count(self, sketch: Sketch, rows: Sequence[int]) -> None:
+        """Count samples of what was measured in a sketch, under as many rows."""
+        self._block.count(sketch, rows, 0)
 
     def _gather(self, out: Tensor) -> None:
         steps, widths, offsets, of, nth = self._plan
@@ -156,13 +173,13 @@ class _Addresses:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: list[int] = []
-        self._array: Tensor | None = None
+        self.array: Tensor | None = None
         self._copies: list[Tensor] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
-        if found == self._last and self._array is not None and not self._copies:
-            return self._array
+        if found == self._last and self.array is not None and not self._copies:
+            return self.array
         self._last, numbers = found, np.array(found, np.int64)
         # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
         # reads them was asked for before anything that could write there.
@@ -171,16 +188,15 @@ class _Addresses:
             copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
             self._copies.append(copy)
             numbers[place] = copy.data_ptr()
-        self._array = to_device(self._device, numbers)
-        return self._array
+        self.array = to_device(self._device, numbers)
+        return self.array
 
 
-def _cut(counts: Any, size: int) -> tuple[Any, Any, Any]:
-    """Pieces of so many elements: of which tensor each is, which of its pieces, and each tensor's first."""
-    many = -(-counts // size)
-    first = np.r_[0, np.cumsum(many)]
-    of = np.repeat(np.arange(len(counts)), many)
-    return of.astype(np.int32), (np.arange(len(of)) - first[of]).astype(np.int32), first.astype(np.int32)
+def _cut(many: Any) -> tuple[Any, Any, Any]:
+    """The pieces of tensors that have so many each: of which tensor each is, which of its pieces, and the first."""
+    first = np.r_[0, np.cumsum(many)[:-1]]
+    of = np.repeat(np.arange(len(many)), many)
+    return of.astype(np.int32), (np.arange(len(of)) - first[of]).astype(np.int32), first
 
 
 def to_device(device: torch.device, numbers: Any) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tenterhook.sinks.sampling import RUN
 from tenterhook.sinks.sketch import BASE, HALF, SAMPLE, SHIFT
-from tenterhook.sinks.statistics import RUN
 
 __all__ = ["FIELDS", "TILE", "TILES", "WIDTH", "bins", "gather", "pieces", "put_together"]
 
@@ -117,12 +117,13 @@ def pieces(
 def put_together(
     found,
     first,
+    last,
     counts,
     out,
 ):
-    """Put the pieces of one tensor together, ``first[which]`` to ``first[which + 1]``."""
+    """Put the pieces of one tensor together, ``first[which]`` to ``last[which]``, which is not one of them."""
     which = tl.program_id(0)
-    begin, end = tl.load(first + which), tl.load(first + which + 1)
+    begin, end = tl.load(first + which), tl.load(last + which)
     lane = tl.arange(0, MANY)
     count = tl.zeros((MANY,), tl.float64)
     total = tl.zeros((MANY,), tl.float64)
@@ -166,6 +167,7 @@ def put_together(
 def bins(
     addresses,
     phase,
+    members,
     rooms,
     steps,
     takes,
@@ -173,8 +175,8 @@ def bins(
     out,
     DTYPE: tl.constexpr,
 ):
-    """Count a sample of one tensor in the bins of its row of a sketch."""
-    which = tl.program_id(0)
+    """Count a sample of one tensor of a type, ``members`` says of which, in the bins of its row of a sketch."""
+    which = tl.load(members + tl.program_id(0))
     lane = tl.arange(0, SAMPLE_)
     there = lane < tl.load(takes + which)
     base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))

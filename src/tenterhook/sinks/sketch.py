@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.fused import to_device
-from tenterhook.sinks.statistics import Array, spacing
+from tenterhook.sinks.sampling import spacing
+from tenterhook.sinks.stacks import Array
 
 __all__ = ["Sketch", "histogram", "quantiles"]
 

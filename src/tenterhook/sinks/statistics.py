@@ -1,28 +1,28 @@
 """Statistics of many tensors at once, on their own device.
 
-Tensors of one shape are laid side by side in a matrix, and each statistic is then one operation for all of them: the
-cost of starting an operation, which for small tensors is most of it, is paid once and not once per tensor. Nothing is
-read back to the host before :meth:`Measured.host`, and that is one copy for everything.
+What an operation costs to start is paid once for many tensors: on a GPU :mod:`tenterhook.sinks.fused` reads everything
+in a few launches, where it can be, and otherwise tensors are laid side by side in matrices, by
+:mod:`tenterhook.sinks.stacks`. Nothing is read back to the host before :meth:`Measured.host`, and that is one copy.
 
 A tensor of more than ``limit`` elements is read at ``limit`` places: short runs by a step that is chosen so that they
 are spread evenly over examples, channels and rows alike. Its norm is still that of all elements, and since one NaN or
-Inf makes a norm that is none, nothing non-finite is missed.
-
-On a GPU all this is left to :mod:`tenterhook.sinks.fused`, which reads everything, where it can be.
+Inf makes a norm that is none, nothing non-finite is missed. What is fused is read whole.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.fused import Block, serves, to_device
+from tenterhook.sinks.fused import Block, serves
+from tenterhook.sinks.sampling import spacing
+from tenterhook.sinks.stacks import KEPT, Memory, Norms, Stacks
 
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
@@ -33,15 +33,12 @@ __all__ = [
     "LIMIT",
     "Array",
     "Measured",
+    "Numbers",
     "Plan",
     "Workspace",
     "is_plain",
-    "matrix_of",
     "measure",
-    "places_of",
     "plain",
-    "reduced",
-    "scale_up",
     "spacing",
     "whole",
 ]
@@ -53,17 +50,10 @@ COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
 LIMIT = 2**13
 """Elements up to which a tensor is read whole."""
 
-# Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
-CHUNK, CHUNK_DEVICE = 2**19, 2**26
-KEPT = (torch.float32, torch.float64)
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
-RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
-TRIES = 64  # Steps that are tried for a sample.
-DROWNED = 1e-3
-MEASURED = 6  # The columns that are measured on the device, from the mean to the zeros.
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Key: TypeAlias = tuple[torch.Size | None, torch.dtype, torch.device]
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 def is_plain(tensor: Any) -> bool:
@@ -89,26 +79,38 @@ def plain(tensor: Any) -> Tensor | None:
 
 
 class Plan:
-    """Which of some tensors go into a matrix together; it holds as long as they have the same shapes and types."""
+    """How some tensors are measured together; it holds as long as they have the same shapes and types."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
         self.kinds = _kinds(tensors)
-        self.counts = [tensor.numel() for tensor in tensors]
-        self.fused = _fused(tensors)  # By type and device: those that kernels of our own read.
-        ours = {index for members in self.fused.values() for index in members}
-        self.sampled = [limit is not None and count > limit and i not in ours for i, count in enumerate(self.counts)]
-        self.groups = list(_groups(tensors, limit, ours))
-        self.widths = np.array([min(count, limit or count) for count in self.counts], float)
-        self.shares = [
-            [self.counts[i] / width for i in members] if self.sampled[members[0]] else []
-            for members, width in self.groups
-        ]
+        self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
+        self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
+        ours: dict[torch.device, list[int]] = {}
+        others: dict[Kind, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if not counts[index]:
+                continue
+            if serves(tensor.dtype, tensor.device):
+                ours.setdefault(tensor.device, []).append(index)
+            else:
+                others.setdefault((tensor.dtype, tensor.device), []).append(index)
+        self.fused = ours  # By device: those that kernels of our own read.
+        shapes = self.kinds[0]
+        self.stacks = [Stacks(shapes, members, device, limit) for (_, device), members in others.items()]
+        long = [i for members in others.values() for i in members if limit is not None and counts[i] > limit]
+        self.sampled = np.zeros(len(tensors), bool)
+        self.sampled[long] = True
+        self.shares = np.array([counts[i] / (limit or 1) for i in long])
+        self.long = np.array(long, int)
 
     @functools.cached_property
     def blocks(self) -> list[tuple[list[int], Block]]:
         """What kernels of our own read."""
-        shapes = self.kinds[0]
-        return [(members, Block([shapes[i] for i in members], *kind)) for kind, members in self.fused.items()]
+        shapes, dtypes, _ = self.kinds
+        return [
+            (members, Block([shapes[i] for i in members], [dtypes[i] for i in members], device))
+            for device, members in self.fused.items()
+        ]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is the plan for these tensors too."""
@@ -119,73 +121,105 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
     return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
 
 
-def _fused(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            found.setdefault((tensor.dtype, tensor.device), []).append(index)
-    return {kind: members for kind, members in found.items() if serves(*kind)}
+class Numbers:
+    """Measured numbers on a device, on their way to the host, or there; several may have a part of them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event: Any = None
+
+    def send(self) -> None:
+        """Begin to copy them to the host, without waiting; once."""
+        if self._tensor.is_cuda:
+            device = self._tensor.device
+            self._tensor = self._tensor.to("cpu", non_blocking=True)
+            self._event = torch.cuda.current_stream(device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are there."""
+        return self._event is None or bool(self._event.query())
+
+    def array(self) -> Array:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.cpu().numpy()
 
 
 class Measured:
     """What was measured of a list of tensors; it is still on their devices."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.counts, self.sampled, self._widths = plan.counts, plan.sampled, plan.widths
-        self._parts: list[tuple[list[int], Tensor]] = []
-        self.shares: list[tuple[list[int], Array]] = []  # What is to be scaled up from a sample when it is read.
+    def __init__(self, plan: Plan, *, quick: bool = False) -> None:
+        self.plan, self._quick = plan, quick
+        self.sampled = plan.sampled
+        self.shares = plan.long, plan.shares  # What is to be scaled up from a sample when it is read.
+        self._tables: list[tuple[Any, Numbers, slice]] = []
+        self._stacked: list[tuple[Stacks, Numbers]] = []
+        self._norms: list[tuple[Sequence[int], Numbers]] = []
 
-    def add(self, members: list[int], table: Tensor) -> None:
-        """Take the measured columns of some of the tensors."""
-        self._parts.append((members, table))
+    def add(self, members: Sequence[int] | slice, numbers: Numbers, part: slice = slice(None)) -> None:
+        """Take the measured columns of some of the tensors, as kernels of our own give them."""
+        self._tables.append((members, numbers, part))
+
+    def stack(self, stacks: Stacks, fields: Tensor) -> None:
+        """Take the fields of rows; the memory is used again."""
+        self._stacked.append((stacks, Numbers(fields.clone())))
+
+    def norms(self, norms: Norms) -> None:
+        """Take the norms of everything of which only samples were read."""
+        self._norms += [(members, Numbers(tensor)) for members, tensor in norms]
 
     @property
-    def devices(self) -> set[torch.device]:
-        """Where the numbers are."""
-        return {table.device for _, table in self._parts}
+    def numbers(self) -> list[Numbers]:
+        """Everything that has to come to the host."""
+        parts: list[Any] = [*self._tables, *self._stacked, *self._norms]
+        return [part[1] for part in parts]
 
-    def send(self) -> None:
-        """Begin to copy everything to the host, without waiting."""
-        self._parts = [(members, table.to("cpu", non_blocking=True)) for members, table in self._joined()]
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor Inf in any tensor, as far as it can be told from sums."""
+        found = self._finite
+        if found is None:
+            with np.errstate(invalid="ignore", over="ignore"):
+                found = all(math.isfinite(each.array().sum()) for each in self.numbers) and not any(
+                    numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
+                )
+            self._finite = found
+        return found
+
+    _finite: bool | None = None
+
+    def may_drown(self) -> bool:
+        """Whether there may be rows whose spread cannot be told; see ``drowned``."""
+        return self._quick and any(stacks.may_drown(numbers.array()) for stacks, numbers in self._stacked)
 
     def host(self) -> Array:
-        """One row per tensor, as ``COLUMNS`` names them; NaN and Inf are not counted here but by :func:`whole`."""
-        found = np.zeros((len(self.counts), len(COLUMNS)))
-        found[:, COUNT] = self.counts
-        for members, table in self._joined():
-            found[np.array(members), MEAN : MEAN + table.shape[1]] = table.cpu().numpy()
-        for members, shares in self.shares:
-            found[members, NORM] *= np.sqrt(shares)
-            found[members, ZEROS] *= shares
-        quick = found[:, STD] < 0  # Minus the norm of what was read: the spread is still to be told.
-        if quick.any():
-            square = found[quick, STD] ** 2 / self._widths[quick]
-            with np.errstate(invalid="ignore"):  # Of Inf there is no spread.
-                found[quick, STD] = np.sqrt(np.maximum(square - found[quick, MEAN] ** 2, 0))
-            self.drowned = np.flatnonzero(quick)[found[quick, STD] ** 2 < DROWNED * square].tolist()
+        """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
+        found = self.plan.blank.copy()
+        for members, numbers, part in self._tables:
+            found[members, MEAN:] = numbers.array()[part]
+        if self._stacked:
+            with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
+                read = [stacks.read(fields.array(), found, quick=self._quick) for stacks, fields in self._stacked]
+            self.drowned = sorted(index for drowned in read for index in drowned)
+        long, shares = self.shares
+        if len(long):
+            found[long, ZEROS] *= shares
+            if not self._norms:
+                found[long, NORM] *= np.sqrt(shares)
+        for each, numbers in self._norms:
+            found[each, NORM] = numbers.array()
         return found
 
     drowned: Sequence[int] = ()
     """rows whose mean is so far from zero that squares cannot tell their spread"""
 
-    def _joined(self) -> list[tuple[list[int], Tensor]]:
-        alike: dict[tuple[torch.device, int], list[tuple[list[int], Tensor]]] = {}
-        for members, table in self._parts:
-            alike.setdefault((table.device, table.shape[1]), []).append((members, table))
-        return [_together(found) for found in alike.values()]
-
-
-def _together(found: list[tuple[list[int], Tensor]]) -> tuple[list[int], Tensor]:
-    if len(found) == 1:
-        return found[0]
-    return [i for members, _ in found for i in members], torch.cat([table for _, table in found])
-
 
 class Workspace:
-    """Memory that is used again and again: on the CPU, fresh memory costs more than what is done in it."""
+    """What is used again and again: memory, and plans for the tensors that come by in every step."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, int], Tensor] = {}
+        self.memory = Memory()
         self._plans: dict[Any, Plan] = {}
 
     def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> Plan:
@@ -195,18 +229,9 @@ class Workspace:
             plan = self._plans[name, limit] = Plan(tensors, limit)
         return plan
 
-    def matrix(self, rows: int, width: int, like: Tensor, which: int) -> Tensor:
-        """A matrix with room for so many rows; there is one of each kind ``which`` at a time."""
-        if not like.is_cpu or rows * width > CHUNK:
-            return like.new_empty(rows, width)
-        key = (like.dtype, which)
-        if key not in self._kept:
-            self._kept[key] = like.new_empty(CHUNK)
-        return self._kept[key][: rows * width].view(rows, width)
-
 
 @torch.no_grad()
-def measure(
+def measure(  # noqa: PLR0913 - each says something else, and most need not be said
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
     *,
@@ -215,12 +240,14 @@ def measure(
     rows: Sequence[int] = (),
     workspace: Workspace | None = None,
     name: str = "",
+    plan: Plan | None = None,
     quick: bool = False,
 ) -> Measured:
     """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
 
-    ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name.
-    ``quick`` takes the spread from the squares, in one pass less; see :meth:`Measured.drowned`.
+    ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
+    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass
+    less; see :meth:`Measured.drowned`.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
     >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
@@ -228,116 +255,24 @@ def measure(
     'inf': 0.0}
     """
     workspace = workspace or Workspace()
-    plan = workspace.plan(tensors, limit, name)
-    measured = Measured(plan)
+    plan = plan or workspace.plan(tensors, limit, name)
+    measured = Measured(plan, quick=quick)
     for members, block in plan.blocks:
         ours = [tensors[i] for i in members] if len(members) < len(tensors) else tensors
-        measured.add(members, block.measure(ours))
+        measured.add(members if len(members) < len(tensors) else slice(None), Numbers(block.measure(ours)))
         if sketch is not None:
-            block.count(ours, sketch, [rows[i] for i in members], phase)
-    for (members, width), shares in zip(plan.groups, plan.shares, strict=True):
-        found = [tensors[i] for i in members]
-        # The norm first: it reads everything, and what it has read is near for the sample.
-        norms = torch._foreach_norm(found, 2, dtype=_kept(found[0])) if shares else None
-        matrix = matrix_of(found, width, phase, workspace)
-        table = reduced(matrix, workspace, quick=quick)
-        if norms is not None:
-            scale_up(table, shares)
-            table[:, NORM - MEAN] = torch.stack(norms)
-        measured.add(members, table)
-        if sketch is not None:
-            sketch.take(matrix, [rows[i] for i in members], phase)
+            block.count(sketch, [rows[i] for i in members], phase)
+    for stacks in plan.stacks:
+        fields, parts = stacks.fields(tensors[stacks.order[0]])
+        norms: Norms = []
+        for stack, into in zip(stacks.all, parts, strict=True):
+            matrix = stack.fill(tensors, phase, workspace.memory, norms)
+            stack.reduce(matrix, into, workspace.memory, quick=quick)
+            if sketch is not None:
+                stack.sample(matrix, sketch, rows, phase)
+        measured.stack(stacks, fields)
+        measured.norms(norms)
     return measured
-
-
-def _groups(tensors: Sequence[Tensor], limit: int | None, without: set[int]) -> Iterator[tuple[list[int], int]]:
-    """Which tensors go into a matrix together, and how wide it is."""
-    groups: dict[Key, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if index in without:
-            continue
-        shape = tensor.shape
-        # Samples have one length, whatever they are taken of.
-        key = shape if limit is None or shape.numel() <= limit else None
-        groups.setdefault((key, tensor.dtype, tensor.device), []).append(index)
-    for (shape_of, _, device), members in groups.items():
-        width = shape_of.numel() if shape_of is not None else limit or 0
-        if not width:
-            continue
-        most = max(1, (CHUNK if device.type == "cpu" else CHUNK_DEVICE) // width)
-        for start in range(0, len(members), most):
-            yield members[start : start + most], width
-
-
-def matrix_of(tensors: list[Tensor], width: int, phase: int, workspace: Workspace, which: int = 0) -> Tensor:
-    """The tensors as rows; of those that are too long, ``width`` elements of each."""
-    first = tensors[0]
-    if first.numel() > width:
-        tensors = [places_of(tensor, width, phase) for tensor in tensors]
-        first = tensors[0]
-    matrix = workspace.matrix(len(tensors), width, first, which)
-    torch.stack(tensors, out=matrix.view(len(tensors), *first.shape))
-    return matrix if matrix.dtype in KEPT else matrix.float()
-
-
-def places_of(tensor: Tensor, width: int, phase: int) -> Tensor:
-    """So many places of a longer tensor, as a view of it where it lies in a row."""
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    run = RUN if width % RUN == 0 else 1
-    step, room = spacing(tensor.shape, width // run, run)
-    return tensor.as_strided((width // run, run), (step, 1), tensor.storage_offset() + phase % room)
-
-
-@functools.lru_cache(maxsize=1024)
-def spacing(shape: tuple[int, ...], runs: int, run: int = 1) -> tuple[int, int]:
-    """The step from one run of a sample to the next, and how far the first may be moved.
-
-    An even step easily falls on the same channels, or rows, again and again. Of the steps that cover nine tenths of the
-    tensor or more, this is the one whose places are spread most evenly over every trailing part of the shape.
-
-    >>> spacing((256, 1024), 256)  # A step of 1024 would see one channel of a thousand.
-    (1028, 4)
-    """
-    count = math.prod(shape)
-    most = max(1, (count - run) // max(runs - 1, 1))
-    candidates = sorted({most - most * part // (10 * TRIES) for part in range(TRIES)} | {most}, reverse=True)
-    parts = [size for size in np.cumprod(shape[:0:-1], dtype=np.int64).tolist() if size > run] or [count]
-    step = min(candidates, key=lambda step: max(_unevenness(step, runs, size) for size in parts))
-    return step, max(1, count - run - (runs - 1) * step + 1)
-
-
-def _unevenness(step: int, runs: int, size: int) -> float:
-    """How far the share of places up to some point is from that point's share of the whole, at worst."""
-    places = np.sort(np.arange(runs, dtype=np.int64) * step % size) / size
-    return float(np.abs(places - np.arange(runs) / runs).max())
-
-
-def reduced(matrix: Tensor, workspace: Workspace, *, quick: bool = False) -> Tensor:
-    """The measured columns, one row for each of the matrix; ``quick`` leaves the spread to the host."""
-    rows, width = matrix.shape
-    mean = matrix.mean(1)
-    low, high = matrix.amin(1), matrix.amax(1)
-    norm = torch.linalg.vector_norm(matrix, dim=1)
-    # A comparison written as numbers is five times as fast to add up as one written as booleans.
-    scratch = torch.eq(matrix, 0, out=workspace.matrix(rows, width, matrix, which=-1))
-    zeros = scratch.sum(1)
-    if quick:
-        return torch.stack((mean, norm.neg(), low, high, norm, zeros), 1)
-    torch.sub(matrix, mean.unsqueeze(1), out=scratch)  # In two passes: squares of a far mean would drown the rest.
-    spread = torch.linalg.vector_norm(scratch, dim=1).div_(math.sqrt(width))
-    return torch.stack((mean, spread, low, high, norm, zeros), 1)
-
-
-def _kept(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.dtype in KEPT else torch.float32
-
-
-def scale_up(table: Tensor, shares: list[float]) -> None:
-    """The norm and the number of zeros that a sample lets expect of everything."""
-    more = to_device(table.device, np.array(shares)).to(table.dtype)
-    table[:, NORM - MEAN] *= more.sqrt()
-    table[:, ZEROS - MEAN] *= more
 
 
 @torch.no_grad()
@@ -353,7 +288,7 @@ def whole(tensor: Tensor) -> Array:
     if finite.numel():
         low, high = torch.aminmax(finite)
         spread, mean = finite.std(correction=0), finite.mean()
-        row[MEAN : MEAN + MEASURED] = torch.stack(
+        row[MEAN : ZEROS + 1] = torch.stack(
             (mean, spread, low, high, torch.linalg.vector_norm(finite), (finite == 0).sum())
         ).cpu()
     return row

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tenterhook.sinks.merging import combine, merge
+from tenterhook.sinks.merging import Order, merge
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
 from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
 
@@ -19,7 +19,8 @@ __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
-AT_ONCE = 32
+AT_ONCE = 32  # Steps that are added to the running statistics together.
+ORDERS = 8  # Steps of so many kinds are known at a time.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -58,7 +59,6 @@ class Books:
 
     def __init__(self, pages: int) -> None:
         self.names: list[tuple[Kind, str]] = []
-        self.sampled: list[bool] = []
         self.workspace = Workspace()
         self._sketch = Sketch()
         self.alike: dict[int, int] = {}  # Rows whose tensors were those of another row, which has the samples of both.
@@ -67,13 +67,15 @@ class Books:
         self.pages: deque[Page] = deque(maxlen=pages)
         self.lock = threading.RLock()
         self._index: dict[tuple[Kind, str], int] = {}
+        self._sampled: set[int] = set()
         self._step: list[tuple[Array, Array]] = []
+        # Most steps bring the rows of the last one: by the arrays that named them.
+        self._orders: dict[tuple[int, ...], tuple[list[Array], Order, Array]] = {}
         self._total = np.zeros((0, len(COLUMNS)))
         self._steps = np.zeros(0, int)
         self._latest = np.zeros((0, len(COLUMNS)))
         self._when = np.zeros(0, int)
-        self._kinds = np.zeros(0, int)
-        self._unmerged: list[tuple[Array, Array]] = []
+        self._unmerged: list[Page] = []
 
     @property
     def sketch(self) -> Sketch | None:
@@ -87,21 +89,17 @@ class Books:
             with self.lock:
                 found = self._index[kind, label] = len(self.names)
                 self.names.append((kind, label))
-                self.sampled.append(False)
         return found
 
-    def add(self, rows: Sequence[int], table: Array, sampled: Sequence[bool]) -> None:
-        """Take a part of the present step."""
-        self._step.append((np.asarray(rows, int), table))
-        if True in sampled:
-            for row, part in zip(rows, sampled, strict=True):
-                if part:
-                    self.sampled[row] = True
+    def add(self, rows: Array, table: Array, sampled: Sequence[int]) -> None:
+        """Take a part of the present step; ``rows`` is not changed after, and ``sampled`` are some of them."""
+        self._step.append((rows, table))
+        self._sampled.update(sampled)
 
-    def replace(self, rows: Sequence[int]) -> None:
+    def replace(self, rows: Array) -> None:
         """Forget what the present step has brought for some rows: it was only provisional."""
-        gone = np.asarray(rows, int)
-        self._step = [(old[keep], table[keep]) for old, table in self._step if (keep := ~np.isin(old, gone)).any()]
+        kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
+        self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
 
     def close_step(self, step: int) -> Page | None:
         """The step is over: add it to what there is, and give its page, if it brought anything."""
@@ -109,32 +107,44 @@ class Books:
         parts, self._step = self._step, []
         if not parts:
             return None
-        rows, table = combine(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+        order, kinds = self._order([rows for rows, _ in parts])
+        table = order.combine(np.concatenate([table for _, table in parts]) if len(parts) > 1 else parts[0][1])
+        page = Page(step, time.time(), order.rows, table, self.names, kinds)
         with self.lock:
-            self._grow()
-            self._latest[rows] = table
-            self._steps[rows] += 1
-            self._when[rows] = step
-            self._unmerged.append((rows, table))
+            self._unmerged.append(page)
             if len(self._unmerged) >= AT_ONCE:
                 self._merge()
-            page = Page(step, time.time(), rows, table, self.names, self._kinds[rows])
             self.pages.append(page)
         return page
 
+    def _order(self, parts: list[Array]) -> tuple[Order, Array]:
+        """How the rows of a step are put in order, and the kind of each."""
+        key = tuple(map(id, parts))
+        found = self._orders.get(key)
+        if found is None:
+            if len(self._orders) >= ORDERS:
+                self._orders.clear()
+            order = Order(np.concatenate(parts))
+            kinds = np.array([KINDS.index(self.names[row][0]) for row in order.rows.tolist()], int)
+            found = self._orders[key] = parts, order, kinds  # The arrays are held, so that their ids stay theirs.
+        return found[1], found[2]
+
     def _merge(self) -> None:
         """Add the last steps to the running statistics: many at once, which costs hardly more than one."""
-        if self._unmerged:
-            parts, self._unmerged = self._unmerged, []
-            rows = np.concatenate([part[0] for part in parts])
-            rows, table = combine(rows, np.concatenate([part[1] for part in parts]))
-            self._total[rows] = merge(self._total[rows], table)
+        if not self._unmerged:
+            return
+        pages, self._unmerged = self._unmerged, []
+        self._grow()
+        order = Order(np.concatenate([page.rows for page in pages]))
+        table, rows = np.concatenate([page.table for page in pages]), order.rows
+        self._latest[rows] = table[order.last]
+        self._when[rows] = np.repeat([page.step for page in pages], [len(page.rows) for page in pages])[order.last]
+        self._steps[rows] += order.counts
+        self._total[rows] = merge(self._total[rows], order.combine(table))
 
     def _grow(self) -> None:
         more = len(self.names) - len(self._steps)
         if more > 0:
-            new = [KINDS.index(kind) for kind, _ in self.names[-more:]]
-            self._kinds = np.r_[self._kinds, np.array(new, int)]
             blank = np.zeros((more, len(COLUMNS)))
             self._total, self._latest = np.concatenate([self._total, blank]), np.concatenate([self._latest, blank])
             self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
@@ -143,7 +153,7 @@ class Books:
         """Nothing more will come: keep numbers, and no tensor."""
         with self.lock:
             if self._bins is None:
-                self._bins = self._sketch.host(len(self._steps))
+                self._bins = self._sketch.host(len(self.names))
                 self._sketch, self.workspace = Sketch(), Workspace()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -164,7 +174,7 @@ class Books:
             "address": address,
             "steps": int(self._steps[row]),
             **_numbers(self._total[row]),
-            "exact": not self.sampled[row],
+            "exact": row not in self._sampled,
             "quantiles": dict(zip(map(str, QUANTILES), quantiles(bins, QUANTILES), strict=True)),
             "histogram": {"edges": edges, "counts": counts},
             "last": {"step": int(self._when[row]), **_numbers(self._latest[row])},

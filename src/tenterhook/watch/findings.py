@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -67,11 +68,13 @@ class Units:
     """What only the values themselves can tell, kept on their device until it is read: idle units, and saturation."""
 
     def __init__(self) -> None:
+        self.choice = 0  # How often it was chosen who is looked at.
         self._idle: dict[Slot, Tensor] = {}
         self._near: dict[Slot, tuple[Tensor, int]] = {}
 
     def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
         """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
+        self.choice += 1
         for slot in slots:
             rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
             slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
@@ -92,6 +95,11 @@ class Units:
             if idle is None or idle.shape != active.shape:
                 idle = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
             self._idle[slot] = idle.add_(1).masked_fill_(active, 0)
+
+    @property
+    def looking(self) -> bool:
+        """Whether anything was taken in that has to be read step by step."""
+        return bool(self._idle or self._near)
 
     def let_go(self) -> None:
         """Hold no tensor any more."""
@@ -123,24 +131,28 @@ class Findings:
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        self._seen: tuple[Array, Array] | None = None  # Rows of gradients, and which of them are parameters'.
+        self._seen: tuple[Array, Array, Array] | None = None  # The rows of the last page, and where its gradients are.
+        self._many: tuple[Array | None, bytes] = None, b""  # The same, and which of its values held many zeros.
 
     def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
         """Look at a step; gives what is new."""
         before = set(self.all)
         self._gradients(page, parameters)
         self._units(page, slots)
-        return [finding for key, finding in self.all.items() if key not in before]
+        return (
+            [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
+        )
 
     def _gradients(self, page: Page, parameters: set[str]) -> None:
-        rows, table = page.of("gradients")
-        if self._seen is None or not np.array_equal(self._seen[0], rows):
-            self._seen = rows, np.array([page.names[row][1] in parameters for row in rows.tolist()], bool)
-        of_parameter = self._seen[1]
-        norms = np.where(np.isfinite(table[:, NORM]), table[:, NORM], 0.0)
-        sizes = norms / np.sqrt(np.maximum(table[:, COUNT], 1))
-        self._depth(page, rows[~of_parameter], sizes[~of_parameter])
-        total = float(np.sqrt((norms[of_parameter] ** 2).sum()))
+        if self._seen is None or self._seen[0] is not page.rows:
+            self._seen = page.rows, *_gradients_of(page, parameters)
+        _, points, own = self._seen
+        norms = page.table[:, NORM]
+        if not math.isfinite(norms.sum()):
+            norms = np.where(np.isfinite(norms), norms, 0.0)
+        if len(points):
+            self._depth(page, page.rows[points], norms[points] / np.sqrt(np.maximum(page.table[points, COUNT], 1)))
+        total = float(np.linalg.norm(norms[own]))
         if total:
             self._jump(page.step, total)
             self._norms.append(total)
@@ -148,15 +160,17 @@ class Findings:
     def _depth(self, page: Page, rows: Array, sizes: Array) -> None:
         """Gradients that die away, or swell, on their way back through the model."""
         flows = sizes > 0
-        rows, sizes = rows[flows], sizes[flows]
+        if not flows.all():
+            rows, sizes = rows[flows], sizes[flows]
         if not len(rows):
             return
-        largest, last = float(sizes.max()), float(sizes[rows.argmax()])
-        for place in np.flatnonzero(sizes < self.limits["vanishing"] * largest).tolist():
+        largest, last = float(sizes.max()), float(sizes[-1])  # Rows are in the order in which they first came.
+        least, most = self.limits["vanishing"] * largest, self.limits["exploding_depth"] * last
+        for place in np.flatnonzero(sizes < least).tolist():
             name, size = page.names[rows[place]][1], float(sizes[place])
             text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
             self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
-        for place in np.flatnonzero(sizes > self.limits["exploding_depth"] * last).tolist():
+        for place in np.flatnonzero(sizes > most).tolist() if largest > most else ():
             name, size = page.names[rows[place]][1], float(sizes[place])
             text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
             self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
@@ -173,9 +187,11 @@ class Findings:
         rows, table = page.of("values")
         share = self.limits["dead_units"]
         # So many dead units need at least so many zeros.
-        many = np.flatnonzero(table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1))
-        zeros = {page.names[row][1] for row in rows[many].tolist()}
-        if zeros != self._zeros:  # Of a dropout's value, about as many as it drops: it is now here, now there.
+        many = table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1)
+        seen, self._many = self._many, (page.rows, many.tobytes())
+        if seen[0] is not page.rows or seen[1] != self._many[1]:
+            zeros = {page.names[row][1] for row in rows[many].tolist()}
+            # Of a dropout's value, about as many as it drops: it is now here, now there.
             moved, self._zeros = zeros ^ self._zeros, zeros
             self.units.choose([slot for slot in slots if slot.address in moved], zeros)
         dead, full = self.units.read(int(self.limits["dead_steps"]))
@@ -197,6 +213,14 @@ class Findings:
         known = self.all.get((kind, address))
         first = known.first if known is not None else step
         self.all[kind, address] = Finding(kind, address, first, step, value, self.limits[threshold], text, evidence)
+
+
+def _gradients_of(page: Page, parameters: set[str]) -> tuple[Array, Array]:
+    """Where a page has the gradients of points, and those of parameters."""
+    names = [(place, *page.names[row]) for place, row in enumerate(page.rows.tolist())]
+    points = [place for place, kind, name in names if kind == "gradients" and name not in parameters]
+    own = [place for place, kind, name in names if kind == "gradients" and name in parameters]
+    return np.array(points, int), np.array(own, int)
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:

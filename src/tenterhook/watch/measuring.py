@@ -7,34 +7,17 @@ per step, because it has to speak before the parameters are changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from tenterhook.sinks.statistics import (
-    COLUMNS,
-    COUNT,
-    INF,
-    MAX,
-    MEAN,
-    MIN,
-    NAN,
-    NORM,
-    STD,
-    Array,
-    Measured,
-    is_plain,
-    measure,
-    plain,
-    whole,
-)
+from tenterhook.sinks.statistics import is_plain, measure, plain
 from tenterhook.watch import locate
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.observe import NOT_COUNTED, NOTHING, Ledger, Seen, Slot
-from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady
+from tenterhook.watch.parcel import Layout, Parcel
+from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady, Together
 from tenterhook.watch.trace import autocast_state
 
 if TYPE_CHECKING:
@@ -42,74 +25,10 @@ if TYPE_CHECKING:
     from tenterhook.watch.findings import Units
     from tenterhook.watch.results import Options
 
-__all__ = ["Measuring", "Parcel"]
+__all__ = ["Measuring"]
 
 CAUGHT = 2  # Where a measured tensor comes from, beside a value and a gradient that was held.
 PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from step to step.
-
-
-class Parcel:
-    """Measured rows on their way to the books."""
-
-    def __init__(
-        self,
-        rows: Sequence[int],
-        measured: Measured,
-        tensors: Sequence[Tensor],
-        explain: Callable[[list[int], bool], NonFiniteReport],
-    ) -> None:
-        self._rows, self._measured = rows, measured
-        self._tensors: Sequence[Tensor] | None = tensors
-        self._explain: Callable[[list[int], bool], NonFiniteReport] | None = explain
-        self.late = False
-        self._events: list[Any] = []
-
-    def send(self) -> None:
-        """Let the numbers come while training goes on."""
-        self.late = True
-        devices = [device for device in self._measured.devices if device.type == "cuda"]
-        self._measured.send()
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the numbers are there."""
-        return all(event.query() for event in self._events)
-
-    def let_go(self) -> None:
-        """Keep no tensor of the model any longer: a NaN that is found later is not explained."""
-        self._tensors = self._explain = None
-
-    def open(self, books: Books) -> NonFiniteReport | None:
-        """Enter the rows into the books; gives the first that is not finite."""
-        for event in self._events:
-            event.synchronize()
-        table = self._measured.host()
-        for index in self._measured.drowned:
-            if self._tensors is not None:
-                table[index, STD] = float(self._tensors[index].detach().double().std(correction=0))
-        counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
-        bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
-        for index in bad:
-            if self._measured.sampled[index] or not counted[index]:
-                table[index] = self._looked_at(index, table[index])
-        books.add(self._rows, table, self._measured.sampled)
-        bad = [index for index in bad if table[index, NAN] or table[index, INF]]
-        if not bad:
-            return None
-        if self._explain is not None:
-            return self._explain(bad, self.late)
-        kind, address = books.names[self._rows[bad[0]]]
-        return NonFiniteReport(-1, kind, address, 0, dict(zip(COLUMNS, table[bad[0]].tolist(), strict=True)))
-
-    def _looked_at(self, index: int, line: Array) -> Array:
-        if self._tensors is not None:
-            return whole(self._tensors[index])
-        # How many cannot be told any more: the tensor is counted as a whole.
-        found = np.zeros(len(COLUMNS))
-        found[[COUNT, MIN, MAX]] = line[COUNT], np.nan, np.nan
-        found[NAN if np.isnan(line[NORM]) else INF] = line[COUNT]
-        return found
 
 
 class Measuring:
@@ -120,10 +39,15 @@ class Measuring:
         self._autocast: Any = None
         self._step, self._times = -1, 0  # How often the log was emptied in a step: mostly as in the last one.
         self._steady: dict[int, Steady] = {}
+        self.odd = False  # Whether anything was looked at one by one, so that points may have lost something.
 
     def entered(self, device: str) -> None:
         """The model is called: note how autocast stands, for a call that has to be made again."""
         self._autocast = autocast_state(device)
+
+    def let_go(self) -> None:
+        """Hold no tensor any more."""
+        self._steady = {}
 
     def measure(self, step: int, *, loose: bool) -> Parcel | None:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
@@ -138,7 +62,9 @@ class Measuring:
         for place, (slot, call, cell, _) in enumerate(cells):
             for path, found in cell.parts.items():
                 for gradient, version in found:
-                    slot.spoilt += gradient._version != version
+                    if gradient._version != version:
+                        slot.spoilt += 1
+                        self.odd = True
                     real = plain(gradient) if gradient._version == version else None
                     if real is not None:
                         row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
@@ -157,11 +83,12 @@ class Measuring:
         if steady is not None and found is not None:
             batch.fill(found, steady)
             return
+        self.odd = True
         values, gradients = "values" in self._options.of, self._ledger.gradients
         self._one_by_one(log, batch, values=values, gradients=gradients)
         if all(entry[1] in entry[0].rows for entry in log):
             steady = Steady(log, values=values, gradients=gradients)
-            if steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
+            if steady.usual and steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
                 self._steady[self._times] = steady
 
     def _one_by_one(self, log: list[Any], batch: _Batch, *, values: bool, gradients: bool) -> None:
@@ -207,24 +134,40 @@ class _Batch:
         self._first: dict[int, int] = {}
         self.index: list[int] = []
         self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
+        self._together: Together | None = None
+        self._known = False  # Whether everything is like the last time.
 
     def fill(self, found: list[Tensor], steady: Steady) -> None:
         """Take the tensors of a log that is like the one before; they come first."""
-        self.row_list = list(steady.rows)
-        self._first = dict(zip(map(id, found), range(len(found)), strict=True))
-        if len(self._first) == len(found):
-            self.tensors, self.index, self.sources = found, list(steady.refs), list(steady.sources)
-            self.kept = dict(steady.kept)
-            return
-        self._first = {}  # Some are one: a sum hands its gradient on to all that it adds.
-        places = [self._first.setdefault(id(tensor), len(self._first)) for tensor in found]
-        self.index = [places[ref] for ref in steady.refs]
-        self.tensors = list({id(tensor): tensor for tensor in found}.values())
-        self.sources = [(NOWHERE, NOWHERE)] * len(self.tensors)
-        for place, source in zip(reversed(places), reversed(steady.sources), strict=True):
-            self.sources[place] = source
-            if source[0] == KEPT:
-                self.kept[source[1]] = place
+        self._together, self._known = steady.joined(found)
+        self.tensors, self.index = self._together.tensors(found), list(self._together.index)
+        self.sources, self.kept = list(self._together.sources), self._together.kept
+        self._ids: list[int] | None = None
+
+    def _beside(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
+        """Add a tensor to those that were filled in."""
+        self._ids = self._ids or list(map(id, self.tensors))
+        if id(tensor) not in self._ids:
+            self._ids.append(id(tensor))
+            self.tensors.append(tensor)
+            self.sources.append(source)
+        self.row_list.append(row)
+        self.index.append(self._ids.index(id(tensor)))
+        return self.index[-1]
+
+    def layout(self) -> Layout:
+        """Which rows the tensors belong to."""
+        if self._together is None:
+            return Layout(self.row_list, self.index)
+        few = self.index[len(self.index) - len(self.row_list) :]
+        each = (self.tensors[place] for place in few)
+        extra = tuple(
+            (row, place, (tensor.shape, tensor.dtype, tensor.device))
+            for row, place, tensor in zip(self.row_list, few, each, strict=True)
+        )
+        layout, known = self._together.layout(extra)
+        self._known = self._known and known
+        return layout
 
     def rows(self, slot: Slot, path: Any) -> tuple[int, int]:
         """The rows of one tensor of a point: of its value, and of its gradient."""
@@ -236,6 +179,8 @@ class _Batch:
 
     def add(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
         """Add a tensor, and give its place; one that several points share, a module and its last child, has one."""
+        if self._together is not None:
+            return self._beside(row, tensor, source)
         found = self._first.get(id(tensor))
         if found is None:
             found = self._first[id(tensor)] = len(self.tensors)
@@ -253,46 +198,22 @@ class _Batch:
                 self.index.append(place)
 
     def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
-        rows = [0] * len(self.tensors)
-        for row, index in zip(reversed(self.row_list), reversed(self.index), strict=True):
-            rows[index] = row
-        if self._books.slow:
-            self._books.alike.update((row, rows[i]) for row, i in zip(self.row_list, self.index, strict=True))
-        phase = step * PRIMES[0] % PRIMES[1]
-        books = self._books
+        books, layout = self._books, self.layout()
+        if books.slow:
+            books.alike.update(layout.alike)
         measured = measure(
             self.tensors,
             limit,
-            phase=phase,
+            phase=step * PRIMES[0] % PRIMES[1],
             sketch=books.sketch,
-            rows=rows,
+            rows=layout.first,
             workspace=books.workspace,
             name=name,
+            plan=layout.plan if self._known else None,
             quick=True,
         )
-        shared = _Shared(measured, self.index)
-        return Parcel(self.row_list, shared, [self.tensors[i] for i in self.index], explain)
-
-
-class _Shared(Measured):
-    """Measured tensors, given again for each row that they belong to."""
-
-    def __init__(self, measured: Measured, index: list[int]) -> None:
-        self._inner, self.index = measured, index
-        self.sampled = [measured.sampled[i] for i in index]
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return self._inner.devices
-
-    def send(self) -> None:
-        self._inner.send()
-
-    def host(self) -> Array:
-        table = self._inner.host()
-        drowned = set(self._inner.drowned)
-        self.drowned = [place for place, i in enumerate(self.index) if i in drowned] if drowned else ()
-        return table[self.index]
+        layout.plan = measured.plan
+        return Parcel(layout, measured, self.tensors, explain)
 
 
 class _Explain:

@@ -12,7 +12,8 @@ where they have to be, and gradients are caught by the hooks that recording uses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +22,29 @@ from torch import Tensor
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
+from tenterhook.errors import TenterhookWarning
 from tenterhook.record.cell import Cell, Cells, let_free
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
 
-__all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value"]
+__all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value", "heal"]
 
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
+
+LOST = (
+    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
+    "code that this was to come. From the next watched step on they are copied as they pass."
+)
+
+SPOILT = (
+    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
+    "From the next watched step on they are copied as they pass."
+)
 
 
 class Slot:
@@ -65,6 +77,22 @@ class Slot:
         return self.address + show_path(path)
 
 
+def heal(slots: Sequence[Slot]) -> None:
+    """What was changed in place without a sign is copied from now on."""
+    spoilt = [slot for slot in slots if slot.spoilt and not slot.copies]
+    lost = [slot for slot in slots if slot.lost and not slot.careful]
+    for slot in spoilt:
+        slot.copies = True
+    for slot in lost:
+        slot.careful = True
+    if spoilt:
+        count = sum(slot.spoilt for slot in spoilt)
+        warnings.warn(SPOILT.format(count=count, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
+    if lost:
+        count = sum(slot.lost for slot in lost)
+        warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
+
+
 class Seen(NamedTuple):
     """An entry of the log: one tensor of what passed in one call. The hot path appends plain tuples in this order."""
 
@@ -82,39 +110,38 @@ class Seen(NamedTuple):
 class Held:
     """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
 
-    __slots__ = ("_copies", "_gradient", "_open", "_version")
+    __slots__ = ("_copies", "gradient", "open", "version")
 
     __torch_unserializable__ = True
 
     def __init__(self, copies: bool) -> None:  # noqa: FBT001 - it is made at every call
-        self._gradient: Tensor | None = None
-        self._open, self._copies = True, copies
+        self.gradient: Tensor | None = None
+        self.open, self._copies = True, copies
 
     def __call__(self, gradient: Tensor) -> None:
-        if not self._open:
+        if not self.open:
             return
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        gradient = gradient.clone() if self._copies else let_free(gradient)
-        if self._gradient is not None:  # A second backward pass through the same graph.
-            gradient = self._gradient + gradient
-        self._gradient, self._version = gradient, gradient._version
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if self._copies:
+            gradient = gradient.clone()
+        elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
+            gradient = let_free(gradient)
+        if self.gradient is not None:  # A second backward pass through the same graph.
+            gradient = self.gradient + gradient
+        self.gradient, self.version = gradient, gradient._version
 
     def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
         """The gradient, or the sum of those that several backward passes have brought."""
-        gradient, self._gradient, self._open = self._gradient, None, False
-        if gradient is not None and gradient._version != self._version:
+        gradient, self.gradient, self.open = self.gradient, None, False
+        if gradient is not None and gradient._version != self.version:
             slot.spoilt += 1
             return None
         return gradient
 
-    def look(self, _tensor: Tensor) -> Tensor | None:
-        """The same, and it stays; None also where it was changed."""
-        gradient = self._gradient
-        return gradient if gradient is not None and gradient._version == self._version else None
-
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
-        self._gradient, self._open = None, False
+        self.gradient, self.open = None, False
 
 
 class _Retained:
@@ -123,11 +150,6 @@ class _Retained:
     @staticmethod
     def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
         """The gradient of a tensor."""
-        return tensor.grad
-
-    @staticmethod
-    def look(tensor: Tensor) -> Tensor | None:
-        """The same."""
         return tensor.grad
 
     @staticmethod

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Measured, is_plain, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, USUAL, Measured, measure, plain, whole
 from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.measuring import Parcel
+from tenterhook.watch.parcel import Layout, Parcel
 
 if TYPE_CHECKING:
     from tenterhook.watch.books import Books
@@ -38,6 +39,7 @@ class Parameters:
         self._snapshot: Snapshot | None = None
         self._taken = self._asked = self._measured = False
         self._rows: dict[Kind, list[int]] = {}
+        self._layouts: dict[tuple[Kind, Sequence[int]], Layout] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
@@ -58,14 +60,17 @@ class Parameters:
         """What the backward passes of this step have accumulated by now."""
         if "gradients" not in self._options.of:
             return []
-        found = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
+        found: list[Any] = [parameter.grad for parameter in self._parameters]
+        which: Sequence[int] = range(len(found))
+        if not set(map(type, found)) <= {Tensor}:  # Or something is None.
+            which = tuple(i for i in which if found[i] is not None)
+            found = [found[i] for i in which]
         if not found:
             return []
-        if self._measured:
-            # An earlier backward pass of the same step: what is there now is its sum with this one.
-            self._books.replace(self._row_list("gradients"))
-        self._measured = True
-        return [self._parcel("gradients", [i for i, _ in found], [gradient for _, gradient in found])]
+        parcel = self._parcel("gradients", which, found)
+        # After an earlier backward pass of the same step, what is there now is its sum with this one.
+        parcel.replaces, self._measured = self._measured, True
+        return [parcel]
 
     def after(self) -> list[Parcel]:
         """The step is over."""
@@ -97,26 +102,32 @@ class Parameters:
             self._rows[kind] = [self._books.row(kind, label) for label in self._labels]
         return self._rows[kind]
 
-    def _parcel(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Parcel:
-        found, books, every = list(tensors), self._books, self._row_list(kind)
-        if not all(map(is_plain, found)):
-            real = [plain(tensor) for tensor in found]
-            which = [i for i, tensor in zip(which, real, strict=True) if tensor is not None]
-            found = [tensor for tensor in real if tensor is not None]
-        rows = [every[i] for i in which]
+    def _parcel(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Parcel:
+        books = self._books
+        if not _are_plain(found):
+            real = [(i, plain(tensor)) for i, tensor in zip(which, found, strict=True)]
+            which = tuple(i for i, tensor in real if tensor is not None)
+            found = [tensor for _, tensor in real if tensor is not None]
         measured = measure(
             found,
             self._limit,
             sketch=books.sketch,
-            rows=rows,
+            rows=self._layout(kind, which).first,
             workspace=books.workspace,
             name=kind,
             quick=kind == "gradients",
         )
         return self._sent(kind, which, measured, found)
 
+    def _layout(self, kind: Kind, which: Sequence[int]) -> Layout:
+        found = self._layouts.get((kind, which))
+        if found is None:
+            rows = self._row_list(kind)
+            found = self._layouts[kind, which] = Layout([rows[i] for i in which])
+        return found
+
     def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:
-        rows, labels = self._row_list(kind), self._labels
+        labels = self._labels
 
         def explain(bad: list[int], _late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
             first = bad[0]
@@ -126,7 +137,16 @@ class Parameters:
                 report.reason = "Everything that passed in this step was finite; the update was not."
             return report
 
-        return Parcel([rows[i] for i in which], measured, tensors, explain)
+        return Parcel(self._layout(kind, which), measured, tensors, explain)
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    return (
+        set(map(type, tensors)) <= {Tensor, nn.Parameter}
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and {tensor.dtype for tensor in tensors} <= USUAL
+        and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
+    )
 
 
 def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]:

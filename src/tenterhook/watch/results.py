@@ -52,18 +52,20 @@ class Results(Drawn):
     _findings: Findings
     _server: Server | None
 
-    def _settle(self) -> None:
-        """Wait for the numbers that are still on their way."""
+    def _settle(self, *, wait: bool = True) -> None:
+        """Publish what has been measured; ``wait`` for the numbers that are still on their way."""
         raise NotImplementedError
 
     @property
     def findings(self) -> list[Finding]:
         """What is wrong, worst kinds first as they were found."""
+        self._settle(wait=False)
         return list(self._findings.all.values())
 
     @property
     def pages(self) -> list[Page]:
         """The last steps, one by one."""
+        self._settle(wait=False)
         return list(self._books.pages)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ class Results(Drawn):
             **about(self.model, self._options),
             "steps": self.steps,
             "rows": self._books.rows(),
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [finding.to_dict() for finding in list(self._findings.all.values())],
             "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
             "nonfinite_steps": self.nonfinite_steps,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -26,25 +27,18 @@ from tenterhook.watch.blackbox import Ring
 from tenterhook.watch.books import Books
 from tenterhook.watch.findings import Findings
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.measuring import Measuring, Parcel
-from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
+from tenterhook.watch.measuring import Measuring
+from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value, heal
 from tenterhook.watch.parameters import Parameters
+from tenterhook.watch.parcel import Parcel
 from tenterhook.watch.results import Options, Results, about
 from tenterhook.watch.turns import Begins, Call, Return, park, unpark
 
 __all__ = ["Watch"]
 
-LOST = (
-    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
-    "code that this was to come. From the next watched step on they are copied as they pass."
-)
-
-SPOILT = (
-    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
-    "From the next watched step on they are copied as they pass."
-)
-
 MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
+# Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
+AT_ONCE = 8
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -81,7 +75,8 @@ class Watch(Results, Session):
         self._parked: list[tuple[Lane, Tap | None]] = []
         self._server: Any = None
         self._parcels: list[Parcel] = []
-        self._waiting: list[tuple[int, list[Parcel]]] = []
+        self._coming: list[tuple[int, list[Parcel]]] = []  # Steps whose numbers are on their way ...
+        self._ready: list[tuple[int, list[Parcel]]] = []  # ... and those that wait for more, to be published with them.
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._late = self._device == "cuda" and options.on_nan != "raise"
         bindings: list[Binding] = []
@@ -174,6 +169,7 @@ class Watch(Results, Session):
         self._ledger.spill = _nothing
         self._parked = []
         self._books.freeze()
+        self._measuring.let_go()
         self._parameters.let_go()
         self._findings.units.let_go()
         for sink in self._options.sinks:
@@ -250,7 +246,7 @@ class Watch(Results, Session):
         self.steps += begun
         self._calls = 0
         if partly:
-            self._drain(wait=True)
+            self._settle()
             return
         due = self.steps % self._options.every == 0
         if due:
@@ -269,14 +265,20 @@ class Watch(Results, Session):
         self._take(self._measuring.measure(self.steps, loose=False))
 
     def _take(self, *parcels: Parcel | None) -> None:
-        """Open what was measured, or let it come: see :mod:`tenterhook.watch.measuring`."""
+        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.parcel`."""
         for parcel in parcels:
             if parcel is None:
                 continue
             if self._late:
                 parcel.send()
                 self._parcels.append(parcel)
+            elif parcel.settle():
+                self._parcels.append(parcel)
             else:
+                self._publish_ready()
+                for before in self._parcels:
+                    self._open(before)
+                self._parcels = []
                 self._check(self._open(parcel), self.steps)
 
     def _open(self, parcel: Parcel) -> NonFiniteReport | None:
@@ -287,28 +289,41 @@ class Watch(Results, Session):
             self._ledger.on = self._attached
 
     def _hand_in(self) -> None:
-        """The step is complete: publish it, at once or when its numbers have arrived."""
-        if not self._parcels and not self._waiting:
-            self._publish(self.steps)
-            return
-        self._waiting.append((self.steps, self._parcels))
+        """The step is complete: it is published when its numbers have arrived, mostly together with others."""
+        self._coming.append((self.steps, self._parcels))
         self._parcels = []
+        if self._measuring.odd:
+            self._measuring.odd = False
+            heal(self._slots)
         self._drain(let_go=False)
 
     def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
-        """Publish the steps whose numbers have arrived, and let go of the tensors of those whose have not."""
-        while self._waiting:
-            step, parcels = self._waiting[0]
-            if not wait and len(self._waiting) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
+        """Look at the numbers that have arrived, and let go of the tensors of those that have not."""
+        while self._coming:
+            step, parcels = self._coming[0]
+            if not wait and len(self._coming) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
                 break
-            del self._waiting[0]
+            del self._coming[0]
+            self._ready.append((step, parcels))
+            if not all([parcel.settle() for parcel in parcels]) or len(self._ready) >= self._at_once:  # noqa: C419
+                self._publish_ready()
+        if let_go:
+            for _, parcels in self._coming:
+                for parcel in parcels:
+                    parcel.let_go()
+
+    @property
+    def _at_once(self) -> int:
+        """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
+        told = self._options.sinks or self._ring is not None or self._server is not None
+        return 1 if told or self.steps < AT_ONCE or self._findings.units.looking else AT_ONCE
+
+    def _publish_ready(self) -> None:
+        ready, self._ready = self._ready, []
+        for step, parcels in ready:
             for parcel in parcels:
                 self._check(self._open(parcel), step)
             self._publish(step)
-        if let_go:
-            for _, parcels in self._waiting:
-                for parcel in parcels:
-                    parcel.let_go()
 
     def _check(self, found: NonFiniteReport | None, step: int) -> None:
         if found is None:
@@ -339,25 +354,11 @@ class Watch(Results, Session):
                 self._ring.say(str(finding))
         for sink in self._options.sinks:
             sink.write(page, new, self._books)
-        self._heal()
 
-    def _heal(self) -> None:
-        """What was changed in place without a sign is copied from now on."""
-        spoilt = [slot for slot in self._slots if slot.spoilt and not slot.copies]
-        if spoilt:
-            for slot in spoilt:
-                slot.copies = True
-            count = sum(slot.spoilt for slot in spoilt)
-            warnings.warn(SPOILT.format(count=count, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
-        lost = [slot for slot in self._slots if slot.lost and not slot.careful]
-        if lost:
-            for slot in lost:
-                slot.careful = True
-            count = sum(slot.lost for slot in lost)
-            warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
-
-    def _settle(self) -> None:
-        self._drain(wait=True)
+    def _settle(self, *, wait: bool = True) -> None:
+        if get_ident() == self.owner:  # Others see what is published.
+            self._drain(wait=wait, let_go=wait)
+            self._publish_ready()
 
     # -- in the model, or not -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """From the log to what is measured, the quick way: most steps are like the one before.
 
 What belongs to which row is found out entry by entry, once. As long as a step makes the same calls with values of the
-same sizes, and nothing is out of the ordinary, only the tensors have to be collected.
+same shapes, and nothing is out of the ordinary, only the tensors have to be collected.
 """
 
 from __future__ import annotations
@@ -13,31 +13,81 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.statistics import USUAL
+from tenterhook.watch.observe import Held
+from tenterhook.watch.parcel import Layout
 
 if TYPE_CHECKING:
     from tenterhook.watch.findings import Units
 
-__all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "Steady"]
+__all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "Steady", "Together"]
 
 VALUE, KEPT = range(2)  # Where a measured tensor comes from.
 GRADIENT = 1  # In a pair of rows.
+Extra = tuple[tuple[int, int, Any], ...]
 NOWHERE = -1  # The place of what is not measured.
+
+
+class Together:
+    """Which of some tensors are one, a sum hands its gradient on to all that it adds, and what belongs to each."""
+
+    def __init__(self, steady: Steady, found: Sequence[Tensor]) -> None:
+        first: dict[int, int] = {}
+        unique: list[int] = []  # The places of tensors that come for the first time.
+        self.places: list[int] = []  # For each place, where its tensor is among those.
+        self._pairs: list[tuple[int, int]] = []
+        for place, tensor in enumerate(found):
+            at = first.setdefault(id(tensor), len(unique))
+            self.places.append(at)
+            if at == len(unique):
+                unique.append(place)
+            else:
+                self._pairs.append((place, unique[at]))
+        self._unique = unique
+        self.index = [self.places[ref] for ref in steady.refs]
+        self.sources = [steady.sources[place] for place in unique]
+        self.kept = {source[1]: self.places[i] for i, source in enumerate(steady.sources) if source[0] == KEPT}
+        self._rows = steady.rows
+        self._layouts: dict[Extra, Layout] = {(): Layout(steady.rows, self.index)}
+
+    def holds(self, found: Sequence[Tensor]) -> bool:
+        """Whether the same of these are one, and no others."""
+        return len(set(map(id, found))) == len(self._unique) and all(
+            [found[place] is found[first] for place, first in self._pairs]  # noqa: C419 - a list is quicker
+        )
+
+    def tensors(self, found: list[Tensor]) -> list[Tensor]:
+        """Each tensor once."""
+        return [found[place] for place in self._unique]
+
+    def layout(self, extra: Extra) -> tuple[Layout, bool]:
+        """The layout, with more rows, the places of their tensors and what these are; and whether it was known."""
+        found = self._layouts.get(extra)
+        if found is not None:
+            return found, True
+        rows, index = [row for row, _, _ in extra], [place for _, place, _ in extra]
+        found = Layout([*self._rows, *rows], [*self.index, *index])
+        self._layouts = {(): self._layouts[()], extra: found}  # The last of them is enough.
+        return found, False
 
 
 class Steady:
     """What a log brought: ``rows``, each with its place among the values and then the gradients that it refers to."""
 
     def __init__(self, log: Sequence[Any], *, values: bool, gradients: bool) -> None:
-        self._slots, self._paths = [entry[0] for entry in log], [entry[1] for entry in log]
-        self._loose = [entry[7] is None for entry in log]
-        self._sizes = [entry[3].nbytes for entry in log]
-        self._firsts, self._twins = _firsts(log)
-        self._values = self._firsts if values else []
-        self._kept = [place for place in self._firsts if gradients and not self._loose[place]]
-        self._closing = [place for place, loose in enumerate(self._loose) if not loose]
-        self.sources = [(VALUE, place) for place in self._values] + [(KEPT, place) for place in self._kept]
+        slots, paths, _, tensors, _, _, _, helds = zip(*log, strict=True)
+        self._slots, self._paths, self._holders = slots, paths, list(map(type, helds))
+        self._shapes, self._dtypes, self._devices = _kinds(tensors)
+        # Whatever is measured is like this too: autograd gives a gradient the shape and the type of its tensor.
+        self.usual = _are_usual(tensors)
+        firsts, self._twins = _firsts(log)
+        self._values = firsts if values else []
+        kept = [place for place in firsts if gradients and helds[place] is not None]
+        self._held = [place for place in kept if type(helds[place]) is Held]
+        self._retained = [place for place in kept if type(helds[place]) is not Held]
+        self._closing = [place for place, held in enumerate(helds) if type(held) is Held]
+        self.sources = [(VALUE, place) for place in self._values]
+        self.sources += [(KEPT, place) for place in (*self._held, *self._retained)]
         where = {source: index for index, source in enumerate(self.sources)}
-        self.kept = {place: index for (kind, place), index in where.items() if kind == KEPT}
         self.rows: list[int] = []
         self.refs: list[int] = []
         twins = dict(self._twins)
@@ -47,36 +97,47 @@ class Steady:
                 if found is not None:
                     self.rows.append(row)
                     self.refs.append(found)
+        self.together: Together | None = None
+        self._looks: tuple[int, list[int]] = -1, []
 
     def collect(self, log: Sequence[Any], units: Units) -> list[Tensor] | None:
         """The tensors of a log that is like the one before; None where it is not, and nothing is taken then."""
-        tensors = [entry[3] for entry in log]
+        slots, paths, _, tensors, versions, _, _, helds = zip(*log, strict=True)
         same = (
-            [entry[0] for entry in log] == self._slots
-            and [tensor._version for tensor in tensors] == [entry[4] for entry in log]
-            and [tensor.nbytes for tensor in tensors] == self._sizes
-            and [entry[1] for entry in log] == self._paths
-            and [entry[7] is None for entry in log] == self._loose
+            slots == self._slots
+            and [tensor._version for tensor in tensors] == list(versions)
+            and list(map(type, helds)) == self._holders
+            and paths == self._paths
+            and _kinds(tensors) == (self._shapes, self._dtypes, self._devices)
+            and all([tensors[place] is tensors[first] for place, first in self._twins])  # noqa: C419 - see above
         )
         if not same:
             return None
-        for place, first in self._twins:
-            if tensors[place] is not tensors[first]:
-                return None
-        found = [tensors[place] for place in self._values]
-        for place in self._kept:
-            gradient = log[place][7].look(tensors[place])
-            if gradient is None:
-                return None
-            found.append(gradient)
-        if not _are_plain(found):
+        holders = [helds[place] for place in self._held]
+        gradients: list[Any] = [held.gradient for held in holders]
+        gradients += [tensors[place].grad for place in self._retained]
+        if not _are_strided(gradients):  # One that did not come is none.
+            return None
+        if [held.version for held in holders] != [gradient._version for gradient in gradients[: len(holders)]]:
             return None
         for place in self._closing:
-            log[place][7].close()
-        for place in self._values:
-            if self._slots[place].looks:
-                units.look(self._slots[place], tensors[place])
-        return found
+            helds[place].gradient, helds[place].open = None, False  # As they close, without a call for each.
+        if self._looks[0] != units.choice:
+            self._looks = units.choice, [place for place in self._values if slots[place].looks]
+        for place in self._looks[1]:
+            units.look(slots[place], tensors[place])
+        return [tensors[place] for place in self._values] + gradients
+
+    def joined(self, found: list[Tensor]) -> tuple[Together, bool]:
+        """Which of the collected tensors are one, and whether it was so the last time."""
+        if self.together is not None and self.together.holds(found):
+            return self.together, True
+        self.together = Together(self, found)
+        return self.together, False
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    return [tensor.shape for tensor in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
 
 
 def _firsts(log: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -95,10 +156,9 @@ def _firsts(log: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
     return firsts, twins
 
 
-def _are_plain(tensors: list[Tensor]) -> bool:
-    return (
-        set(map(type, tensors)) <= {Tensor}
-        and {tensor.dtype for tensor in tensors} <= USUAL
-        and {tensor.layout for tensor in tensors} <= {torch.strided}
-        and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
-    )
+def _are_strided(tensors: Sequence[Any]) -> bool:
+    return set(map(type, tensors)) <= {Tensor} and {tensor.layout for tensor in tensors} <= {torch.strided}
+
+
+def _are_usual(tensors: Sequence[Tensor]) -> bool:
+    return _are_strided(tensors) and all(tensor.dtype in USUAL and not tensor.is_meta for tensor in tensors)

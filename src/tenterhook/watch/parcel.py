@@ -1,0 +1,149 @@
+"""Measured rows on their way to the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tenterhook.sinks.statistics import (
+    COLUMNS,
+    COUNT,
+    INF,
+    MAX,
+    MEAN,
+    MIN,
+    NAN,
+    NORM,
+    STD,
+    Array,
+    Measured,
+    Plan,
+    whole,
+)
+from tenterhook.watch.locate import NonFiniteReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tenterhook.watch.books import Books
+
+__all__ = ["Layout", "Parcel"]
+
+Explain = Callable[[list[int], bool], NonFiniteReport]
+
+
+class Layout:
+    """Which rows of the books some tensors belong to: ``index`` says for each row which tensor it tells of.
+
+    It serves every step that brings tensors for the same rows.
+    """
+
+    def __init__(self, rows: Sequence[int], index: Sequence[int] | None = None) -> None:
+        self.rows = np.array(rows, int)
+        self.index = None if index is None else np.array(index, int)
+        self.first = list(rows)  # For each tensor, the first row that it belongs to.
+        if index is not None:
+            self.first = [0] * (max(index, default=-1) + 1)
+            for row, place in zip(reversed(rows), reversed(index), strict=True):
+                self.first[place] = row
+        self._sampled: tuple[Array | None, list[int]] = None, []
+        self.plan: Plan | None = None  # How its tensors were measured the last time.
+
+    @property
+    def alike(self) -> dict[int, int]:
+        """The rows, each beside the one that has the samples of its tensor."""
+        places = range(len(self.rows)) if self.index is None else self.index.tolist()
+        return {row: self.first[place] for row, place in zip(self.rows.tolist(), places, strict=True)}
+
+    def sampled(self, tensors: Array) -> list[int]:
+        """The rows whose tensors were not read whole."""
+        if self._sampled[0] is not tensors:
+            each = tensors if self.index is None else tensors[self.index]
+            self._sampled = tensors, self.rows[each].tolist()
+        return self._sampled[1]
+
+    def place(self, row: int) -> int:
+        """Which tensor a row tells of."""
+        return row if self.index is None else int(self.index[row])
+
+
+class Parcel:
+    """The numbers of some tensors, and what is told if one is not finite."""
+
+    def __init__(self, layout: Layout, measured: Measured, tensors: Sequence[Tensor], explain: Explain) -> None:
+        self._layout, self._measured = layout, measured
+        self._tensors: Sequence[Tensor] | None = tensors
+        self._explain: Explain | None = explain
+        self.late = self.replaces = False
+        self._table: Array | None = None
+
+    replaces: bool
+    """whether it stands in the place of what the same step has brought for its rows before"""
+
+    def send(self) -> None:
+        """Let the numbers come while training goes on."""
+        self.late = True
+        for numbers in self._measured.numbers:
+            numbers.send()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the numbers are there."""
+        return all(numbers.arrived for numbers in self._measured.numbers)
+
+    def let_go(self) -> None:
+        """Keep no tensor of the model any longer: a NaN that is found later is not explained."""
+        self._tensors = self._explain = None
+
+    def settle(self) -> bool:
+        """Whether everything is finite; then no tensor is needed any more, and it can be opened at any time."""
+        if not self._measured.finite():
+            return False
+        if self._tensors is not None and self._measured.may_drown():
+            self._table = self._read()
+        self.let_go()
+        return True
+
+    def _read(self) -> Array:
+        table = self._measured.host()
+        if self._tensors is not None:
+            for place in self._measured.drowned:
+                table[place, STD] = float(self._tensors[place].detach().double().std(correction=0))
+        return table
+
+    def open(self, books: Books) -> NonFiniteReport | None:
+        """Enter the rows into the books; gives the first that is not finite."""
+        layout, table = self._layout, self._read() if self._table is None else self._table
+        if layout.index is not None:
+            table = table[layout.index]
+        bad = [] if self._measured.finite() else self._odd(table)
+        if self.replaces:
+            books.replace(layout.rows)
+        books.add(layout.rows, table, layout.sampled(self._measured.sampled))
+        if not bad:
+            return None
+        if self._explain is not None:
+            return self._explain(bad, self.late)
+        kind, address = books.names[layout.rows[bad[0]]]
+        return NonFiniteReport(-1, kind, address, 0, dict(zip(COLUMNS, table[bad[0]].tolist(), strict=True)))
+
+    def _odd(self, table: Array) -> list[int]:
+        """The rows that hold NaN or Inf; where these were not counted, they are now."""
+        counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
+        bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
+        for row in bad:
+            place = self._layout.place(row)
+            if self._measured.sampled[place] or not counted[row]:
+                table[row] = self._looked_at(place, table[row])
+        return [row for row in bad if table[row, NAN] or table[row, INF]]
+
+    def _looked_at(self, place: int, line: Array) -> Array:
+        if self._tensors is not None:
+            return whole(self._tensors[place])
+        # How many cannot be told any more: the tensor is counted as a whole.
+        found = np.zeros(len(COLUMNS))
+        found[[COUNT, MIN, MAX]] = line[COUNT], np.nan, np.nan
+        found[NAN if np.isnan(line[NORM]) else INF] = line[COUNT]
+        return found
