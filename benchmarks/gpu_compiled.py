@@ -285,7 +285,9 @@ def page(path: Path) -> None:
     lines = [f"## Compiled, on a GPU\n\n{result['device']}, torch {result['torch']}, bf16.\n"]
     lines += ["| work | figure | goal |", "|---|--:|---|"]
     lines += [f"| {row['work']} | {row['figure']:.3f} | {row['goal']} |" for row in result["rows"]]
-    lines += ["\nWhere a whole forward takes half a millisecond, deciding what can be served takes longer than computing it."]
+    lines += [
+        "\nWhere a whole forward takes half a millisecond, deciding what can be served takes longer than computing it."
+    ]
     write_section("compiled", "\n".join(lines))
 
 

@@ -35,6 +35,11 @@ def blocks(model: nn.Module, ids: torch.Tensor) -> Workload:
             "plain": _opened(step),
             "raw tensor hooks": _with(partial(raw.keeping_gradients, model, BLOCKS), step, lambda kept: kept),
             "tenterhook": _with(
+                partial(th.record, model, *BLOCKS, grad=True, values=False, keep="last"),
+                step,
+                lambda tape: {name: tape.grad[name] for name in BLOCKS},
+            ),
+            "tenterhook, values too": _with(
                 partial(th.record, model, *BLOCKS, grad=True, keep="last"),
                 step,
                 lambda tape: {name: tape.grad[name] for name in BLOCKS},

@@ -146,6 +146,22 @@ def test_a_place_that_is_not_inside_forward_is_said(mlp, text):
         resolve(mlp, [text])
 
 
+def halve(x):
+    y = x / 2
+    half = y
+    return half
+
+
+def test_a_name_of_the_forward_itself_is_not_looked_for_in_what_it_calls_where_any_keyword_is_taken():
+    class Open(nn.Module):
+        def forward(self, x, **kwargs):
+            y = halve(x)
+            return y + len(kwargs)
+
+    found = [[point.address for point in resolve(nn.Sequential(Open()), f"0:{name}")] for name in ("y", "half", "z")]
+    assert found == [["0:y"], ["0:halve():half"], ["0:z"]]
+
+
 def test_a_forward_with_open_keywords_takes_any_name():
     class Open(nn.Module):
         def forward(self, x, **kwargs):

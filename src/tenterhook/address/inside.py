@@ -132,10 +132,19 @@ def sites_inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) 
     if wanted == "in" or wanted in takes.names:
         site, name = (Site.IN, None) if wanted == "in" else (Site.ARGUMENT, wanted)
         return [Found(site, name)] if takes.names or takes.any_name else []
-    found = _inside(module, inner, literal=literal and not takes.any_name)
-    if found or not (takes.any_name and literal) or _looks_mistyped(wanted, module, takes):
-        return found
-    return [Found(Site.ARGUMENT, wanted)]
+    if literal and takes.any_name:
+        return _inside_or_keyword(module, inner, wanted, takes)
+    return _inside(module, inner, literal=literal)
+
+
+def _inside_or_keyword(module: nn.Module, inner: tuple[Inner, ...], name: str, takes: Arguments) -> list[Found]:
+    """A literal name where any keyword is taken: the forward's own, that of a function it calls, or a keyword."""
+    try:
+        found = _inside(module, inner, literal=True)
+    except NoSource:
+        found = []
+    found = found or _inside(module, inner, literal=False)
+    return found if found or _looks_mistyped(name, module, takes) else [Found(Site.ARGUMENT, name)]
 
 
 def _looks_mistyped(wanted: str, module: nn.Module, takes: Arguments) -> bool:

@@ -19,7 +19,7 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.sites.wrapped import gathered, in_transform, is_wrapped, outside, settled, unwrapped
 
-__all__ = ["Copy", "Entry", "Kept", "Policy", "Recorder", "read", "value", "without_graph"]
+__all__ = ["Copy", "Entry", "Kept", "Passing", "Policy", "Recorder", "read", "value", "without_graph"]
 
 Copy = Literal["auto", "always", "never"]
 
@@ -111,6 +111,31 @@ class Policy:
         """What lies beneath the tensors of a transform, always as a copy."""
         with outside():
             return self._keep_one(unwrapped(tensor)[0].clone())
+
+
+class Passing:
+    """Stands in the place of a :class:`Recorder` where the gradient alone is wanted, and keeps nothing."""
+
+    observes = True
+    again = False
+    compiled = "nothing"
+    direct = True
+    keep = 0
+
+    def __init__(self, gradient: Any) -> None:
+        self.entries: dict[int, Entry] = {}
+        self._gradient = gradient
+
+    @property
+    def reached(self) -> bool:
+        return bool(self._gradient.reached)
+
+    @staticmethod
+    def kept(_value: Any) -> None:
+        """What dispatch is to keep of a structure."""
+
+    def __call__(self, value: Any, context: Context) -> None:
+        """Nothing: the gradient's own action does it all."""
 
 
 class Recorder:

@@ -216,10 +216,10 @@ class OutputGradient(_Gradient):
         if base is not None:
             views = self.views
             if self.trusts and views.calm:
-                cell.kept, cell.base = kept, (base, views, base._backward_hooks)
+                cell.kept, cell.base = _bare(kept), (base, views, base._backward_hooks)
                 views.waiting.append(find)
             elif base.grad_fn is not None:
-                cell.kept = kept
+                cell.kept = _bare(kept)
                 watch_view(cell, tensor, node, base, self)
                 return tensor
         hook = MethodType(caught, find)
@@ -254,6 +254,11 @@ class OutputGradient(_Gradient):
         watch(cell, path, alias)
         note(cell)
         return alias
+
+
+def _bare(kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    """What tells whether a view was changed: its memory, without the graph that it still has where nobody keeps it."""
+    return (kept[0].detach(), kept[1]) if kept[0].requires_grad else kept
 
 
 class TotalGradient(_Gradient):

@@ -134,7 +134,7 @@ def _aliases(tape: Tape) -> dict[str, str]:
     paths: dict[int, list[str]] = {}
     for path, thing in objects.items():
         paths.setdefault(id(thing), []).append(path)
-    for address in tape._tracks:
+    for address in tape._tracks or tape.grad._tracks:
         own = ".".join(parse(address).names or ())
         tail = address[len(escape(own)) :]
         others = [path for path in paths.get(id(objects.get(own)), ()) if path != own]

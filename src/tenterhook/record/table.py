@@ -34,8 +34,9 @@ SHOWN = 400
 
 def table(tape: Tape, chosen: list[str] | None = None) -> Table:
     """One row per recorded tensor, or per one of those chosen, with the norm of its gradient where there is one."""
-    addresses = list(tape) if chosen is None else chosen
-    rows = [row for address in addresses[:SHOWN] for row in _rows(tape, address)]
+    addresses = list(tape.grad if tape.gradients_alone else tape) if chosen is None else chosen
+    read = _gradient_rows if tape.gradients_alone else _rows
+    rows = [row for address in addresses[:SHOWN] for row in read(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
     title = f"tape: {len(tape)} values, {len(tape.grad)} gradients" if chosen is None else ""
     return Table(title, COLUMNS, tuple(rows), (*more, *failed(tape)))
@@ -73,6 +74,14 @@ def _rows(tape: Tape, address: str) -> list[Row]:
     return [
         Row((address + show_path(path), kind, _shape(tensor), *_numbers(tensor), _norm(gradients.get(path))))
         for path, tensor in found
+    ]
+
+
+def _gradient_rows(tape: Tape, address: str) -> list[Row]:
+    kind = tape.grad._tracks[tape.grad._find(address)[0]].kind
+    return [
+        Row((address + show_path(path), kind, _shape(gradient), *[""] * 5, _norm(gradient)))
+        for path, gradient in tensors(tape.grad[address])
     ]
 
 

@@ -201,7 +201,18 @@ class Tape(Drawn, View):
 
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
-        return self._tracks[self._find(address)[0]].where
+        view = self.grad if self.gradients_alone else self
+        return view._tracks[view._find(address)[0]].where
+
+    @property
+    def gradients_alone(self) -> bool:
+        """Whether this was recorded with ``values=False``."""
+        return not self._tracks and bool(self.grad._tracks)
+
+    def _unknown(self, address: str) -> TenterhookError:
+        if not self.gradients_alone:
+            return super()._unknown(address)
+        return NotRecorded(f"this tape has no values, only gradients (values=False): ask for tape.grad[{address!r}].")
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, TenterhookWarning
-from tenterhook.record.capture import Copy, Entry, Policy, Recorder
+from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
@@ -34,12 +34,15 @@ PIPELINE = (
     "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
     "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
 )
+NOTHING = "values=False keeps gradients alone, and none are asked for: th.record(model, ..., grad=True, values=False)"
+STOPPED = "stop=True ends the run where a value passes, and with values=False none is kept. Leave one of them out."
 
 
 def record(  # noqa: PLR0913
     model: nn.Module,
     *selectors: Selector,
     grad: bool | Literal["total"] = False,
+    values: bool = True,
     stop: bool = False,
     keep: Keep = "all",
     copy: Copy = "auto",
@@ -64,6 +67,8 @@ def record(  # noqa: PLR0913
         *selectors: addresses, globs, modules, classes, regexes or predicates; none selects every module's output.
         grad: also record gradients. For an argument this is the gradient through that module; with ``"total"`` it is
             the gradient from all uses of the tensor that was passed.
+        values: ``False`` keeps the gradients alone, so that what passes takes no memory longer than without a session;
+            ``tape.grad[address]`` is then all there is to read.
         stop: run nothing after the last of these points, and end the ``with`` block there.
         keep: ``"all"`` calls of a module, the ``"last"`` one, or the last so many.
         copy: ``"auto"`` copies where a later in-place change is to be expected or could not be noticed, and compares
@@ -77,8 +82,10 @@ def record(  # noqa: PLR0913
             needs. Without selectors, nothing else is recorded then.
     """
     points = resolve(model, selectors or "**") if selectors or replay is False else ()
+    if not values and (stop or not grad):
+        raise ValueError(STOPPED if grad else NOTHING)
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
-    session = Recording(model, points, policy, grad=grad, stop=stop, keep=_calls(keep))
+    session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
@@ -91,7 +98,15 @@ class Recording(Session):
     sleeps = True
 
     def __init__(
-        self, model: nn.Module, points: tuple[Point, ...], policy: Policy, *, grad: bool | str, stop: bool, keep: int
+        self,
+        model: nn.Module,
+        points: tuple[Point, ...],
+        policy: Policy,
+        *,
+        grad: bool | str,
+        values: bool,
+        stop: bool,
+        keep: int,
     ) -> None:
         in_place = facts(model).in_place
         self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place, gather=policy.gather)
@@ -101,15 +116,14 @@ class Recording(Session):
         self.tape = tape = Tape(model)
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
-        self._parameters: list[tuple[Point, Recorder, dict[int, Any]]] = []
+        self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.scribe: Any = None
         for point in points:
-            self._add(point, tape, bindings)
+            (self._add if values else self._add_gradient)(point, tape, bindings)
 
     def _add(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
         call = point.call
-        if call is not None and call < 0:
-            raise AddressError(f"{point}: a session cannot know which call will be the last; count from the first, #0")
+        _check_call(point)
         recorder = (
             _Stopping(self._policy, self._keep, self, point) if self._stop else Recorder(self._policy, self._keep)
         )
@@ -126,6 +140,20 @@ class Recording(Session):
             self._parameters.append((point, recorder, grads))
         elif self._grad:
             bindings.extend(self._gradient_bindings(point, grads))
+
+    def _add_gradient(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
+        """Record the gradient at a point, and no value."""
+        _check_call(point)
+        entries: Any = self._track(tape.grad, point, Cells()).entries
+        if point.site is Site.PARAMETER:
+            self._parameters.append((point, None, entries))
+            return
+        found = self._gradient_bindings(point, entries)
+        if point.site is Site.RETURN:
+            found.insert(0, Binding(point, Passing(found[0].action)))
+        bindings.extend(found)
+        if point.explicit:
+            self.required.append([found[0]])
 
     @staticmethod
     def _track(view: Any, point: Point, entries: dict[int, Any]) -> Track:
@@ -178,15 +206,16 @@ class Recording(Session):
         if self._grad:
             self.tape.grad.begin()
 
-    def _watch_parameter(self, point: Point, recorder: Recorder, grads: dict[int, Any]) -> None:
+    def _watch_parameter(self, point: Point, recorder: Recorder | None, grads: dict[int, Any]) -> None:
         tensor = point.tensor
         if tensor is None:
             return
-        # An optimiser changes parameters in place, so their values are always copied.
-        always = Policy("always", self._policy.device, self._policy.dtype, gather=self._policy.gather)
-        recorder.entries[0] = always.keep(tensor)
-        recorder.passed = True
-        self.reached(point)
+        if recorder is not None:
+            # An optimiser changes parameters in place, so their values are always copied.
+            always = Policy("always", self._policy.device, self._policy.dtype, gather=self._policy.gather)
+            recorder.entries[0] = always.keep(tensor)
+            recorder.passed = True
+            self.reached(point)
         if self._grad:
             cell = grads[0] = Cell(tensor)
             cell.whole = self._policy.gather
@@ -246,6 +275,11 @@ class _Stopping(Recorder):
 def _is_ever_called(module: nn.Module) -> bool:
     """Whether a stop may wait for this module: nn.MultiheadAttention uses the weight of its projection, uncalled."""
     return can_be_called(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def _check_call(point: Point) -> None:
+    if point.call is not None and point.call < 0:
+        raise AddressError(f"{point}: a session cannot know which call will be the last; count from the first, #0")
 
 
 def _calls(keep: Keep) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tenterhook._look.numbers import Numbers, numbers
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.address.grammar import parse
-from tenterhook.errors import TenterhookError
+from tenterhook.errors import TapeError, TenterhookError
 from tenterhook.record.store import source_of
 from tenterhook.record.tape import Tape, Track
 from tenterhook.report.compare import Tolerance, difference
@@ -34,6 +34,8 @@ class _Builder:
 
     def build(self) -> list[dict[str, Any]]:
         for run, tape in enumerate(self.tapes):
+            if tape.gradients_alone:
+                raise TapeError("this tape has no values to draw, only gradients: record without values=False.")
             ranks = {address: rank for rank, address in enumerate(in_order(tape))}
             for base, track in tape._tracks.items():
                 row = self.rows.setdefault(base, self._row(base, track))
