@@ -117,12 +117,13 @@ class Tap:
 
     def take_out(self) -> None:
         """Undo that, where it is still as it was put in."""
+        state = self.module.__dict__
         self._clear_call()
         allow_script(self.module)
         if self.own is None:
-            del self.module.__dict__["forward"]
+            del state["forward"]
         else:
-            self.module.__dict__["forward"] = self.own
+            state["forward"] = self.own
 
     def _clear_call(self) -> None:
         state = self.module.__dict__
@@ -299,8 +300,9 @@ def refuse_script(module: nn.Module) -> None:
 
 def allow_script(module: nn.Module) -> None:
     """Undo that."""
-    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is refuse:
-        del module.__dict__[SCRIPT]
+    state = module.__dict__
+    if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
+        del state[SCRIPT]
 
 
 def refuse(module: nn.Module) -> Any:

@@ -111,10 +111,13 @@ class Stack:
         return laid
 
     def reduce(self, matrix: Tensor, into: Sequence[Tensor], memory: Memory, *, quick: bool) -> None:
-        """Write the fields of each row; ``quick`` leaves the spread out, which can be told from the norm."""
+        """Write the fields of each row; ``quick`` leaves the spread out, which the norm tells, and sums for means."""
         mean, spread, low, high, norm, zeros = into
         scratch = memory.flat(self.count, matrix.dtype, matrix.device, "scratch").view(matrix.shape)
-        torch.mean(matrix, 1, out=mean)
+        if quick:  # Then it is divided on the host, which is an operation less.
+            torch.sum(matrix, 1, out=mean)
+        else:
+            torch.mean(matrix, 1, out=mean)
         torch.amin(matrix, 1, out=low)
         torch.amax(matrix, 1, out=high)
         torch.linalg.vector_norm(matrix, dim=1, out=norm)
@@ -167,14 +170,16 @@ class Stacks:
 
     def may_drown(self, fields: Array) -> bool:
         """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
-        mean, norm = fields[MEAN].astype(float), fields[NORM].astype(float)
+        mean, norm = fields[MEAN].astype(float) / self._lengths, fields[NORM].astype(float)
         return bool((mean * mean * self._drowning > norm * norm).any())
 
     def read(self, fields: Array, table: Array, *, quick: bool) -> list[int]:
         """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned."""
         fields = fields.astype(float)
         fields[NORM] *= fields[NORM]
-        if not quick:
+        if quick:
+            fields[MEAN] /= self._lengths
+        else:
             fields[SPREAD] *= fields[SPREAD] / self._lengths
         found = fields
         if len(self._starts) < self.rows:

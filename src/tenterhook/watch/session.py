@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from threading import get_ident
 from types import TracebackType
@@ -362,15 +363,16 @@ class Watch(Results, Session):
 
     # -- in the model, or not -----------------------------------------------------------------------------------------
 
-    def _others(self) -> Iterator[Lane]:
+    @cached_property
+    def _others(self) -> list[Lane]:
         """The lanes that leave the model between watched steps; the model's own calls may have to be counted."""
         stays = self.model if self._options.steps == "call" else None
-        return (lane for lane in self.lanes.values() if lane.module is not stays and can_be_called(lane.module))
+        return [lane for lane in self.lanes.values() if lane.module is not stays and can_be_called(lane.module)]
 
     def _pause(self) -> None:
         if self._attached:
             self._attached = self._ledger.on = False
-            self._parked = [park(lane) for lane in self._others()]
+            self._parked = [park(lane) for lane in self._others]
             self._drain()
 
     def _resume(self) -> None:
