@@ -166,12 +166,13 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
             call, since = next_call(), sequence_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
-            tensor = value if type(value) is Tensor else lone_tensor(value)
-            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
-                kept = (tensor.detach() if keep else tensor, tensor._version)
-                own = watch(tensor, call, since, kept, value, args, kwargs)
+            tensor: Any = value if type(value) is Tensor else lone_tensor(value)
+            node = None if tensor is None else tensor.grad_fn
+            if node is not None and not (state["_forward_hooks"] or global_forward_hooks):
+                kept = (tensor.detach(), tensor._version) if keep else None
+                own = watch(tensor, node, call, since, kept, value, args, kwargs)
                 if own is not None:
-                    if keep:
+                    if kept is not None:
                         entries[call] = kept if tensor is value else (*kept, len(value) - 1)
                         if call >= keep:
                             entries.pop(call - keep, None)

@@ -38,6 +38,11 @@ CHANGED = (
 )
 
 
+MANY = 1000
+free: set[tuple[Any, ...]] = set()
+"""Shapes and strides of gradients that can be kept as they are, of those that have passed by."""
+
+
 def let_free(gradient: Tensor) -> Tensor:
     """What to keep of a gradient that autograd goes on with: itself, or a copy where holding it would alter the run.
 
@@ -45,17 +50,23 @@ def let_free(gradient: Tensor) -> Tensor:
     The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
     those may have other strides, and convolutions choose their kernel by them.
     """
-    return gradient if keeps_layout(gradient) else gradient.clone()
+    if not keeps_layout(gradient):
+        return gradient.clone()
+    if len(free) > MANY:
+        free.clear()
+    free.add((gradient.shape, gradient.stride()))
+    return gradient
 
 
 class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
     # A cell is made for each call of a recorded module; in most, all that is ever set are these.
-    __slots__ = ("__dict__", "__weakref__", "base", "edges", "kept", "parts", "spent")
+    __slots__ = ("__dict__", "__weakref__", "_found", "base", "edges", "first", "kept", "spent", "version")
 
-    parts: dict[Path, list[tuple[Tensor, int]]]
-    """each gradient with the version that it had, which tells whether it was changed since"""
+    first: Tensor | None
+    """the first gradient, as long as it is the only one and nobody has asked for it"""
+    version: int
     edges: tuple[Edge, ...]
     """how far a backward pass must come for the hooks to catch it all"""
     spent: bool
@@ -77,11 +88,23 @@ class Cell:
     whole = False  # Whether a gradient that is spread over processes is put together.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
-        self.parts, self.edges, self.spent, self.kept, self.base = {}, (), False, None, None
+        self._found: dict[Path, list[tuple[Tensor, int]]] = {}
+        self.first, self.edges, self.spent, self.kept, self.base = None, (), False, None, None
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
             self.why = why_no_gradient(value)
+
+    @property
+    def parts(self) -> dict[Path, list[tuple[Tensor, int]]]:
+        """Each gradient with the version that it had, which tells whether it was changed since."""
+        if self.first is not None:
+            self._found, self.first = {self.path: [(self.first, self.version)]}, None
+        return self._found
+
+    @parts.setter
+    def parts(self, found: dict[Path, list[tuple[Tensor, int]]]) -> None:
+        self._found, self.first = found, None
 
     @property
     def overwritten(self) -> bool:
@@ -103,8 +126,7 @@ class Cell:
             gradient = gradient.detach()
         if self.whole:
             gradient = gathered(gradient)
-        if 1 in gradient.shape:
-            gradient = let_free(gradient)
+        gradient = let_free(gradient)
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
@@ -151,23 +173,28 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
     if cell is None:
         return None
     kept = cell.kept
-    if kept is not None and kept[0]._version != kept[1]:  # The hook of the base speaks in its place.
+    if (
+        cell.first is not None or cell._found or keeps_graph() or gradient.requires_grad
+        or (noted and graph_task() not in quiet) or (kept is not None and kept[0]._version != kept[1])
+    ):  # fmt: skip
+        return _caught(cell, gradient)
+    if (gradient.shape, gradient.stride()) not in free:
+        gradient = let_free(gradient)
+    cell.first, cell.version = gradient, gradient._version
+    if cell.base is not None and not cell.spent:
+        cell.base = (graph_task(),)
+    cell.spent, cell.edges = True, ()
+    return None
+
+
+def _caught(cell: Cell, gradient: Tensor) -> Tensor | None:
+    """The same, where something is out of the ordinary."""
+    if cell.overwritten:  # The hook of the base speaks in its place.
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)
         return None
     new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
-    if new is not None:
-        gradient = new
-    if cell.parts or keeps_graph() or gradient.requires_grad:
-        cell.add(cell.path, gradient)
-        return new
-    shape = gradient.shape
-    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
-        gradient = let_free(gradient)
-    cell.parts = {cell.path: [(gradient, gradient._version)]}
-    if cell.base is not None and not cell.spent:
-        cell.base = (graph_task(),)
-    cell.spent, cell.edges = True, ()
+    cell.add(cell.path, gradient if new is None else new)
     return new
 
 

@@ -187,14 +187,22 @@ class OutputGradient(_Gradient):
         self._since[call] = since
 
     def watch(
-        self, tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], value: Any, _args: Any, _kwargs: Any
+        self,
+        tensor: Tensor,
+        node: Any,
+        call: int,
+        since: int,
+        kept: tuple[Tensor, int] | None,
+        value: Any,
+        _args: Any,
+        _kwargs: Any,
     ) -> Tensor | None:
         """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
 
+        ``node`` has made the tensor. ``kept`` is what the tape keeps of it, or None if only its gradient is wanted.
         ``value`` is the tensor, or a tuple in which it stands first and alone.
         """
-        node: Any = tensor.grad_fn
-        if node is None or self._whole or isinstance(node, PythonNode):
+        if self._whole or isinstance(node, PythonNode):
             return None
         number: int = node._sequence_nr()
         handed_on = number < since or AT_ONCE <= number < AT_ONCE + since
@@ -202,8 +210,8 @@ class OutputGradient(_Gradient):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell: Cell = new_cell(Cell)
-        cell.parts, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
-        cell.kept = cell.base = None
+        cell._found, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
+        cell.first = cell.kept = cell.base = None
         if type(value) is tuple:
             cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
@@ -216,10 +224,10 @@ class OutputGradient(_Gradient):
         if base is not None:
             views = self.views
             if self.trusts and views.calm:
-                cell.kept, cell.base = _bare(kept), (base, views, base._backward_hooks)
+                cell.kept, cell.base = kept or _memory(tensor), (base, views, base._backward_hooks)
                 views.waiting.append(find)
             elif base.grad_fn is not None:
-                cell.kept = _bare(kept)
+                cell.kept = kept or _memory(tensor)
                 watch_view(cell, tensor, node, base, self)
                 return tensor
         hook = MethodType(caught, find)
@@ -256,9 +264,9 @@ class OutputGradient(_Gradient):
         return alias
 
 
-def _bare(kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
-    """What tells whether a view was changed: its memory, without the graph that it still has where nobody keeps it."""
-    return (kept[0].detach(), kept[1]) if kept[0].requires_grad else kept
+def _memory(view: Tensor) -> tuple[Tensor, int]:
+    """What tells whether a view was changed in place."""
+    return view.detach(), view._version
 
 
 class TotalGradient(_Gradient):

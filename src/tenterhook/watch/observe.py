@@ -305,11 +305,11 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
     """One entry in the log, and a hook for the gradient; a closure, because it runs at every call."""
 
     def watch(
-        tensor: Tensor, call: int, since: int, kept: tuple[Tensor, int], _value: Any, args: Any, kwargs: Any
+        tensor: Tensor, node: Any, call: int, since: int, _kept: None, _value: Any, args: Any, kwargs: Any
     ) -> Tensor | None:
-        node: Any = tensor.grad_fn
-        if node is None or slot.careful or ledger.held > ledger.hold:
+        if slot.careful or ledger.held > ledger.hold:
             return None
+        version = tensor._version
         if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
@@ -327,7 +327,7 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
                     held = RETAINED
                 else:
                     held = _hold(tensor, node, slot, hooks)
-            ledger.log.append((slot, (), call, tensor, kept[1], args, kwargs, held))
+            ledger.log.append((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
 
     return watch
