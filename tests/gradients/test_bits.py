@@ -98,6 +98,16 @@ def test_several_uses_of_what_is_handed_on_are_summed_in_the_order_of_the_plain_
         assert differing(Used(USES[uses]), torch.randn(4, 16), *points) == []
 
 
+def test_a_model_with_as_many_operations_that_needs_nothing_does_not_speak_for_another():
+    def chain(m, _h, later):
+        return m.c(m.b(m.a(later))) * 2 * 3 * 4 + 1
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        assert differing(Used(chain), torch.randn(4, 16), "**") == []
+        assert differing(Used(USES["a residual after it"]), torch.randn(4, 16), "**") == []
+
+
 def test_what_is_recorded_of_such_a_sum_is_what_flows_on():
     torch.manual_seed(0)
     model, flowed = Used(USES["a residual after it"]), []

@@ -26,7 +26,7 @@ from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.record.cell import NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, watch, watch_leaf
-from tenterhook.record.order import note
+from tenterhook.record.order import note, number_for
 from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
 from tenterhook.record.views import Views, watch_view
@@ -177,8 +177,11 @@ class OutputGradient(_Gradient):
 
     trusts = False  # Whether another view of the tape looks after those of this module; see record.views.
 
-    def __init__(self, entries: Cells, keep: int, *, whole: bool = False, views: Views | None = None) -> None:
+    def __init__(
+        self, entries: Cells, keep: int, *, whole: bool = False, views: Views | None = None, of: int = -1
+    ) -> None:
         super().__init__(entries, keep, whole=whole)
+        self._of = of  # The number of its module, for the short way.
         self._since: dict[int, int] = {}
         self.views = Views() if views is None else views
 
@@ -216,7 +219,7 @@ class OutputGradient(_Gradient):
             cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
         if handed_on:
-            note(cell)
+            note(cell, self._of)
         self._latest = call
         if call >= self.keep:
             self.entries.pop(call - self.keep, None)
@@ -245,22 +248,22 @@ class OutputGradient(_Gradient):
         if cell is None:
             return None
         if type(value) is Tensor:
-            return self._watch(cell, (), value, since)
+            return self._watch(cell, (), value, since, context)
         for path, tensor in list(tensors(value)):
             if tensor.requires_grad:
-                alias = self._watch(cell, path, tensor, since)
+                alias = self._watch(cell, path, tensor, since, context)
                 value = value if alias is None else replace_at(value, path, alias)
         return value
 
     @staticmethod
-    def _watch(cell: Cell, path: Path, tensor: Tensor, since: int) -> Tensor | None:
+    def _watch(cell: Cell, path: Path, tensor: Tensor, since: int, context: Context) -> Tensor | None:
         """Watch a tensor of the module's own; for one that it shares with others, watch and give an alias."""
         if not is_older(tensor, since):
             watch(cell, path, tensor)
             return None
         alias = own_alias(tensor)
         watch(cell, path, alias)
-        note(cell)
+        note(cell, number_for(context.module))
         return alias
 
 
@@ -349,7 +352,7 @@ class InputGradientOut:
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
                 entered.cell.aliases += (own.grad_fn,)
-                note(entered.cell)
+                note(entered.cell, number_for(context.module))
             outputs.append(own)
         hook_shares(entered, outputs)
         return value

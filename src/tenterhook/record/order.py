@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenterhook.sites.tensor import AT_ONCE, number_of
 
 if TYPE_CHECKING:
     from tenterhook.record.cell import Cell
 
-__all__ = ["corrected", "keeps_layout", "note", "noted", "quiet"]
+__all__ = ["corrected", "keeps_layout", "note", "noted", "number_for", "quiet"]
 
 Edge = tuple[Any, int]
-noted: list[weakref.ref[Cell]] = []
-"""The cells of aliases whose gradient has not come yet."""
+noted: list[tuple[weakref.ref[Cell], int]] = []
+"""The cells of aliases whose gradient has not come yet, each with the number of the module that handed a value on."""
 quiet: set[int] = set()
 """The backward passes that are running and have nothing to mend."""
 _passes: dict[int, Pass] = {}
@@ -36,16 +36,28 @@ MANY = 1000  # Runs without a backward pass may leave so many behind.
 graph_task = torch._C._current_graph_task_id
 
 
-def note(cell: Cell) -> None:
-    """A cell watches an alias that has several uses, for all that is known."""
+_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
+def number_for(module: nn.Module) -> int:
+    """A number that no other module has, or ever had."""
+    found = _numbers.get(module)
+    if found is None:
+        found = _numbers[module] = next(_next)
+    return found
+
+
+def note(cell: Cell, of: int) -> None:
+    """A cell watches an alias that has several uses, for all that is known; ``of`` is the number of its module."""
     if len(noted) > MANY:
         _forget()
-    noted.append(weakref.ref(cell))
+    noted.append((weakref.ref(cell), of))
 
 
 def _forget() -> None:
     """Let go of those whose gradient has come, or whose tape is gone."""
-    noted[:] = [each for each in noted if (cell := each()) is not None and (cell.edges or cell.aliases)]
+    noted[:] = [each for each in noted if (cell := each[0]()) is not None and (cell.edges or cell.aliases)]
 
 
 def corrected(cell: Cell, gradient: Tensor) -> Tensor | None:
@@ -76,11 +88,12 @@ class Pass:
         self.sums: dict[Edge, Sum] = {}
         self._handles: list[Any] = []
         self._seen: set[Any] = set()
-        cells = [cell for ref in noted if (cell := ref()) is not None]
-        nodes = [node for cell in cells for node in (*[edge[0] for edge in cell.edges], *cell.aliases)]
-        # A graph with as many operations between all of these as one that was walked through is not walked again.
+        found = [(cell, of) for ref, of in noted if (cell := ref()) is not None]
+        nodes = [node for cell, _ in found for node in (*[edge[0] for edge in cell.edges], *cell.aliases)]
+        # A graph that the same modules have made, with as many operations between all of these as one that was walked
+        # through, is not walked again.
         numbers = [number_of(node) for node in (start, *nodes)]
-        self._key = tuple([number - numbers[0] for number in numbers])
+        self._key = (*[of for _, of in found], *[number - numbers[0] for number in numbers])
         self.quiet = self._key in _quiet
         if self.quiet:
             quiet.add(task)

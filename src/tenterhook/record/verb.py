@@ -21,6 +21,7 @@ from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
+from tenterhook.record.order import number_for
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
@@ -167,7 +168,8 @@ class Recording(Session):
     def _gradient_bindings(self, point: Point, entries: Cells) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            return [Binding(point, OutputGradient(entries, keep, whole=whole, views=self.tape.grad.views))]
+            of, views = number_for(point.module), self.tape.grad.views
+            return [Binding(point, OutputGradient(entries, keep, whole=whole, views=views, of=of))]
         if point.site is Site.VARIABLE or self._grad == "total":
             total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
