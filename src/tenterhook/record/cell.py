@@ -38,11 +38,6 @@ CHANGED = (
 )
 
 
-MANY = 1000
-free: set[tuple[Any, ...]] = set()
-"""Shapes and strides of gradients that can be kept as they are, of those that have passed by."""
-
-
 def let_free(gradient: Tensor) -> Tensor:
     """What to keep of a gradient that autograd goes on with: itself, or a copy where holding it would alter the run.
 
@@ -50,12 +45,7 @@ def let_free(gradient: Tensor) -> Tensor:
     The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
     those may have other strides, and convolutions choose their kernel by them.
     """
-    if not keeps_layout(gradient):
-        return gradient.clone()
-    if len(free) > MANY:
-        free.clear()
-    free.add((gradient.shape, gradient.stride()))
-    return gradient
+    return gradient if keeps_layout(gradient) else gradient.clone()
 
 
 class Cell:
@@ -126,7 +116,8 @@ class Cell:
             gradient = gradient.detach()
         if self.whole:
             gradient = gathered(gradient)
-        gradient = let_free(gradient)
+        if 1 in gradient.shape:
+            gradient = let_free(gradient)
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
@@ -178,7 +169,8 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         or (noted and graph_task() not in quiet) or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
         return _caught(cell, gradient)
-    if (gradient.shape, gradient.stride()) not in free:
+    shape = gradient.shape
+    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
         gradient = let_free(gradient)
     cell.first, cell.version = gradient, gradient._version
     if cell.base is not None and not cell.spent:
