@@ -32,6 +32,9 @@ Edge = tuple[Any, ...]
 PythonNode: Any = torch._C._FunctionBase
 
 NO_PARTS: Any = MappingProxyType({})  # What has come to most cells so far.
+MANY = 100
+plain: set[int] = set()
+"""The backward passes, by their numbers, that keep no graph and make none, and have no sums to mend."""
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
     "what flowed is gone. A hook should return a new tensor."
@@ -88,8 +91,11 @@ class Cell:
     @property
     def parts(self) -> dict[Path, list[tuple[Tensor, int]]]:
         """Each gradient with the version that it had, which tells whether it was changed since."""
-        if self.first is not None:
-            self._found, self.first = {self.path: [(self.first, self.version)]}, None
+        first = self.first
+        if first is not None:
+            if first.requires_grad:  # It was handed to backward() so, or by a hook.
+                first = first.detach()
+            self._found, self.first = {self.path: [(first, self.version)]}, None
         return self._found
 
     @parts.setter
@@ -163,29 +169,33 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
     cell = find()
     if cell is None:
         return None
-    kept = cell.kept
+    kept, task = cell.kept, graph_task()
     if (
-        cell.first is not None or cell._found or keeps_graph() or gradient.requires_grad
-        or (noted and graph_task() not in quiet) or (kept is not None and kept[0]._version != kept[1])
+        task not in plain or cell.first is not None or cell._found
+        or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
-        return _caught(cell, gradient)
+        return _caught(cell, gradient, task)
     shape = gradient.shape
     if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
         gradient = let_free(gradient)
     cell.first, cell.version = gradient, gradient._version
     if cell.base is not None and not cell.spent:
-        cell.base = (graph_task(),)
+        cell.base = (task,)
     cell.spent, cell.edges = True, ()
     return None
 
 
-def _caught(cell: Cell, gradient: Tensor) -> Tensor | None:
-    """The same, where something is out of the ordinary."""
+def _caught(cell: Cell, gradient: Tensor, task: int) -> Tensor | None:
+    """The same, for the first value that a pass comes to, and where something is out of the ordinary."""
     if cell.overwritten:  # The hook of the base speaks in its place.
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)
         return None
-    new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
+    new = corrected(cell, gradient) if noted and task not in quiet else None
+    if not keeps_graph() and not torch.is_grad_enabled() and (not noted or task in quiet):
+        if len(plain) > MANY:
+            plain.clear()
+        plain.add(task)
     cell.add(cell.path, gradient if new is None else new)
     return new
 
