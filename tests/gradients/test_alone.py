@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tenterhook as th
 from tenterhook.errors import GradientError, NeverReached, NotRecorded, TapeError
 from tenterhook.testing import no_leak
-from tests.gradients.test_random_models import WIDTH, Model, Unrolled, check_points, plans, reached
+from tests.gradients.test_random_models import Unrolled, check_points, made, plans, reached
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -46,9 +46,7 @@ class Plus(nn.Module):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans, data=st.data(), seed=st.integers(0, 9))
 def test_a_random_model_has_the_gradients_of_the_unrolled_one_and_its_own_are_as_ever(plan, data, seed):
-    torch.manual_seed(seed)
-    model = Model(plan).double().eval()
-    values = torch.randn(3, WIDTH, dtype=torch.float64)
+    model, values = made(plan, seed)
     names = sorted(reached(model, values))
     chosen = data.draw(st.lists(st.sampled_from(names + [f"{name}:in" for name in names]), min_size=1, unique=True))
     model(values.clone().requires_grad_()).pow(2).sum().backward()
@@ -94,7 +92,7 @@ def test_what_passes_is_free_when_the_model_is_done_with_it():
         assert not model.memory.expired()
 
 
-def test_a_thousand_steps_leave_nothing_behind():
+def test_many_steps_leave_nothing_behind():
     model = gpt2()
     gc.collect()
     gc.disable()

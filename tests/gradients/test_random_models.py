@@ -164,9 +164,7 @@ def run(model, x):
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans, data=st.data(), seed=st.integers(0, 9), copy=st.sampled_from(["always", "auto"]))
 def test_whatever_is_recorded_of_a_random_model_is_the_truth(plan, data, seed, copy):
-    torch.manual_seed(seed)
-    model = Model(plan).double().eval()
-    values = torch.randn(3, WIDTH, dtype=torch.float64)
+    model, values = made(plan, seed)
     unrolled = Unrolled(model)
     loss = unrolled(values.clone().requires_grad_()).pow(2).sum()
     names = sorted(unrolled.outputs)
@@ -217,9 +215,7 @@ def test_each_step_by_itself_is_the_truth(way):
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans, data=st.data(), seed=st.integers(0, 9))
 def test_edits_of_gradients_in_a_random_model_give_the_gradients_of_the_edited_unrolled_one(plan, data, seed):
-    torch.manual_seed(seed)
-    model = Model(plan).double().eval()
-    values = torch.randn(3, WIDTH, dtype=torch.float64)
+    model, values = made(plan, seed)
     names = sorted(reached(model, values))
     points = st.sampled_from(names + [f"{name}:in" for name in names])
     changes = data.draw(st.dictionaries(points, st.sampled_from([twice, shifted, clipped]), min_size=1, max_size=4))
@@ -232,6 +228,12 @@ def test_edits_of_gradients_in_a_random_model_give_the_gradients_of_the_edited_u
     Unrolled(model, changes)(truth).pow(2).sum().backward()
     for one, other in zip((mine.grad, *slopes), (truth.grad, *(p.grad for p in model.parameters())), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def made(plan, seed):
+    """The model of a plan, and an input."""
+    torch.manual_seed(seed)
+    return Model(plan).double().eval(), torch.randn(3, WIDTH, dtype=torch.float64)
 
 
 def reached(model, values):

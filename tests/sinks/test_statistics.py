@@ -7,9 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenterhook.sinks import stacks
 from tenterhook.sinks.merging import combine, merge
+from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Workspace, measure, plain, spacing, whole
+from tenterhook.sinks.statistics import COLUMNS, Workspace, measure, plain, whole
 
 
 def truth(tensor):

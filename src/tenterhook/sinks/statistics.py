@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.fused import Block, serves
-from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.stacks import KEPT, Memory, Norms, Stacks
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ __all__ = [
     "Plan",
     "Workspace",
     "is_plain",
+    "kinds",
     "measure",
     "plain",
-    "spacing",
     "whole",
 ]
 
@@ -82,7 +81,7 @@ class Plan:
     """How some tensors are measured together; it holds as long as they have the same shapes and types."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
-        self.kinds = _kinds(tensors)
+        self.kinds = kinds(tensors)
         self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
         self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
         ours: dict[torch.device, list[int]] = {}
@@ -114,10 +113,11 @@ class Plan:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is the plan for these tensors too."""
-        return self.kinds == _kinds(tensors)
+        return self.kinds == kinds(tensors)
 
 
-def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+def kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What a plan depends on: shapes, types and devices."""
     return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.statistics import USUAL
+from tenterhook.sinks.statistics import USUAL, kinds
 from tenterhook.watch.observe import Held
 from tenterhook.watch.parcel import Layout
 
@@ -76,7 +76,7 @@ class Steady:
     def __init__(self, log: Sequence[Any], *, values: bool, gradients: bool) -> None:
         slots, paths, _, tensors, _, _, _, helds = zip(*log, strict=True)
         self._slots, self._paths, self._holders = slots, paths, list(map(type, helds))
-        self._shapes, self._dtypes, self._devices = _kinds(tensors)
+        self._kinds = kinds(tensors)
         # Whatever is measured is like this too: autograd gives a gradient the shape and the type of its tensor.
         self.usual = _are_usual(tensors)
         firsts, self._twins = _firsts(log)
@@ -108,7 +108,7 @@ class Steady:
             and [tensor._version for tensor in tensors] == list(versions)
             and list(map(type, helds)) == self._holders
             and paths == self._paths
-            and _kinds(tensors) == (self._shapes, self._dtypes, self._devices)
+            and kinds(tensors) == self._kinds
             and all([tensors[place] is tensors[first] for place, first in self._twins])  # noqa: C419 - see above
         )
         if not same:
@@ -134,10 +134,6 @@ class Steady:
             return self.together, True
         self.together = Together(self, found)
         return self.together, False
-
-
-def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    return [tensor.shape for tensor in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
 
 
 def _firsts(log: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
