@@ -22,8 +22,8 @@ from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
-__all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "passes"]
-__all__ += ["watch", "watch_leaf", "watch_parameter"]
+__all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "lone_of"]
+__all__ += ["passes", "watch", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -55,7 +55,7 @@ class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
     # A cell is made for each call of a recorded module; in most, all that is ever set are these.
-    __slots__ = ("__dict__", "__weakref__", "_found", "base", "edges", "first", "kept", "spent", "version")
+    __slots__ = ("__dict__", "__weakref__", "_found", "base", "edges", "first", "kept", "lone", "spent", "version")
 
     first: Tensor | None
     """the first gradient, as long as it is the only one and nobody has asked for it"""
@@ -65,6 +65,9 @@ class Cell:
     spent: bool
     kept: tuple[Tensor, int] | None
     """a view's memory, and its version as it was recorded"""
+    lone: int
+    """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; zero
+    where no dimension has size one, and -1 where others have"""
     base: Any
     """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
     number of the backward pass that did it; for all others, None"""
@@ -171,33 +174,43 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         return None
     kept, task = cell.kept, graph_task()
     if (
-        task not in plain or cell.first is not None or cell._found
+        (task not in plain and not _is_plain(task)) or cell.first is not None or cell._found
         or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
         return _caught(cell, gradient, task)
-    shape = gradient.shape
-    if 1 in shape and (shape[0] != 1 or shape.count(1) > 1 or gradient.stride()[0] != shape.numel()):
+    if cell.lone and gradient.stride()[0] != cell.lone:
         gradient = let_free(gradient)
     cell.first, cell.version = gradient, gradient._version
-    if cell.base is not None and not cell.spent:
+    if kept is not None and cell.base is not None and not cell.spent:
         cell.base = (task,)
     cell.spent, cell.edges = True, ()
     return None
 
 
+def _is_plain(task: int) -> bool:
+    """Ask once in a backward pass."""
+    if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
+        return False
+    if len(plain) > MANY:
+        plain.clear()
+    plain.add(task)
+    return True
+
+
 def _caught(cell: Cell, gradient: Tensor, task: int) -> Tensor | None:
-    """The same, for the first value that a pass comes to, and where something is out of the ordinary."""
+    """The same, where something is out of the ordinary."""
     if cell.overwritten:  # The hook of the base speaks in its place.
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)
         return None
     new = corrected(cell, gradient) if noted and task not in quiet else None
-    if not keeps_graph() and not torch.is_grad_enabled() and (not noted or task in quiet):
-        if len(plain) > MANY:
-            plain.clear()
-        plain.add(task)
     cell.add(cell.path, gradient if new is None else new)
     return new
+
+
+def lone_of(shape: torch.Size) -> int:
+    """What ``Cell.lone`` is for a value of this shape that has dimensions of size one."""
+    return shape.numel() if shape[0] == 1 and shape.count(1) == 1 else -1
 
 
 caught.__torch_unserializable__ = True  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, watch, watch_leaf
+from tenterhook.record.cell import NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, lone_of, watch, watch_leaf
 from tenterhook.record.order import note, number_for
 from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
@@ -215,6 +215,8 @@ class OutputGradient(_Gradient):
         cell: Cell = new_cell(Cell)
         cell._found, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
         cell.first = cell.kept = cell.base = None
+        shape = tensor.shape
+        cell.lone = lone_of(shape) if 1 in shape else 0
         if type(value) is tuple:
             cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
