@@ -66,7 +66,7 @@ class Cell:
     kept: tuple[Tensor, int] | None
     """a view's memory, and its version as it was recorded"""
     lone: int
-    """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; zero
+    """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; 0
     where no dimension has size one, and -1 where others have"""
     base: Any
     """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the

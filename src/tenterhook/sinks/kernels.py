@@ -47,21 +47,35 @@ def _tile(base, places, end, MASKED: tl.constexpr):
 
 
 @jit
-def _piece(
-    base,
-    begin,
-    end,
-    out,
-    MASKED: tl.constexpr,
-):
-    """Measure the elements of a tensor from ``begin`` on, and write the fields of the piece."""
-    lane = tl.arange(0, TILE)
-    early, usable, _ = _tile(base, begin + lane, end, MASKED)
+def _shift(base, begin, end, MASKED: tl.constexpr):
+    """What is subtracted from the elements of a piece, after a scaling by the first of the two."""
+    early, usable, _ = _tile(base, begin + tl.arange(0, TILE), end, MASKED)
     early = tl.where(usable, early, 0.0)
     size = tl.max(tl.abs(early), 0)
     small = (size < TINY) & (size > 0.0)
     scale = tl.where(size > HUGE, SHRINK, tl.where(small, GROW, 1.0))
-    shift = tl.sum(early * scale, 0) / tl.maximum(tl.sum(usable.to(tl.float32), 0), 1.0)
+    return scale, tl.sum(early * scale, 0) / tl.maximum(tl.sum(usable.to(tl.float32), 0), 1.0)
+
+
+@jit
+def _write(out, count, scale, shift, total, square, low, high, zeros, none):
+    """Write the fields of a piece: ``total`` and ``square`` are of the distances from ``shift``."""
+    some, unit = tl.maximum(count, 1.0), scale.to(tl.float64)
+    total = total.to(tl.float64)
+    tl.store(out, count)
+    tl.store(out + 1, (shift.to(tl.float64) + total / some) / unit)
+    tl.store(out + 2, tl.maximum(square.to(tl.float64) - total * total / some, 0.0) / unit / unit)
+    tl.store(out + 3, low.to(tl.float64))
+    tl.store(out + 4, high.to(tl.float64))
+    tl.store(out + 5, zeros.to(tl.float64))
+    tl.store(out + 6, none.to(tl.float64))
+
+
+@jit
+def _piece(base, begin, end, out, MASKED: tl.constexpr):
+    """Measure the elements of a tensor from ``begin`` on, of which some may be missing, NaN or Inf."""
+    lane = tl.arange(0, TILE)
+    scale, shift = _shift(base, begin, end, MASKED)
     apart = tl.zeros((TILE,), tl.float32)
     square = tl.zeros((TILE,), tl.float32)
     low = tl.full((TILE,), float("inf"), tl.float32)
@@ -79,16 +93,38 @@ def _piece(
             zero, none = (x == 0.0) & there, x != x  # NaN alone is not equal to itself.
             tally += finite.to(tl.int32) + zero.to(tl.int32) * 1024 + none.to(tl.int32) * 1048576
     count = tl.sum(tally & 1023, 0).to(tl.float64)
-    some = tl.maximum(count, 1.0)
-    unit = scale.to(tl.float64)
-    total = tl.sum(apart, 0).to(tl.float64)
-    tl.store(out, count)
-    tl.store(out + 1, (shift.to(tl.float64) + total / some) / unit)
-    tl.store(out + 2, tl.maximum(tl.sum(square, 0).to(tl.float64) - total * total / some, 0.0) / unit / unit)
-    tl.store(out + 3, tl.min(low, 0).to(tl.float64))
-    tl.store(out + 4, tl.max(high, 0).to(tl.float64))
-    tl.store(out + 5, tl.sum((tally >> 10) & 1023, 0).to(tl.float64))
-    tl.store(out + 6, tl.sum(tally >> 20, 0).to(tl.float64))
+    zeros, none = tl.sum((tally >> 10) & 1023, 0), tl.sum(tally >> 20, 0)
+    total, squares = tl.sum(apart, 0), tl.sum(square, 0)
+    _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), zeros, none)
+
+
+@jit
+def _full_piece(base, begin, end, out):
+    """The same for a piece of which nothing is missing, with half the work for each element where all are finite."""
+    lane = tl.arange(0, TILE)
+    scale, shift = _shift(base, begin, end, False)
+    apart = tl.zeros((TILE,), tl.float32)
+    square = tl.zeros((TILE,), tl.float32)
+    low = tl.full((TILE,), float("inf"), tl.float32)
+    high = tl.full((TILE,), float("-inf"), tl.float32)
+    zeros = tl.zeros((TILE,), tl.int32)
+    for group in range(TILES // AT_ONCE):
+        for part in tl.static_range(0, AT_ONCE):
+            x = tl.load(base + (begin + (group * AT_ONCE + part) * TILE + lane)).to(tl.float32)
+            off = x * scale - shift
+            apart += off
+            square += off * off
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
+            zeros += (x == 0.0).to(tl.int32)
+    squares = tl.sum(square, 0)
+    if squares < float("inf"):  # It is not where anything is NaN or Inf, and may not be where a square is too large.
+        count = (squares * 0.0).to(tl.float64) + TILE * TILES
+        total = tl.sum(apart, 0)
+        none = (count * 0.0).to(tl.int32)
+        _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), tl.sum(zeros, 0), none)
+    else:
+        _piece(base, begin, end, out, False)
 
 
 @jit
@@ -108,7 +144,7 @@ def pieces(
     end = tl.load(counts + which)
     begin = tl.load(nth + piece).to(tl.int64) * (TILE * TILES)
     if begin + TILE * TILES <= end:
-        _piece(base, begin, end, out + piece * FIELDS, False)
+        _full_piece(base, begin, end, out + piece * FIELDS)
     else:
         _piece(base, begin, end, out + piece * FIELDS, True)
 
