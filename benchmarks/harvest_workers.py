@@ -62,10 +62,10 @@ def ray(folder: Path, workers: int) -> float:
     return steady(folder)
 
 
-def counts() -> list[int]:
-    """How many workers: as many as Ray gets by default, which leaves it a CPU for itself, and one more."""
+def counts() -> tuple[int, int]:
+    """How many workers: as many as Ray gets by default, which leaves it a CPU for itself, and one for each."""
     cpus = len(os.sched_getaffinity(0))
-    return [max(1, cpus - 1), max(2, cpus)]
+    return max(1, cpus - 1), max(2, cpus)
 
 
 def compare(root: Path, workers: int) -> dict[str, float]:

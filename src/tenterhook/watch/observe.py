@@ -34,7 +34,7 @@ __all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "S
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
-SMALL, SMALL_CUDA = 2**15, 2**26  # Bytes that are copied in the time that a hook takes.
+SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
 
 LOST = (
     "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
@@ -70,7 +70,7 @@ class Slot:
     def note(self, tensor: Tensor) -> None:
         """A value has passed: note how large they are here."""
         self.seen, self.size = True, tensor.nbytes
-        self.retains = self.size <= (SMALL if tensor.is_cpu else SMALL_CUDA if tensor.is_cuda else -1)
+        self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
         """The address of one tensor of the value."""
