@@ -6,11 +6,14 @@ but one, and with one for each CPU. With a folder, an engine and a number it is 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -19,9 +22,11 @@ from torch import Tensor
 import tenterhook as th
 from benchmarks.models import gpt2
 
-SAMPLES, TOKENS, BATCH, PER_SHARD = 6_400, 32, 8, 40  # Samples for each worker.
+SAMPLES, TOKENS, BATCH, PER_SHARD = 16_000, 32, 8, 40  # Samples for each worker.
 POINT = "transformer.h.6"
-TURNS = 3
+SLICE = 1.0  # Seconds for which one of the two runs, while the other stands still.
+RUNNING = 6  # Shards for each worker, after which all of them run.
+PATIENCE = 120.0  # Seconds in which that has to come about.
 
 
 def data(workers: int) -> list[Tensor]:
@@ -39,27 +44,90 @@ def one(folder: Path, engine: str, workers: int) -> None:
     )  # fmt: skip
 
 
-def steady(folder: Path) -> float:
-    """Rows per second in the middle: after all workers run, and before one of them has nothing left."""
-    when = sorted(file.stat().st_mtime_ns for file in (folder / "commits").iterdir())
-    first, last = len(when) // 4, len(when) * 3 // 4
-    return (last - first) * PER_SHARD * BATCH * TOKENS / ((when[last] - when[first]) / 1e9)
+class Contender:
+    """The processes of one way to harvest, which can be made to stand still.
+
+    Two that run one after the other run on two different machines, as far as a shared one is concerned. These take
+    turns of a second, and each has a clock that goes while it runs.
+    """
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self.folder = folder
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])}
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen([sys.executable, *command], env=env, stdout=quiet, stderr=quiet)
+        self.slices: list[tuple[float, float]] = []
+
+    def commits(self) -> list[float]:
+        """When each shard was there, in seconds."""
+        return sorted(file.stat().st_mtime_ns / 1e9 for file in (self.folder / "commits").glob("*"))
+
+    def start(self, workers: int) -> None:
+        """Wait until all workers run, and stand still."""
+        deadline = time.monotonic() + PATIENCE
+        while len(self.commits()) < RUNNING * workers:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"nothing came of {self.folder.name} in {PATIENCE:.0f} s")
+            time.sleep(0.05)
+        self.send(signal.SIGSTOP)
+
+    def run(self) -> bool:
+        """Run for a slice; gives whether there is more to do."""
+        began = time.time()
+        self.send(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SLICE)
+        self.send(signal.SIGSTOP)
+        self.slices.append((began, time.time()))
+        return self.process.poll() is None
+
+    def send(self, number: int) -> None:
+        """Send a signal to all its processes."""
+        for each in _family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, number)
+
+    def end(self) -> None:
+        """Let it come to its end."""
+        self.send(signal.SIGCONT)
+        if self.process.wait():
+            raise subprocess.CalledProcessError(self.process.returncode, self.process.args)
+
+    def rate(self) -> float:
+        """Rows per second of its own time, before one of the workers has nothing left to do."""
+        first, last = self.slices[1][0], self.slices[len(self.slices) * 3 // 4][0]
+        made = [self._own(when) for when in self.commits() if first <= when < last]
+        return (len(made) - 1) * PER_SHARD * BATCH * TOKENS / (made[-1] - made[0])
+
+    def _own(self, when: float) -> float:
+        return sum(min(end, when) - began for began, end in self.slices if began < when)
 
 
-def torchrun(folder: Path, workers: int) -> float:
+def _family(root: int) -> list[int]:
+    """A process and all that come from it."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found = [root]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def torchrun(folder: Path, workers: int) -> Contender:
     """By processes that torchrun starts."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = str(listening.getsockname()[1])
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--master-port", port]
-    _run([*start, "-m", "benchmarks.harvest_workers", str(folder), "ranks", str(workers)])
-    return steady(folder)
+    start = ["-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--master-port", port]
+    return Contender(folder, [*start, "-m", "benchmarks.harvest_workers", str(folder), "ranks", str(workers)])
 
 
-def ray(folder: Path, workers: int) -> float:
+def ray(folder: Path, workers: int) -> Contender:
     """By workers of Ray."""
-    _run([sys.executable, "-W", "ignore", "-m", "benchmarks.harvest_workers", str(folder), "ray", str(workers)])
-    return steady(folder)
+    start = ["-W", "ignore", "-m", "benchmarks.harvest_workers"]
+    return Contender(folder, [*start, str(folder), "ray", str(workers)])
 
 
 def counts() -> tuple[int, int]:
@@ -69,14 +137,23 @@ def counts() -> tuple[int, int]:
 
 
 def compare(root: Path, workers: int) -> dict[str, float]:
-    """Rows per second of both, the best of some turns."""
-    ways = {"torchrun": torchrun, "ray": ray}
-    best = dict.fromkeys(ways, 0.0)
-    for turn in range(TURNS):
-        for name, way in ways.items():
-            best[name] = max(best[name], way(root / f"{name}-{workers}-{turn}", workers))
-    _check_equal(*(root / f"{name}-{workers}-0" for name in ways))
-    return best
+    """Rows per second of both, in turns of a second."""
+    both: dict[str, Contender] = {}
+    try:
+        for name, way in {"torchrun": torchrun, "ray": ray}.items():
+            both[name] = way(root / f"{name}-{workers}", workers)
+            both[name].start(workers)
+        while all([each.run() for each in both.values()]):  # noqa: C419 - both take their turn
+            pass
+        for each in both.values():
+            each.end()
+    finally:
+        for each in both.values():
+            if each.process.poll() is None:
+                each.send(signal.SIGKILL)
+                each.process.wait()
+    _check_equal(*(each.folder for each in both.values()))
+    return {name: each.rate() for name, each in both.items()}
 
 
 def _check_equal(one: Path, other: Path) -> None:
@@ -84,11 +161,6 @@ def _check_equal(one: Path, other: Path) -> None:
     names = sorted(str(file.relative_to(one)) for file in one.rglob("*.safetensors"))
     if not names or any((one / name).read_bytes() != (other / name).read_bytes() for name in names):
         raise AssertionError("the two made different files")
-
-
-def _run(command: list[str]) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])}
-    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ arrive, because ``tape.backward`` asks for them; ``release`` says when they go.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from types import MappingProxyType
 from typing import Any
@@ -344,15 +345,25 @@ def edge_of(tensor: Tensor) -> Edge:
     return node, tensor.output_nr
 
 
+class _Passes(threading.local):
+    """What a thread asks for the number of a backward pass: one that comes to nothing but this tensor."""
+
+    def __init__(self) -> None:
+        numbers: list[int] = []
+        with torch.inference_mode(mode=False):
+            self.one = torch.ones((), device="cpu")
+            self.leaf = torch.zeros((), device="cpu", requires_grad=True)
+        self.leaf.register_hook(lambda _: numbers.append(graph_task()))
+        self.numbers = numbers
+
+
+_passes = _Passes()
+
+
 def passes() -> int:
     """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
-    numbers: list[int] = []
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True, device="cpu")
-        top = leaf * 1
-    top.register_hook(lambda _: numbers.append(graph_task()))
-    torch.autograd.grad(top, leaf)
-    return numbers[0]
+    torch.autograd.grad(_passes.leaf, _passes.leaf, _passes.one)
+    return _passes.numbers.pop()
 
 
 def _sum(found: list[tuple[Tensor, int]]) -> Tensor:

@@ -58,14 +58,17 @@ class Block:
     def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         from tenterhook.sinks import kernels
 
-        self._shapes, self._kernels, self.device = shapes, kernels, device
+        self._shapes, self.device = shapes, device
+        self._width = kernels.WIDTH.value
+        self._put_together = _Kernel(kernels.put_together, len(shapes), WARPS)
         counts = np.array([shape.numel() for shape in shapes], np.int64)
         many = -(-counts // (kernels.TILE.value * kernels.TILES.value))
         first = np.zeros(len(counts), np.int64)
         self._found = torch.empty(int(many.sum()), kernels.FIELDS.value, dtype=torch.float64, device=device)
-        # One launch for the pieces of each type: where they begin, how many they are, of which tensors they are, which
-        # of its pieces each is; and beside that the tensors of the type.
-        self._launches: list[tuple[Any, int, Tensor, Tensor, Tensor, Tensor]] = []
+        # One launch for the pieces of each type: of which tensors they are, which of its pieces each is, and where they
+        # are written; and one for the samples of its tensors.
+        self._launches: list[tuple[_Kernel, tuple[Tensor, Tensor, Tensor, Any]]] = []
+        self._bins: list[tuple[_Kernel, Tensor, Any]] = []
         begin = 0
         for dtype in dict.fromkeys(dtypes):
             members = np.array([i for i, each in enumerate(dtypes) if each is dtype], np.int64)
@@ -73,7 +76,10 @@ class Block:
             first[members] = begin + starts
             out = self._found[begin : begin + len(of)]
             arrays = (to_device(device, part) for part in (members[of].astype(np.int32), nth))
-            self._launches.append((_type(dtype), len(of), *arrays, out, to_device(device, members.astype(np.int32))))
+            kind = _type(dtype)
+            self._launches.append((_Kernel(kernels.pieces, len(of), WARPS), (*arrays, out, kind)))
+            which = to_device(device, members.astype(np.int32))
+            self._bins.append((_Kernel(kernels.bins, len(members), 1), which, kind))
             begin += len(of)
         numbers = (counts, first.astype(np.int32), (first + many).astype(np.int32))
         self._counts, self._first, self._last = (to_device(device, part) for part in numbers)
@@ -82,14 +88,12 @@ class Block:
 
     def measure(self, tensors: Sequence[Tensor]) -> Tensor:
         """One row for each tensor, as ``COLUMNS`` has them from the mean on; it is still on the device."""
-        kernels, addresses = self._kernels, self._addresses(tensors)
-        table = torch.empty(len(tensors), kernels.WIDTH.value, dtype=torch.float64, device=self.device)
+        addresses = self._addresses(tensors)
+        table = torch.empty(len(tensors), self._width, dtype=torch.float64, device=self.device)
         with _on(self.device):
-            for kind, pieces, of, nth, out, _ in self._launches:
-                kernels.pieces[(pieces,)](addresses, self._counts, of, nth, out, kind, num_warps=WARPS)
-            kernels.put_together[(len(tensors),)](
-                self._found, self._first, self._last, self._counts, table, num_warps=WARPS
-            )
+            for measure, rest in self._launches:
+                measure(addresses, self._counts, *rest)
+            self._put_together(self._found, self._first, self._last, self._counts, table)
         return table
 
     def count(self, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
@@ -100,10 +104,8 @@ class Block:
             self._sampled = (key, *self._places(rows))
         counts = sketch.room(self.device, max(rows) + 1)
         with _on(self.device):
-            for kind, _, _, _, _, members in self._launches:
-                self._kernels.bins[(len(members),)](
-                    addresses, phase, members, *self._sampled[1:], counts, kind, num_warps=1
-                )
+            for count, members, kind in self._bins:
+                count(addresses, phase, members, *self._sampled[1:], counts, kind)
 
     def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from tenterhook.sinks.sampling import spacing
@@ -124,7 +126,7 @@ class Samples:
         from tenterhook.sinks import kernels
         from tenterhook.sinks.sampling import RUN, spacing
 
-        self._kernels, self._type, self._tensors = kernels, _type(tensors[0].dtype), tensors
+        self._type, self._tensors = _type(tensors[0].dtype), tensors
         device = self.device = tensors[0].device
         counts = np.array([tensor.numel() for tensor in tensors], np.int64)
         widths = counts if limit is None else np.minimum(counts, max(RUN, limit // RUN * RUN))
@@ -134,7 +136,7 @@ class Samples:
         ]
         offsets = np.r_[0, np.cumsum(-(-widths // RUN) * RUN)]
         of, nth, _ = _cut(-(-widths // kernels.TILE.value))
-        self._pieces = len(of)
+        self._lay = _Kernel(kernels.gather, len(of), WARPS)
         self.shares = counts / widths
         numbers = (np.array(steps, np.int64), widths, offsets[:-1], of, nth)
         self._plan = tuple(to_device(device, part) for part in numbers)
@@ -162,13 +164,32 @@ class Samples:
         steps, widths, offsets, of, nth = self._plan
         addresses = self._addresses(self._tensors)
         with _on(self.device):
-            self._kernels.gather[(self._pieces,)](
-                addresses, steps, widths, offsets, of, nth, out, self._type, num_warps=WARPS
-            )
+            self._lay(addresses, steps, widths, offsets, of, nth, out, self._type)
+
+
+class _Kernel:
+    """A kernel and as many programs of it, always with arguments of the same types and, if they are memory, aligned.
+
+    Triton looks at every argument of every launch, to find out which of the variants of a kernel it is for. That takes
+    the host longer than the launch. So what it has compiled for the first one is launched directly from then on.
+    """
+
+    def __init__(self, kernel: Any, programs: int, warps: int) -> None:
+        self._kernel, self._programs, self._warps = kernel, programs, warps
+        self._launch: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launch it on the current stream of the current device."""
+        if self._launch is not None:
+            self._launch(*args)
+            return
+        compiled = self._kernel[(self._programs,)](*args, num_warps=self._warps)
+        if compiled is not None:  # Triton's interpreter compiles nothing.
+            self._launch = compiled[self._programs, 1, 1]
 
 
 class _Addresses:
-    """Where tensors lie, as an array on their device; mostly they lie where those of the last step lay."""
+    """Where tensors lie, as an array on their device; parameters lie where they lay before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,11 +204,9 @@ class _Addresses:
         self._last, numbers = found, np.array(found, np.int64)
         # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
         # reads them was asked for before anything that could write there.
-        self._copies = []
-        for place in np.flatnonzero(numbers % ALIGNED).tolist():
-            copy = tensors[place].detach().clone(memory_format=torch.contiguous_format)
-            self._copies.append(copy)
-            numbers[place] = copy.data_ptr()
+        odd = np.flatnonzero(numbers % ALIGNED).tolist()
+        self._copies = [tensors[place].detach().clone(memory_format=torch.contiguous_format) for place in odd]
+        numbers[odd] = [copy.data_ptr() for copy in self._copies]
         self.array = to_device(self._device, numbers)
         return self.array
 

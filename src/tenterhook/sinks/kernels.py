@@ -72,14 +72,18 @@ def _write(out, count, scale, shift, total, square, low, high, zeros, none):
 
 
 @jit
+def _nothing_yet():
+    """The sum, the squares, the minimum and the maximum of no elements."""
+    none = tl.zeros((TILE,), tl.float32)
+    return none, none, tl.full((TILE,), float("inf"), tl.float32), tl.full((TILE,), float("-inf"), tl.float32)
+
+
+@jit
 def _piece(base, begin, end, out, MASKED: tl.constexpr):
     """Measure the elements of a tensor from ``begin`` on, of which some may be missing, NaN or Inf."""
     lane = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, MASKED)
-    apart = tl.zeros((TILE,), tl.float32)
-    square = tl.zeros((TILE,), tl.float32)
-    low = tl.full((TILE,), float("inf"), tl.float32)
-    high = tl.full((TILE,), float("-inf"), tl.float32)
+    apart, square, low, high = _nothing_yet()
     tally = tl.zeros((TILE,), tl.int32)  # Finite ones, zeros and NaN, ten bits for each.
     for group in range(TILES // AT_ONCE):
         for part in tl.static_range(0, AT_ONCE):
@@ -103,10 +107,7 @@ def _full_piece(base, begin, end, out):
     """The same for a piece of which nothing is missing, with half the work for each element where all are finite."""
     lane = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, False)
-    apart = tl.zeros((TILE,), tl.float32)
-    square = tl.zeros((TILE,), tl.float32)
-    low = tl.full((TILE,), float("inf"), tl.float32)
-    high = tl.full((TILE,), float("-inf"), tl.float32)
+    apart, square, low, high = _nothing_yet()
     zeros = tl.zeros((TILE,), tl.int32)
     for group in range(TILES // AT_ONCE):
         for part in tl.static_range(0, AT_ONCE):
@@ -119,9 +120,8 @@ def _full_piece(base, begin, end, out):
             zeros += (x == 0.0).to(tl.int32)
     squares = tl.sum(square, 0)
     if squares < float("inf"):  # It is not where anything is NaN or Inf, and may not be where a square is too large.
-        count = (squares * 0.0).to(tl.float64) + TILE * TILES
+        count, none = tl.full((), TILE * TILES, tl.float64), tl.full((), 0, tl.int32)
         total = tl.sum(apart, 0)
-        none = (count * 0.0).to(tl.int32)
         _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), tl.sum(zeros, 0), none)
     else:
         _piece(base, begin, end, out, False)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tenterhook.sinks.statistics import is_plain, measure, plain
 from tenterhook.watch import locate
+from tenterhook.watch.held import NOTHING
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.observe import NOT_COUNTED, NOTHING, Ledger, Seen, Slot
+from tenterhook.watch.observe import NOT_COUNTED, Ledger, Seen, Slot
 from tenterhook.watch.parcel import Layout, Parcel
 from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady, Together
 from tenterhook.watch.trace import autocast_state
@@ -102,7 +103,7 @@ class Measuring:
             rows = slot.rows.get(path) or batch.rows(slot, path)
             found = known.get(id(tensor))
             if found is not None:  # Of a module and its last child: measured already.
-                batch.again(rows, found)
+                batch.again(rows, found if held is not None else (found[0], NOWHERE))
                 (held or NOTHING).close()
                 continue
             value = kept = NOWHERE

@@ -3,7 +3,8 @@
 A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
 tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
 is not copied either. Only small ones on the CPU are left to autograd (``retain_grad``), which copies them in less time
-than it takes to call a hook; on a GPU each copy would cost the host a launch.
+than it takes to call a hook; on a GPU each copy would cost the host a launch. The hooks that hold gradients are put on
+when the model returns, all of them in one go: until then a GPU often waits for the host, and after that it seldom does.
 
 That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
 gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
@@ -23,17 +24,19 @@ from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
 from tenterhook.errors import TenterhookWarning
-from tenterhook.record.cell import Cell, Cells, let_free
+from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
 from tenterhook.sites.tensor import own_alias
 from tenterhook.sites.wrapped import settled
+from tenterhook.watch.held import LATER, NOTHING, RETAINED, Held, Hooks, Later, Retained, new_held, set_in
 
-__all__ = ["NOTHING", "CaughtGradient", "Gradient", "Held", "Ledger", "Seen", "Slot", "Value", "heal"]
+__all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value", "heal"]
 
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+LATELY = 8
 SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
 
 LOST = (
@@ -103,82 +106,8 @@ class Seen(NamedTuple):
     version: int
     args: Any
     kwargs: Any
-    held: Held | _Retained | None
+    held: Held | Retained | Later | None
     """what holds its gradient when a backward pass has brought it"""
-
-
-class Held:
-    """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
-
-    __slots__ = ("copies", "gradient", "open", "version")
-
-    copies: bool
-    gradient: Tensor | None
-    version: int
-
-    def __init__(self) -> None:
-        self.close()
-
-    def hold(self, gradient: Tensor) -> None:
-        """The hook itself: a bound method is called in half the time that an object is."""
-        if self.open:
-            if self.copies:
-                gradient = gradient.clone()
-            elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
-                gradient = let_free(gradient)
-            if self.gradient is not None:  # A second backward pass through the same graph.
-                gradient = self.gradient + gradient
-            self.gradient, self.version = gradient, gradient._version
-
-    hold.__torch_unserializable__ = True  # type: ignore[attr-defined]
-
-    def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
-        """The gradient, or the sum of those that several backward passes have brought."""
-        gradient, self.gradient, self.open = self.gradient, None, False
-        if gradient is not None and gradient._version != self.version:
-            slot.spoilt += 1
-            return None
-        return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
-
-    def close(self) -> None:
-        """Hold nothing, and take nothing more."""
-        self.gradient, self.open = None, False
-
-
-class _Retained:
-    """Stands for what autograd keeps."""
-
-    @staticmethod
-    def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
-        """The gradient of a tensor."""
-        return tensor.grad
-
-    @staticmethod
-    def close() -> None:
-        """Nothing: a later backward pass is the tensor's own affair."""
-
-
-class _Hooks(dict[Any, Any]):
-    """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
-
-    __slots__ = ("__weakref__", "last")
-
-    last: Held
-
-    def __setitem__(self, key: Any, hook: Any) -> None:
-        self.pop(self.last, None)
-        super().__setitem__(key, hook)
-        super().__setitem__(self.last, self.last.hold)
-
-    def update(self, found: Any) -> None:  # type: ignore[override]
-        """Take several in, in their order."""
-        for key, hook in dict(found).items():
-            self[key] = hook
-
-
-set_in: Callable[[dict[Any, Any], Any, Any], None] = dict.__setitem__
-new_held = Held.__new__
-NOTHING, RETAINED = Held(), _Retained()  # Where no gradients are wanted; where autograd copies them.
 
 
 class Ledger:
@@ -191,7 +120,23 @@ class Ledger:
         self.given: dict[tuple[Slot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
         self.hold, self.held, self.loose = hold, 0, 0
+        self.later = False  # Whether hooks may wait until the model returns.
         self.spill = spill
+
+    def catch_up(self) -> bool:
+        """The model returns: hold the gradients of all that has passed since it was called; gives whether any has."""
+        self.later, log, found = False, self.log, False
+        for place, entry in enumerate(log):
+            if entry[7] is LATER:
+                slot, tensor, found = entry[0], entry[3], True
+                self.held -= slot.size
+                node = tensor.grad_fn if tensor._version == entry[4] else None
+                log[place] = (*entry[:7], NOTHING if node is None else _hold(tensor, node, slot, self))
+        return found
+
+    def just_had(self, tensor: Tensor) -> bool:
+        """Whether one of the last entries is of this very tensor: a model's output is mostly that of its last part."""
+        return any(entry[3] is tensor for entry in self.log[-LATELY:])
 
     def count(self, size: int) -> None:
         """Note memory that is held outside of the short way, and empty the log where it is too much."""
@@ -263,12 +208,13 @@ class Value:
             real = plain(settled(tensor))
             if real is None:
                 continue
-            real = real.detach()
             version = NOT_COUNTED
             if slot.careful or real.is_inference():
-                real = real.clone()
+                real = real.detach().clone()
             else:
                 version = real._version
+                if not ledger.just_had(real):
+                    real = real.detach()
             entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, None)
             ledger.log.append(entry)
             size += real.nbytes
@@ -303,32 +249,39 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and transform() is None:
-            held: Any
-            if slot.retains and ledger.gradients:
+            if ledger.later and slot.size:
                 ledger.held += slot.size
-                tensor.retain_grad()
-                held = RETAINED
+                held: Any = LATER
             else:
-                hooks: Any = tensor._backward_hooks
-                if type(hooks) is _Hooks:  # A module and its last child share their output.
-                    held = hooks.last
-                else:
-                    ledger.held += slot.size
-                    held = NOTHING
-                    if ledger.gradients:
-                        held = new_held(Held)
-                        held.gradient, held.open, held.copies = None, True, slot.copies
-                        if hooks is None:
-                            hooks = tensor._backward_hooks = _Hooks()
-                            node._register_hook_dict(tensor)
-                            hooks.last = held
-                            set_in(hooks, held, held.hold)
-                        else:
-                            hooks[held] = held.hold
+                held = _hold(tensor, node, slot, ledger)
             ledger.log.append((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
 
     return watch
+
+
+def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained:
+    """See to it that the gradient of a tensor, which ``node`` has made, is held."""
+    if slot.retains and ledger.gradients:
+        ledger.held += slot.size
+        tensor.retain_grad()
+        return RETAINED
+    hooks: Any = tensor._backward_hooks
+    if type(hooks) is Hooks:  # A module and its last child share their output.
+        return hooks.last
+    ledger.held += slot.size
+    if not ledger.gradients:
+        return NOTHING
+    held = new_held(Held)
+    held.gradient, held.open, held.copies = None, True, slot.copies
+    if hooks is None:
+        hooks = tensor._backward_hooks = Hooks()
+        node._register_hook_dict(tensor)
+        hooks.last = held
+        set_in(hooks, held, held.hold)
+    else:
+        hooks[held] = held.hold
+    return held
 
 
 class CaughtGradient:

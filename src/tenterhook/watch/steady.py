@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.statistics import USUAL, kinds
-from tenterhook.watch.observe import Held
+from tenterhook.watch.held import Held
 from tenterhook.watch.parcel import Layout
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Steady:
         for place, entry in enumerate(log):
             for kind, row in zip((VALUE, KEPT), entry[0].rows[entry[1]], strict=True):
                 found = where.get((kind, twins.get(place, place)))
-                if found is not None:
+                if found is not None and (kind == VALUE or helds[place] is not None):
                     self.rows.append(row)
                     self.refs.append(found)
         self.together: Together | None = None

@@ -1,0 +1,102 @@
+"""What holds the gradient of a watched tensor, from the moment when it passes until it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tenterhook.record.cell import let_free
+
+if TYPE_CHECKING:
+    from tenterhook.watch.observe import Slot
+
+__all__ = ["LATER", "NOTHING", "RETAINED", "Held", "Hooks", "Later", "Retained", "new_held", "set_in"]
+
+
+class Held:
+    """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
+
+    __slots__ = ("copies", "gradient", "open", "version")
+
+    copies: bool
+    gradient: Tensor | None
+    version: int
+
+    def __init__(self) -> None:
+        self.close()
+
+    def hold(self, gradient: Tensor) -> None:
+        """The hook itself: a bound method is called in half the time that an object is."""
+        if self.open:
+            if self.copies:
+                gradient = gradient.clone()
+            elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
+                gradient = let_free(gradient)
+            if self.gradient is not None:  # A second backward pass through the same graph.
+                gradient = self.gradient + gradient
+            self.gradient, self.version = gradient, gradient._version
+
+    hold.__torch_unserializable__ = True  # type: ignore[attr-defined]
+
+    def take(self, slot: Slot, _tensor: Tensor) -> Tensor | None:
+        """The gradient, or the sum of those that several backward passes have brought."""
+        gradient, self.gradient, self.open = self.gradient, None, False
+        if gradient is not None and gradient._version != self.version:
+            slot.spoilt += 1
+            return None
+        return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
+
+    def close(self) -> None:
+        """Hold nothing, and take nothing more."""
+        self.gradient, self.open = None, False
+
+
+class Later:
+    """Stands for a hook that is put on when the model returns."""
+
+    @staticmethod
+    def take(_slot: Slot, _tensor: Tensor) -> None:
+        """Nothing: the model did not return."""
+
+    @staticmethod
+    def close() -> None:
+        """Nothing is held."""
+
+
+class Retained:
+    """Stands for what autograd keeps."""
+
+    @staticmethod
+    def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
+        """The gradient of a tensor."""
+        return tensor.grad
+
+    @staticmethod
+    def close() -> None:
+        """Nothing: a later backward pass is the tensor's own affair."""
+
+
+class Hooks(dict[Any, Any]):
+    """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
+
+    __slots__ = ("__weakref__", "last")
+
+    last: Held
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.pop(self.last, None)
+        super().__setitem__(key, hook)
+        super().__setitem__(self.last, self.last.hold)
+
+    def update(self, found: Any) -> None:  # type: ignore[override]
+        """Take several in, in their order."""
+        for key, hook in dict(found).items():
+            self[key] = hook
+
+
+set_in: Callable[[dict[Any, Any], Any, Any], None] = dict.__setitem__
+new_held = Held.__new__
+# Where no gradients are wanted; where autograd copies them; where a hook is still to come.
+NOTHING, RETAINED, LATER = Held(), Retained(), Later()
