@@ -2,7 +2,8 @@
 
 A :class:`Workload` is one piece of work done in several ways. The ways take turns, block by block and in a rotating
 order, so that whatever else the machine does falls on all of them alike. The minimum is what a figure stands on,
-because noise only ever adds time. What varies from round to round is shown beside it as quartiles.
+because noise only ever adds time; what a way costs beyond another stands on the quickest calls together. What varies
+from round to round is shown beside it as quartiles.
 
 No figure is taken of a way that gives wrong values: before any timing, all that a way recorded is compared, bit for
 bit unless the workload says otherwise, with what the workload's reference recorded.
@@ -27,6 +28,10 @@ Recorded: TypeAlias = dict[str, list[torch.Tensor]]
 
 GROUP = 5
 """Rounds whose minima stand together for one estimate of a difference; single rounds are too noisy for that."""
+
+LOW = 0.4
+"""The share of all calls, the quickest, whose mean a difference stands on: where two times differ by a hundredth, one
+lucky call of either would decide."""
 
 BLOCK_SECONDS = 0.5
 """A block ends after this time even if calls are left: a contender a hundred times slower must not take the day."""
@@ -139,6 +144,24 @@ def measure(work: Workload, rounds: int) -> list[Row]:
     return [_row(work, name, blocks) for name in work.ways]
 
 
+class Times(list[float]):
+    """The best time of a call in each block of a contender, and beside it those of all its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[float] = []
+
+    def add(self, block: Sequence[float]) -> None:
+        """Take the times of a block."""
+        self.append(min(block))
+        self.calls += block
+
+    @property
+    def low(self) -> float:
+        """The mean of the quickest calls."""
+        return statistics.mean(sorted(self.calls)[: max(1, round(len(self.calls) * LOW))])
+
+
 # ------------------------------------------------------------------------------------------------------------- values
 
 
@@ -203,15 +226,15 @@ def leaves(value: object) -> list[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def time_blocks(work: Workload, rounds: int) -> dict[str, list[float]]:
-    """The best time of a call in each block, per contender: one block each in every round."""
-    blocks: dict[str, list[float]] = {name: [] for name in work.ways}
+def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
+    """The times of each contender: one block each in every round."""
+    blocks = {name: Times() for name in work.ways}
     order = list(work.ways)
     with _quiet():
         for _ in range(rounds):
             gc.collect(0)
             for name in order:
-                blocks[name].append(_block(work.ways[name], work.calls, work.clock))
+                blocks[name].add(_block(work.ways[name], work.calls, work.clock))
             order.append(order.pop(0))  # so that no contender always follows the same one
     return blocks
 
@@ -231,19 +254,20 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> float:
+def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> list[float]:
+    times: list[float] = []
     with opener() as trial:
         call = trial.call
         call()  # whatever happens only once after opening is not the cost of a call
-        best, end = float("inf"), clock() + BLOCK_SECONDS
+        end = clock() + BLOCK_SECONDS
         for _ in range(calls):
             start = clock()
             call()
             now = clock()
-            best = min(best, now - start)
+            times.append(now - start)
             if now > end:
                 break
-    return best
+    return times
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -255,11 +279,11 @@ def ratio(mine: Sequence[float], other: Sequence[float]) -> Spread:
     return Spread(min(mine) / min(other), _quartiles(each))
 
 
-def extra(mine: Sequence[float], of: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Time beyond the baseline, as a share of the other's: from all minima, with quartiles over groups of rounds."""
+def extra(mine: Times, of: Times, baseline: Times) -> Spread:
+    """Time beyond the baseline, as a share of the other's: of the quickest calls, with quartiles over groups."""
     groups = [slice(start, start + GROUP) for start in range(0, len(mine), GROUP)]
     each = [_share(min(mine[part]), min(of[part]), min(baseline[part])) for part in groups]
-    return Spread(_share(min(mine), min(of), min(baseline)), _quartiles(each))
+    return Spread(_share(mine.low, of.low, baseline.low), _quartiles(each))
 
 
 def _share(mine: float, of: float, baseline: float) -> float:
@@ -276,7 +300,7 @@ def _quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _row(work: Workload, name: str, blocks: Mapping[str, list[float]]) -> Row:
+def _row(work: Workload, name: str, blocks: Mapping[str, Times]) -> Row:
     mine, goal = blocks[name], work.goals.get(name)
     to_baseline = ratio(mine, blocks[work.baseline])
     share = extra(mine, blocks[goal.of], blocks[work.baseline]) if goal and goal.kind == "extra" else None
@@ -294,7 +318,7 @@ def _row(work: Workload, name: str, blocks: Mapping[str, list[float]]) -> Row:
     )
 
 
-def _judge(goal: Goal, name: str, blocks: Mapping[str, list[float]], baseline: str) -> tuple[str, bool]:
+def _judge(goal: Goal, name: str, blocks: Mapping[str, Times], baseline: str) -> tuple[str, bool]:
     """The goal in words, and whether it is met."""
     mine, plain = blocks[name], blocks[baseline]
     if goal.kind == "extra":

@@ -91,6 +91,7 @@ def _to_points(
     wanted = [*parameters, *(edge for cell in cells for edge in cell.edges)]
     targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
     before = [_caught(cell) for cell in cells]
+    tape.grad.views.plain = False
     for cell, _ in leaves:
         cell.silent = True
     try:

@@ -33,9 +33,6 @@ Edge = tuple[Any, ...]
 PythonNode: Any = torch._C._FunctionBase
 
 NO_PARTS: Any = MappingProxyType({})  # What has come to most cells so far.
-MANY = 100
-plain: set[int] = set()
-"""The backward passes, by their numbers, that keep no graph and make none, and have no sums to mend."""
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
     "what flowed is gone. A hook should return a new tensor."
@@ -56,7 +53,10 @@ class Cell:
     """The gradients of one value: for each of its tensors, what every backward pass brought."""
 
     # A cell is made for each call of a recorded module; in most, all that is ever set are these.
-    __slots__ = ("__dict__", "__weakref__", "_found", "base", "edges", "first", "kept", "lone", "spent", "version")
+    __slots__ = (
+        "__dict__", "__weakref__", "_found", "base", "before", "edges", "first", "kept", "lone", "spent", "version",
+        "views",
+    )  # fmt: skip
 
     first: Tensor | None
     """the first gradient, as long as it is the only one and nobody has asked for it"""
@@ -69,6 +69,11 @@ class Cell:
     lone: int
     """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; 0
     where no dimension has size one, and -1 where others have"""
+    before: Tensor | None
+    """what the call before this one was given, if that is small, until this one is: memory that is freed as the model
+    runs is at once used otherwise, and what was in the processor's cache is gone"""
+    views: Any
+    """what is known of the backward pass; see :class:`tenterhook.record.views.Views`"""
     base: Any
     """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
     number of the backward pass that did it; for all others, None"""
@@ -131,6 +136,7 @@ class Cell:
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
+        self.before = None
         if frees:
             self.release()
 
@@ -173,38 +179,36 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
     cell = find()
     if cell is None:
         return None
-    kept, task = cell.kept, graph_task()
+    kept = cell.kept
     if (
-        (task not in plain and not _is_plain(task)) or cell.first is not None or cell._found
+        not (cell.views.plain or _is_plain(cell.views)) or cell.first is not None or cell._found
         or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
-        return _caught(cell, gradient, task)
+        return _caught(cell, gradient)
     if cell.lone and gradient.stride()[0] != cell.lone:
         gradient = let_free(gradient)
     cell.first, cell.version = gradient, gradient._version
     if kept is not None and cell.base is not None and not cell.spent:
-        cell.base = (task,)
-    cell.spent, cell.edges = True, ()
+        cell.base = (graph_task(),)
+    cell.spent, cell.edges, cell.before = True, (), None
     return None
 
 
-def _is_plain(task: int) -> bool:
-    """Ask once in a backward pass."""
-    if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
+def _is_plain(views: Any) -> bool:
+    """Whether the backward pass keeps no graph, makes none and has no sums to mend: asked once after a call."""
+    if keeps_graph() or torch.is_grad_enabled() or (noted and graph_task() not in quiet):
         return False
-    if len(plain) > MANY:
-        plain.clear()
-    plain.add(task)
+    views.plain = True
     return True
 
 
-def _caught(cell: Cell, gradient: Tensor, task: int) -> Tensor | None:
+def _caught(cell: Cell, gradient: Tensor) -> Tensor | None:
     """The same, where something is out of the ordinary."""
     if cell.overwritten:  # The hook of the base speaks in its place.
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)
         return None
-    new = corrected(cell, gradient) if noted and task not in quiet else None
+    new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
     cell.add(cell.path, gradient if new is None else new)
     return new
 

@@ -56,6 +56,8 @@ WHY = sites.WHY | {
     ),
 }
 new_cell = Cell.__new__
+FIRST = object()  # The name of a hook that is the first of its tensor: to make one of the hook itself takes longer.
+SMALL = 2**16  # Bytes of a gradient that may be held until the next one comes.
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
 
@@ -88,6 +90,7 @@ class Gradients(View):
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, Cell):
             return super()._read(entry, address)
+        self.views.plain = False
         self.views.doubt(entry)
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
@@ -183,13 +186,15 @@ class OutputGradient(_Gradient):
         super().__init__(entries, keep, whole=whole)
         self._of = of  # The number of its module, for the short way.
         self._since: dict[int, int] = {}
+        self._shape: torch.Size | None = None  # Of the last value, and what follows from it.
+        self._lone, self._small = 0, False
         self.views = Views() if views is None else views
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 
-    def watch(
+    def watch(  # noqa: C901 - written out, because it runs at every call
         self,
         tensor: Tensor,
         node: Any,
@@ -214,9 +219,12 @@ class OutputGradient(_Gradient):
             node = tensor.grad_fn
         cell: Cell = new_cell(Cell)
         cell._found, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
-        cell.first = cell.kept = cell.base = None
+        cell.first = cell.kept = cell.base = cell.before = None
         shape = tensor.shape
-        cell.lone = lone_of(shape) if 1 in shape else 0
+        if shape != self._shape:
+            self._look_at(shape, tensor)
+        views = self.views
+        cell.lone, cell.views, views.plain = self._lone, views, False
         if type(value) is tuple:
             cell.shape, cell.path = (None,) * len(value), (0,)
         self.entries[call] = cell
@@ -224,10 +232,11 @@ class OutputGradient(_Gradient):
             note(cell, self._of)
         self._latest = call
         if call >= self.keep:
-            self.entries.pop(call - self.keep, None)
+            old = self.entries.pop(call - self.keep, None)
+            if old is not None and self._small:
+                cell.before = old.first
         find, base = ref(cell), tensor._base
         if base is not None:
-            views = self.views
             if self.trusts and views.calm:
                 cell.kept, cell.base = kept or _memory(tensor), (base, views, base._backward_hooks)
                 views.waiting.append(find)
@@ -240,8 +249,13 @@ class OutputGradient(_Gradient):
         if hooks is None:
             hooks = tensor._backward_hooks = Hooks()
             node._register_hook_dict(tensor)
-        hooks[hook] = hook
+        hooks[hook if hooks else FIRST] = hook
         return tensor
+
+    def _look_at(self, shape: torch.Size, tensor: Tensor) -> None:
+        """Note what follows from the shape of a value: mostly all that come by have the same."""
+        self._shape, self._lone = shape, lone_of(shape) if 1 in shape else 0
+        self._small = tensor.nbytes <= SMALL
 
     def __call__(self, value: Any, context: Context) -> Any:
         call = context.call
