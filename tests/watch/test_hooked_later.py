@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.watch import measuring, observe
+from tenterhook.watch import measuring, observe, turns
 
 
 class Force(nn.Module):
@@ -44,9 +44,10 @@ def gradient_norm(model, x):
     return float(torch.linalg.vector_norm(sum(found))), len(found)
 
 
-@pytest.fixture(params=[False, True], ids=["by hooks", "by autograd"])
+@pytest.fixture(params=[0, 2**15], ids=["by hooks", "by autograd"])
 def _way(request, monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", 2**15 if request.param else 0)
+    monkeypatch.setattr(turns, "PATIENT", {"cpu"})  # As it is for a GPU.
+    monkeypatch.setattr(observe, "SMALL", request.param)
 
 
 @pytest.mark.usefixtures("_way")
@@ -112,6 +113,39 @@ def test_a_call_that_fails_leaves_nothing_that_disturbs_the_next():
         watch.step()
         assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
         assert watch.row("second", "gradients")["last"]["count"] == 5
+
+
+class Twice(nn.Module):
+    """A model that calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, again=True):
+        x = torch.tanh(self.first(x))
+        return self.last(self(x, again=False) if again else x)
+
+
+@pytest.mark.usefixtures("_way")
+def test_a_model_that_calls_itself_is_no_surprise():
+    model, x, found = Twice(), torch.randn(5, 3), []
+
+    def hook(_module, _args, output):
+        output.register_hook(found.append)
+
+    with model.first.register_forward_hook(hook):
+        model(x).pow(2).sum().backward()
+    expected = torch.linalg.vector_norm(torch.cat(found))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
+            for _ in range(4):
+                model(x).pow(2).sum().backward()
+                watch.step()
+                norm = watch.row("first", "gradients")["last"]["norm"]
+                assert norm == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_what_a_model_returns_in_a_structure_is_measured_once(monkeypatch):

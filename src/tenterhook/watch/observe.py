@@ -3,8 +3,8 @@
 A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
 tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
 is not copied either. Only small ones on the CPU are left to autograd (``retain_grad``), which copies them in less time
-than it takes to call a hook; on a GPU each copy would cost the host a launch. The hooks that hold gradients are put on
-when the model returns, all of them in one go: until then a GPU often waits for the host, and after that it seldom does.
+than it takes to call a hook; on a GPU each copy would cost the host a launch. There the hooks that hold gradients are
+put on when the model returns, all in one go: until then a GPU often waits for the host, and after that it seldom does.
 
 That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
 gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied

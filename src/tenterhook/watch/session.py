@@ -20,7 +20,7 @@ from tenterhook.engine.action import Binding
 from tenterhook.engine.install import Lane, Tap
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
-from tenterhook.record.cell import Cells, passes
+from tenterhook.record.cell import Cells
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
@@ -33,18 +33,13 @@ from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Val
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.parcel import Parcel
 from tenterhook.watch.results import Options, Results, about
-from tenterhook.watch.turns import Begins, Call, Return, park, unpark
+from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
 
 __all__ = ["Watch"]
 
 MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
 # Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
 AT_ONCE = 8
-
-INSIDE = (
-    "a backward pass ran while the model was called, for the first time in step {step}, and its gradients are missing "
-    "from what this watch tells of that step. From the next one on they are measured."
-)
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -76,8 +71,7 @@ class Watch(Results, Session):
         self._shared: dict[int, Any] = {}
         self._calls = 0
         self._attached = True
-        self._queued = self._passes = -1
-        self._impatient = False  # Whether a backward pass has run while the model was called.
+        self._queued = -1
         self._slow_at: int | None = None
         self._parked: list[tuple[Lane, Tap | None]] = []
         self._server: Any = None
@@ -86,6 +80,7 @@ class Watch(Results, Session):
         self._ready: list[tuple[int, list[Parcel]]] = []  # ... and those that wait for more, to be published with them.
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._late = self._device == "cuda" and options.on_nan != "raise"
+        self._patience = Patience(self._ledger, self._device)
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         careful = facts(model).in_place
@@ -208,20 +203,16 @@ class Watch(Results, Session):
         if self._attached:
             self._drain()
             self._measuring.entered(self._device)
-            self._ledger.later, self._passes = not self._impatient, passes()
+            self._patience.called(self.steps)
 
     def on_return(self, value: Any) -> None:
         """The model returns: its backward pass, if there is one, will begin here."""
         if not self._attached or torch._C._current_graph_task_id() != -1:
             return
-        late = self._ledger.catch_up()
+        self._patience.returned(self.steps)
         if not torch.is_grad_enabled():
             self._measure()
             return
-        if not self._impatient and passes() != self._passes + 1:
-            self._impatient = True
-            if late:
-                warnings.warn(INSIDE.format(step=self.steps), TenterhookWarning, stacklevel=2)
         for _, tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(Begins(self))

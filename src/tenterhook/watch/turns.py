@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,21 @@ from torch import Tensor
 
 from tenterhook.engine.action import Context
 from tenterhook.engine.install import Lane, Tap, attach, detach
+from tenterhook.errors import TenterhookWarning
+from tenterhook.record.cell import passes
 from tenterhook.sites.wrapped import in_transform
 
 if TYPE_CHECKING:
+    from tenterhook.watch.observe import Ledger
     from tenterhook.watch.session import Watch
 
-__all__ = ["Begins", "Call", "Return", "park", "unpark"]
+__all__ = ["Begins", "Call", "Patience", "Return", "park", "unpark"]
+
+PATIENT = frozenset(["cuda"])  # Devices whose hooks are put on when the model returns.
+INSIDE = (
+    "a backward pass ran while the model was called, for the first time in step {step}, and its gradients are missing "
+    "from what this watch tells of that step. From the next one on they are measured."
+)
 
 
 def park(lane: Lane) -> tuple[Lane, Tap | None]:
@@ -39,6 +49,37 @@ def unpark(lane: Lane, tap: Tap | None) -> None:
     else:
         lane.tap = tap
         tap.put_in()
+
+
+class Patience:
+    """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called."""
+
+    def __init__(self, ledger: Ledger, device: str) -> None:
+        self._ledger, self._lasts = ledger, device in PATIENT
+        self._passes = -1
+
+    def called(self, step: int) -> None:
+        """The model is called; if it was called and has not returned, by itself."""
+        if self._ledger.later:
+            self.returned(step)
+        elif self._lasts:
+            self._has_passed()
+        self._ledger.later = self._lasts
+
+    def returned(self, step: int) -> None:
+        """The model returns: nothing waits any longer."""
+        if not self._lasts:
+            return
+        late = self._ledger.catch_up()
+        if self._has_passed():
+            self._lasts = False
+            if late:
+                warnings.warn(INSIDE.format(step=step), TenterhookWarning, stacklevel=2)
+
+    def _has_passed(self) -> bool:
+        """Whether a backward pass was made since this was asked before."""
+        before, self._passes = self._passes, passes()
+        return self._passes != before + 1
 
 
 class Begins:
