@@ -181,7 +181,7 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
         return None
     kept = cell.kept
     if (
-        not (cell.views.plain or _is_plain(cell.views)) or cell.first is not None or cell._found
+        ((noted or not cell.views.plain) and not _is_plain(cell.views)) or cell.first is not None or cell._found
         or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
         return _caught(cell, gradient)
@@ -195,10 +195,12 @@ def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
 
 
 def _is_plain(views: Any) -> bool:
-    """Whether the backward pass keeps no graph, makes none and has no sums to mend: asked once after a call."""
-    if keeps_graph() or torch.is_grad_enabled() or (noted and graph_task() not in quiet):
-        return False
-    views.plain = True
+    """Whether the backward pass keeps no graph, makes none and has no sums to mend: asked once."""
+    task = graph_task()
+    if task != views.asked:
+        if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
+            return False
+        views.plain, views.asked = True, task
     return True
 
 

@@ -37,14 +37,14 @@ MANY = 1000  # views that wait
 class Views:
     """The views of a tape whose bases have no hook, and what is known of the backward passes that went by."""
 
-    __slots__ = ("begun", "calm", "counted", "many", "plain", "real", "task", "waiting")
+    __slots__ = ("asked", "begun", "calm", "counted", "many", "plain", "real", "task", "waiting")
 
     def __init__(self) -> None:
         self.calm = True  # Whether no view was ever found changed: if one was, every base gets its hook at once.
         # Whether a backward pass has come to a value since a module was called or a gradient read, and needed no care.
         # Another one is then taken to be like it: if that keeps its graph, its points let go of it all the same, and
-        # tape.backward() has to look for them.
-        self.plain = False
+        # tape.backward() has to look for them. Where sums may have to be mended, each is asked; that was the last one.
+        self.plain, self.asked = False, -1
         self.waiting: list[ref[Cell]] = []
         self.many = MANY
         # Numbers of backward passes: where the session began, the last that was looked after, the last that somebody
