@@ -82,7 +82,9 @@ class Contender:
         return self.process.poll() is None
 
     def send(self, number: int) -> None:
-        """Send a signal to all its processes."""
+        """Send a signal to all its processes, unless it has ended: its number may then be another's."""
+        if self.process.poll() is not None:
+            return
         for each in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, number)

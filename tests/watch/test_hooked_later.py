@@ -84,6 +84,16 @@ def test_one_that_comes_as_a_surprise_is_told_of_and_seen_from_then_on():
 
 
 @pytest.mark.usefixtures("_way")
+def test_who_asks_for_no_gradients_is_not_told_of_any():
+    model, x = Force(), torch.randn(5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with th.watch(model, steps="call", of=("values",)):
+            for model.derives in (False, False, False, True, True):
+                model(leaf(x)).backward()
+
+
+@pytest.mark.usefixtures("_way")
 def test_a_part_that_is_called_by_itself_is_hooked_at_once():
     model, x = Force(), torch.randn(5, 3)
     model.derives = False

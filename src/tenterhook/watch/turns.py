@@ -55,7 +55,7 @@ class Patience:
     """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called."""
 
     def __init__(self, ledger: Ledger, device: str) -> None:
-        self._ledger, self._lasts = ledger, device in PATIENT
+        self._ledger, self._lasts = ledger, ledger.gradients and device in PATIENT
         self._passes = -1
 
     def called(self, step: int) -> None:
