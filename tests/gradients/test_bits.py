@@ -47,6 +47,34 @@ class Laid(nn.Module):
         return self.head(h.permute(2, 3, 0, 1).contiguous())
 
 
+class Changed(nn.Module):
+    """What a module hands on is added to in place, and lies otherwise than the gradient that will come to it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.stem, self.deep, self.same = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 8, 3, padding=1), nn.Identity()
+        self.head, self.change = nn.Linear(8, 8), change
+        self.strides = []
+
+    def forward(self, x):
+        h = self.stem(x)
+        deep = self.deep(h)
+        for value in (h, deep):
+            value.register_hook(lambda gradient: self.strides.append(gradient.stride()))
+        return self.head(self.change(self.same(deep), h).permute(0, 2, 3, 1))
+
+
+def added(deep, h):
+    deep += h
+    return deep
+
+
+def added_twice(deep, h):
+    deep += h.sin()
+    deep += h
+    return deep * 2
+
+
 def gradients(model, x):
     model.zero_grad()
     model(x).pow(2).sum().backward()
@@ -136,6 +164,25 @@ def test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_ma
     plain, recorded = model.strides
     assert plain == recorded
     assert plain[0] == 16, "the gradient is not laid out as this test needs it"
+
+
+@pytest.mark.parametrize("change", [added, added_twice])
+@pytest.mark.parametrize("points", [["**"], ["same", "head"], ["**", "**:in"]], ids=["all", "two", "inputs too"])
+def test_an_addition_in_place_to_what_is_handed_on_hands_on_the_gradient_as_it_came(change, points):
+    torch.manual_seed(0)
+    model = Changed(change)
+    for _ in range(2):  # A pass that was looked at needs looking at again.
+        model.strides.clear()
+        assert differing(model, torch.randn(2, 3, 17, 17), *points) == []
+        assert model.strides[:2] == model.strides[2:]
+    assert model.strides[0] == (512, 1, 64, 8), "the gradient is not laid out as this test needs it"
+
+
+def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording():
+    torch.manual_seed(0)
+    model = Changed(lambda deep, h: added(deep[:, :4], h[:, :4]).repeat(1, 2, 1, 1) + deep)
+    assert differing(model, torch.randn(2, 3, 17, 17), "**") == []
+    assert model.strides[:2] == model.strides[2:]
 
 
 def layouts(shape):

@@ -6,11 +6,15 @@ value differs in its last bits. So as a backward pass comes to the first recorde
 gradients to such an alias, and to what it stands for, are found in the graph; what they hand over is noted, and the sum
 is made again in the order in which it came. It takes the place of the other only if what was noted explains that one
 to the last bit.
+
+An alias is a view, and where a view is changed in place autograd lays its gradient out as the base lies. Without the
+alias there would be no view, and an addition, ``x += y``, would hand on the gradient that came. So it does here, too.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -86,6 +90,7 @@ class Pass:
 
     def __init__(self, task: int, start: Any) -> None:
         self.sums: dict[Edge, Sum] = {}
+        self._changes: set[Any] = set()
         self._handles: list[Any] = []
         self._seen: set[Any] = set()
         found = [(cell, of) for ref, of in noted if (cell := ref()) is not None]
@@ -115,7 +120,7 @@ class Pass:
         _forget()
         for handle in self._handles:
             handle.remove()
-        if not self.quiet and not self.sums:
+        if not self.quiet and not self.sums and not self._changes:
             if len(_quiet) > MANY:
                 _quiet.clear()
             _quiet.add(self._key)
@@ -125,6 +130,9 @@ class Pass:
         if start in self._seen or not self._groups:
             return
         for node in self._newer(start):
+            if node not in self._changes and self._is_change(node):
+                self._changes.add(node)
+                self._handles.append(node.register_hook(_as_they_came))
             for index, edge in enumerate(node.next_functions):
                 if edge in self._users:
                     self._users[edge].append((node, index))
@@ -132,6 +140,18 @@ class Pass:
             # Where all come together at one place, they do so in their own order.
             if sum(len(self._users[edge]) > 1 for edge in group) > 1:
                 self._listen(base, group)
+
+    def _is_change(self, node: Any) -> bool:
+        """Whether an alias was changed in place here, or has then been made anew as a view of what it stands for."""
+        anew = type(node).__name__ == "AsStridedBackward0"
+        change = node.next_functions[0][0] if anew else node
+        # A view that is changed is made anew at once, others when they are used.
+        if not _is_copied(change) or (anew and number_of(node) != number_of(change) + 1):
+            return False
+        edge: Edge = (change, 0)
+        while _is_copied(edge[0]):  # It may have been changed before.
+            edge = edge[0].next_functions[0]
+        return edge in self._groups
 
     def _newer(self, start: Any) -> Iterator[Any]:
         """The operations from one back to those that are older than any that is of interest."""
@@ -209,6 +229,22 @@ class Sum:
                 return None
         self._came, self._made = {}, _added(own)
         return self._made
+
+
+def _is_copied(node: Any) -> bool:
+    return type(node).__name__ == "CopySlices"
+
+
+def _as_they_came(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
+    """A hook of a change in place: what it hands on unchanged is the very tensor that came."""
+    new = [came[0] if _is_copy(each, came[0]) else each for each in given]
+    return None if all(map(operator.is_, new, given)) else tuple(new)
+
+
+def _is_copy(tensor: Tensor | None, of: Tensor | None) -> bool:
+    if tensor is None or of is None or (tensor.shape, tensor.dtype) != (of.shape, of.dtype):
+        return False
+    return torch.equal(tensor, of)
 
 
 def is_alias(node: Any) -> bool:
