@@ -178,6 +178,18 @@ def test_an_addition_in_place_to_what_is_handed_on_hands_on_the_gradient_as_it_c
     assert model.strides[0] == (512, 1, 64, 8), "the gradient is not laid out as this test needs it"
 
 
+def test_a_change_in_place_that_turns_the_sign_of_zeros_is_no_addition():
+    model = Changed(lambda deep, h: deep.mul_(-1) * 0)
+    with th.record(model, "**", grad=True) as tape:
+        gradients(model, torch.randn(2, 3, 17, 17))
+    assert tape.grad["deep"].count_nonzero() == 0
+    flowed = []
+    with model.deep.register_forward_hook(lambda _m, _a, out: out.register_hook(flowed.append) and None):
+        gradients(model, torch.randn(2, 3, 17, 17))
+    assert tape.grad["deep"].signbit().equal(flowed[0].signbit())
+    assert flowed[0].signbit().any()
+
+
 def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording():
     torch.manual_seed(0)
     model = Changed(lambda deep, h: added(deep[:, :4], h[:, :4]).repeat(1, 2, 1, 1) + deep)

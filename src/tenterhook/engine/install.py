@@ -41,7 +41,6 @@ __all__ = [
     "locked",
     "put",
     "refuse",
-    "refuse_script",
 ]
 
 SHARED = (
@@ -109,17 +108,21 @@ class Tap:
 
     def put_in(self) -> None:
         """Put the forward in, and what stands before it."""
-        state = self.module.__dict__
+        module = self.module
+        state = module.__dict__
         state["forward"] = self.method
         if self.call is not None:
             state[CALL] = self.call
-        refuse_script(self.module)
+        if SCRIPT not in state:
+            state[SCRIPT] = MethodType(refuse, module)
 
     def take_out(self) -> None:
         """Undo that, where it is still as it was put in."""
         state = self.module.__dict__
-        self._clear_call()
-        allow_script(self.module)
+        if self.call is not None and state.get(CALL) is self.call:
+            del state[CALL]
+        if getattr(state.get(SCRIPT), "__func__", None) is refuse:
+            del state[SCRIPT]
         if self.own is None:
             del state["forward"]
         else:
@@ -291,17 +294,10 @@ def _tap_of(module: nn.Module) -> Tap | None:
     return tap if forward is tap.method else None
 
 
-def refuse_script(module: nn.Module) -> None:
-    """Let torch.jit.script find an error at a touched module."""
-    state = module.__dict__
-    if SCRIPT not in state:
-        state[SCRIPT] = MethodType(refuse, module)
-
-
 def allow_script(module: nn.Module) -> None:
-    """Undo that."""
+    """Take away what has torch.jit.script find an error at a touched module."""
     state = module.__dict__
-    if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
+    if getattr(state.get(SCRIPT), "__func__", None) is refuse:
         del state[SCRIPT]
 
 
