@@ -133,7 +133,7 @@ class Pass:
         for node in self._newer(start):
             if node not in self._changes and self._is_change(node):
                 self._changes.add(node)
-                self._handles.append(node.register_hook(_as_they_came))
+                self._handles.append(node.register_hook(_as_it_came))
             for index, edge in enumerate(node.next_functions):
                 if edge in self._users:
                     self._users[edge].append((node, index))
@@ -236,18 +236,18 @@ def _is_copied(node: Any) -> bool:
     return type(node).__name__ == "CopySlices"
 
 
-def _as_they_came(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
-    """A hook of a change in place: what it hands on unchanged is the very tensor that came."""
-    new = [came[0] if _is_copy(each, came[0]) else each for each in given]
+def _as_it_came(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
+    """A hook of a change in place: what it hands on unchanged lies as what came."""
+    new = [came[0] if _is_laid_anew(each, came[0]) else each for each in given]
     return None if all(map(operator.is_, new, given)) else tuple(new)
 
 
-def _is_copy(tensor: Tensor | None, of: Tensor | None) -> bool:
-    """Whether a tensor is another one to the last bit: zeros have a sign."""
+def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
+    """Whether a tensor lies otherwise than another one, and is it to the last bit: zeros have a sign."""
     if tensor is None or of is None or (tensor.shape, tensor.dtype) != (of.shape, of.dtype):
         return False
     bits = BITS.get(of.element_size())
-    return bits is not None and torch.equal(tensor.view(bits), of.view(bits))
+    return tensor.stride() != of.stride() and bits is not None and torch.equal(tensor.view(bits), of.view(bits))
 
 
 def is_alias(node: Any) -> bool:
