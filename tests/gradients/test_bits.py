@@ -61,7 +61,8 @@ class Changed(nn.Module):
         deep = self.deep(h)
         for value in (h, deep):
             value.register_hook(lambda gradient: self.strides.append(gradient.stride()))
-        return self.head(self.change(self.same(deep), h).permute(0, 2, 3, 1))
+        changed = self.change(self.same(deep), h)
+        return self.head((deep if changed is None else changed).permute(0, 2, 3, 1))
 
 
 def added(deep, h):
@@ -194,9 +195,15 @@ def test_a_change_in_place_that_turns_the_sign_of_zeros_turns_it_when_recorded()
     assert flowed[0].signbit().any()
 
 
-def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording():
+@pytest.mark.parametrize("view", [lambda x: x[:, :4], lambda x: x.flatten(2), lambda x: x.transpose(2, 3)])
+def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording(view):
     torch.manual_seed(0)
-    model = Changed(lambda deep, h: added(deep[:, :4], h[:, :4]).repeat(1, 2, 1, 1) + deep)
+
+    def change(deep, h):
+        own = view(deep)
+        own += view(h)  # Of what is handed on, and with it of what was given, which is used after this.
+
+    model = Changed(change)
     assert differing(model, torch.randn(2, 3, 17, 17), "**") == []
     assert model.strides[:2] == model.strides[2:]
 

@@ -131,9 +131,8 @@ class Pass:
         if start in self._seen or not self._groups:
             return
         for node in self._newer(start):
-            if node not in self._changes and self._is_change(node):
-                self._changes.add(node)
-                self._handles.append(node.register_hook(_as_it_came))
+            if type(node).__name__ == "AsStridedBackward0":
+                self._look_at_view(node)
             for index, edge in enumerate(node.next_functions):
                 if edge in self._users:
                     self._users[edge].append((node, index))
@@ -142,17 +141,19 @@ class Pass:
             if sum(len(self._users[edge]) > 1 for edge in group) > 1:
                 self._listen(base, group)
 
-    def _is_change(self, node: Any) -> bool:
-        """Whether an alias was changed in place here, or has then been made anew as a view of what it stands for."""
-        anew = type(node).__name__ == "AsStridedBackward0"
-        change = node.next_functions[0][0] if anew else node
+    def _look_at_view(self, view: Any) -> None:
+        """See to it that an addition in place to an alias, which has then been made anew, hands on what came."""
+        edge, nodes = view.next_functions[0], [view]
         # A view that is changed is made anew at once, others when they are used.
-        if not _is_copied(change) or (anew and number_of(node) != number_of(change) + 1):
-            return False
-        edge: Edge = (change, 0)
-        while _is_copied(edge[0]):  # It may have been changed before.
+        if edge[0] is None or number_of(view) != number_of(edge[0]) + 1:
+            return
+        while type(edge[0]).__name__ == "CopySlices":  # It may have been changed before.
+            nodes.append(edge[0])
             edge = edge[0].next_functions[0]
-        return edge in self._groups
+        if edge in self._groups and len(nodes) > 1:
+            hook = _as_it_came(view._saved_size, view._saved_stride)
+            self._handles += [node.register_hook(hook) for node in nodes if node not in self._changes]
+            self._changes.update(nodes)
 
     def _newer(self, start: Any) -> Iterator[Any]:
         """The operations from one back to those that are older than any that is of interest."""
@@ -232,14 +233,21 @@ class Sum:
         return self._made
 
 
-def _is_copied(node: Any) -> bool:
-    return type(node).__name__ == "CopySlices"
+def _as_it_came(size: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Any, Any], Any]:
+    """A hook of a change in place: what it hands on unchanged lies as what came.
 
+    ``size`` and ``stride`` are those of the view that was changed. A view that the model has taken itself, and that is
+    not all of its base, is changed as it is without recording.
+    """
 
-def _as_it_came(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
-    """A hook of a change in place: what it hands on unchanged lies as what came."""
-    new = [came[0] if _is_laid_anew(each, came[0]) else each for each in given]
-    return None if all(map(operator.is_, new, given)) else tuple(new)
+    def handed_on(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
+        base = given[0]
+        if base is None or base.shape != size or base.stride() != stride:
+            return None
+        new = [came[0] if _is_laid_anew(each, came[0]) else each for each in given]
+        return None if all(map(operator.is_, new, given)) else tuple(new)
+
+    return handed_on
 
 
 def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
