@@ -23,7 +23,7 @@ from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
 from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
 
-__all__ = ["NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "lone_of"]
+__all__ = ["DONE", "NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "lone_of"]
 __all__ += ["passes", "watch", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
@@ -33,6 +33,7 @@ Edge = tuple[Any, ...]
 PythonNode: Any = torch._C._FunctionBase
 
 NO_PARTS: Any = MappingProxyType({})  # What has come to most cells so far.
+DONE: Any = MappingProxyType({(): []})  # Of a cell that is on no tape any more, and takes nothing.
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
     "what flowed is gone. A hook should return a new tensor."
@@ -54,8 +55,8 @@ class Cell:
 
     # A cell is made for each call of a recorded module; in most, all that is ever set are these.
     __slots__ = (
-        "__dict__", "__weakref__", "_found", "base", "before", "edges", "first", "kept", "lone", "spent", "version",
-        "views",
+        "__dict__", "__weakref__", "_found", "base", "before", "edges", "first", "hooks", "kept", "lone", "spent",
+        "version", "views",
     )  # fmt: skip
 
     first: Tensor | None
@@ -72,6 +73,8 @@ class Cell:
     before: Tensor | None
     """what the call before this one was given, if that is small, until this one is: memory that is freed as the model
     runs is at once used otherwise, and what was in the processor's cache is gone"""
+    hooks: Any
+    """the hooks of its tensor, if its own is the first of them, and None otherwise"""
     views: Any
     """what is known of the backward pass; see :class:`tenterhook.record.views.Views`"""
     base: Any
@@ -91,7 +94,7 @@ class Cell:
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         self._found: dict[Path, list[tuple[Tensor, int]]] = {}
-        self.first, self.edges, self.spent, self.kept, self.base = None, (), False, None, None
+        self.first, self.edges, self.spent, self.kept, self.base, self.hooks = None, (), False, None, None, None
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
@@ -206,6 +209,8 @@ def _is_plain(views: Any) -> bool:
 
 def _caught(cell: Cell, gradient: Tensor) -> Tensor | None:
     """The same, where something is out of the ordinary."""
+    if cell._found is DONE:
+        return None
     if cell.overwritten:  # The hook of the base speaks in its place.
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)

@@ -25,13 +25,14 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, lone_of, watch, watch_leaf
+from tenterhook.record.cell import DONE, NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, lone_of, watch, watch_leaf
 from tenterhook.record.order import note, number_for
 from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
 from tenterhook.record.views import Views, watch_view
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
+    ALONE,
     AT_ONCE,
     Hooks,
     Place,
@@ -40,6 +41,7 @@ from tenterhook.sites.tensor import (
     is_own,
     layout_of,
     own_alias,
+    references,
     sequence_number,
 )
 
@@ -188,13 +190,14 @@ class OutputGradient(_Gradient):
         self._since: dict[int, int] = {}
         self._shape: torch.Size | None = None  # Of the last value, and what follows from it.
         self._lone, self._small = 0, False
+        self._spare: Any = None  # A cell that is done with: its graph gone, it serves another call, hook and all.
         self.views = Views() if views is None else views
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """The call begins: whatever has a history by now is not the module's own."""
         self._since[call] = since
 
-    def watch(  # noqa: C901 - written out, because it runs at every call
+    def watch(  # noqa: C901, PLR0912, PLR0915 - written out, because it runs at every call
         self,
         tensor: Tensor,
         node: Any,
@@ -217,7 +220,14 @@ class OutputGradient(_Gradient):
         if handed_on:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        cell: Cell = new_cell(Cell)
+        cell: Any = self._spare
+        if cell is None or handed_on or references(cell.hooks) != ALONE or len(cell.hooks) != 1:
+            cell = new_cell(Cell)
+            cell.hooks = None
+        else:
+            self._spare = None
+            if cell.path:
+                cell.shape, cell.path = None, ()
         cell._found, cell.edges, cell.spent = NO_PARTS, ((node, tensor.output_nr),), False
         cell.first = cell.kept = cell.base = cell.before = None
         shape = tensor.shape
@@ -233,9 +243,20 @@ class OutputGradient(_Gradient):
         self._latest = call
         if call >= self.keep:
             old = self.entries.pop(call - self.keep, None)
-            if old is not None and self._small:
-                cell.before = old.first
-        find, base = ref(cell), tensor._base
+            if old is not None:
+                if self._small:
+                    cell.before = old.first
+                if old.hooks is not None:
+                    old.first, old._found, old.edges, old.before = None, DONE, (), None
+                    self._spare = old
+        base, hooks = tensor._base, cell.hooks
+        if hooks is not None:
+            if base is None and tensor._backward_hooks is None:
+                tensor._backward_hooks = hooks
+                node._register_hook_dict(tensor)
+                return tensor
+            cell.hooks = None
+        find = ref(cell)
         if base is not None:
             if self.trusts and views.calm:
                 cell.kept, cell.base = kept or _memory(tensor), (base, views, base._backward_hooks)
@@ -245,10 +266,11 @@ class OutputGradient(_Gradient):
                 watch_view(cell, tensor, node, base, self)
                 return tensor
         hook = MethodType(caught, find)
-        hooks: Any = tensor._backward_hooks
+        hooks = tensor._backward_hooks
         if hooks is None:
             hooks = tensor._backward_hooks = Hooks()
             node._register_hook_dict(tensor)
+            cell.hooks = hooks if base is None else None
         hooks[hook if hooks else FIRST] = hook
         return tensor
 

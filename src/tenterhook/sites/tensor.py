@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from sys import getrefcount as references
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from tenterhook.errors import GradientError, HookError
 from tenterhook.sites.wrapped import is_wrapped
 
 __all__ = [
+    "ALONE",
     "AT_ONCE",
     "TIED",
     "WHY",
@@ -39,6 +41,7 @@ __all__ = [
     "number_of",
     "own_alias",
     "put_in_order",
+    "references",
     "sequence_number",
     "why_no_gradient",
 ]
@@ -133,6 +136,21 @@ class Hooks(dict[Any, Any]):
     """The hooks of a tensor, in their order: lighter than the OrderedDict of PyTorch, and as able to be referred to."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Holder:
+    __slots__ = ("hooks",)
+
+    def __init__(self) -> None:
+        self.hooks = Hooks()
+
+    def count(self) -> int:
+        """The references that are counted where nobody else has any; it depends on the interpreter."""
+        return references(self.hooks)
+
+
+ALONE = _Holder().count()
+"""References to hooks that one attribute has, and no tensor and no graph."""
 
 
 def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
