@@ -8,7 +8,7 @@ what is beyond 2**20 as that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,40 +18,13 @@ from tenterhook.sinks.fused import to_device
 from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.stacks import Array
 
-__all__ = ["Places", "Sketch", "histogram", "quantiles"]
+__all__ = ["Sketch", "histogram", "quantiles"]
 
 SAMPLE = 32  # Elements that are taken of a tensor at a time.
 HALF, BINS = 512, 1024
 LOWEST, HIGHEST = -44, 20  # The octaves, as powers of two.
 SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits of the fraction.
 BASE = (LOWEST + 127) << 3
-DENSE = 8  # Bins to a sample up to which all are counted in one go, and added up.
-
-
-class Places:
-    """Where samples are taken of tensors that lie one behind the other: at places that are spread over each.
-
-    Each part is where its first tensor begins, how many there are, and how many elements each of them has.
-    """
-
-    def __init__(self, parts: Iterable[tuple[int, int, int]]) -> None:
-        self._lengths: list[int] = []
-        rooms: list[int] = []
-        places: list[Array] = []
-        takes: list[int] = []
-        for begin, many, width in parts:
-            step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
-            each = np.arange(min(width, SAMPLE)) * step
-            places.append((begin + np.arange(many)[:, None] * width + each).reshape(-1))
-            rooms.append(room)
-            self._lengths.append(len(places[-1]))
-            takes += [len(each)] * many
-        self._places, self._rooms, self.takes = np.concatenate(places), np.array(rooms), np.array(takes)
-
-    def at(self, phase: int) -> Array:
-        """The places, which move from step to step."""
-        found: Array = self._places + np.repeat(phase % self._rooms, self._lengths)
-        return found
 
 
 class Sketch:
@@ -59,35 +32,35 @@ class Sketch:
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
-        self._waiting: dict[torch.device, list[tuple[Tensor, Array]]] = {}
-        self.waiting = 0
-        """samples that were taken and not counted"""
+        self._waiting: dict[torch.device, list[tuple[Tensor, list[int]]]] = {}
 
-    def take(self, matrix: Tensor, rows: Sequence[int] | Array, phase: int, places: Places | None = None) -> None:
-        """Take samples of what lies in a matrix, its lines or what ``places`` tells, for the next :meth:`pour`."""
-        places = places or Places([(0, *matrix.shape)])
-        sample = matrix.view(-1).index_select(0, to_device(matrix.device, places.at(phase)))
-        each = np.repeat(np.asarray(rows, np.int64), places.takes)
-        self._waiting.setdefault(matrix.device, []).append((sample.to(torch.float32), each))
-        self.waiting += len(each)
+    def take(self, matrix: Tensor, rows: Sequence[int], phase: int) -> None:
+        """Take a sample of each row of a matrix, to be counted by the next :meth:`pour`."""
+        width = matrix.shape[1]
+        step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
+        sample = matrix[:, phase % room :: step][:, :SAMPLE]
+        each = [row for row in rows for _ in range(sample.shape[1])] if width < SAMPLE else list(rows)
+        self._waiting.setdefault(matrix.device, []).append((sample.to(torch.float32, copy=True), each))
 
     def pour(self) -> None:
         """Count what was taken."""
         for device, waiting in self._waiting.items():
-            self._count(device, torch.cat([sample for sample, _ in waiting]), np.concatenate([r for _, r in waiting]))
+            wide = [(sample, rows) for sample, rows in waiting if sample.shape[1] == SAMPLE]
+            narrow = [(sample, rows) for sample, rows in waiting if sample.shape[1] < SAMPLE]
+            if wide:
+                self._count(device, torch.cat([sample for sample, _ in wide]), [r for _, rows in wide for r in rows])
+            if narrow:
+                flat = torch.cat([sample.reshape(-1) for sample, _ in narrow]).unsqueeze(1)
+                self._count(device, flat, [r for _, rows in narrow for r in rows])
         self._waiting.clear()
-        self.waiting = 0
 
-    def _count(self, device: torch.device, sample: Tensor, rows: Array) -> None:
+    def _count(self, device: torch.device, sample: Tensor, rows: list[int]) -> None:
+        counts = self.room(device, max(rows) + 1)
         bits = sample.view(torch.int32)
         bins = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
         bins += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-        places = to_device(device, rows * BINS) + bins
-        counts = self.room(device, int(rows.max()) + 1).view(-1)
-        if counts.is_cpu and len(rows) * DENSE > len(counts):
-            counts += torch.from_numpy(np.bincount(places.numpy(), minlength=len(counts)))
-        else:
-            counts.scatter_add_(0, places, counts.new_ones(()).expand(places.shape))
+        places = to_device(device, np.array(rows, np.int64) * BINS).unsqueeze(1) + bins
+        counts.view(-1).scatter_add_(0, places.view(-1), counts.new_ones(()).expand(places.numel()))
 
     def room(self, device: torch.device, rows: int) -> Tensor:
         """The counts on a device, with room for so many rows."""

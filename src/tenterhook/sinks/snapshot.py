@@ -74,7 +74,7 @@ class Snapshot:
             moved.add(members, numbers, slice(count, None))
             if sketch is not None:
                 kept.count(sketch, [places[i] for places in (rows, ways) for i in members])
-        before, own, own_ways = iter(self._before), np.asarray(rows, np.int64), np.asarray(ways, np.int64)
+        before = iter(self._before)
         for stacks in self._plan.stacks:
             fields, parts = stacks.fields(self.tensors[stacks.order[0]])
             matrices = [next(before) for _ in stacks.all]
@@ -84,11 +84,11 @@ class Snapshot:
                 stack.reduce(now, into, memory, quick=False)
                 torch.sub(now, matrix, out=matrix)
                 if sketch is not None:
-                    stack.sample(now, sketch, own, 0)
+                    stack.sample(now, sketch, rows, 0)
             here.stack(stacks, fields)
             for stack, matrix, into in zip(stacks.all, matrices, parts, strict=True):
                 stack.reduce(matrix, into, memory, quick=False)
                 if sketch is not None:
-                    stack.sample(matrix, sketch, own_ways, 0)
+                    stack.sample(matrix, sketch, ways, 0)
             moved.stack(stacks, fields)
         return here, moved

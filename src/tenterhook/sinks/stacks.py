@@ -23,7 +23,7 @@ from torch import Tensor
 from tenterhook.sinks.sampling import RUN, spacing
 
 if TYPE_CHECKING:
-    from tenterhook.sinks.sketch import Places, Sketch
+    from tenterhook.sinks.sketch import Sketch
 
 __all__ = ["KEPT", "Array", "Memory", "Norms", "Stack", "Stacks", "samples"]
 
@@ -82,8 +82,6 @@ class Stack:
         self.count = sum(len(part.members) * part.width for part in parts)
         self.rows = self.count // width
         self._laid: tuple[Tensor, list[tuple[Any, Tensor, bool]]] | None = None
-        self._places: Places | None = None
-        self._members: Array = np.zeros(0, int)
 
     def fill(self, tensors: Sequence[Tensor], phase: int, memory: Memory, norms: Norms | None = None) -> Tensor:
         """Lay the tensors side by side; ``norms`` takes those of everything of which only samples are laid."""
@@ -128,14 +126,13 @@ class Stack:
         if not quick:  # In two passes: squares of a far mean would drown the rest.
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
 
-    def sample(self, matrix: Tensor, sketch: Sketch, rows: Array, phase: int) -> None:
+    def sample(self, matrix: Tensor, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Have a sketch take samples of what lies in the matrix, under the rows of its tensors."""
-        if self._places is None:
-            from tenterhook.sinks.sketch import Places
-
-            self._members = np.array([i for part in self.parts for i in part.members], int)
-            self._places = Places((part.begin, len(part.members), part.width) for part in self.parts)
-        sketch.take(matrix, rows[self._members], phase, self._places)
+        flat = matrix.view(-1)
+        for part in self.parts:
+            many = len(part.members)
+            lines = flat[part.begin : part.begin + many * part.width].view(many, part.width)
+            sketch.take(lines, [rows[i] for i in part.members], phase)
 
 
 class Stacks:

@@ -262,7 +262,6 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
         measured.add(members if len(members) < len(tensors) else slice(None), Numbers(block.measure(ours)))
         if sketch is not None:
             block.count(sketch, [rows[i] for i in members], phase)
-    own = np.asarray(rows, np.int64)
     for stacks in plan.stacks:
         fields, parts = stacks.fields(tensors[stacks.order[0]])
         norms: Norms = []
@@ -270,7 +269,7 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
             matrix = stack.fill(tensors, phase, workspace.memory, norms)
             stack.reduce(matrix, into, workspace.memory, quick=quick)
             if sketch is not None:
-                stack.sample(matrix, sketch, own, phase)
+                stack.sample(matrix, sketch, rows, phase)
         measured.stack(stacks, fields)
         measured.norms(norms)
     return measured

@@ -19,7 +19,6 @@ __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
-SAMPLES = 2**18  # that wait to be counted
 AT_ONCE = 32  # Steps that are added to the running statistics together.
 ORDERS = 8  # Steps of so many kinds are known at a time.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
@@ -102,17 +101,9 @@ class Books:
         kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
         self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
 
-    def pour(self) -> None:
-        """Count the samples that were taken."""
+    def close_step(self, step: int) -> Page | None:
+        """The step is over: add it to what there is, and give its page, if it brought anything."""
         self._sketch.pour()
-
-    def close_step(self, step: int, *, pour: bool = True) -> Page | None:
-        """The step is over: add it to what there is, and give its page, if it brought anything.
-
-        Its samples may wait to be counted with others (``pour``), which costs much less than by themselves.
-        """
-        if pour or self._sketch.waiting > SAMPLES:
-            self._sketch.pour()
         parts, self._step = self._step, []
         if not parts:
             return None
@@ -162,7 +153,6 @@ class Books:
         """Nothing more will come: keep numbers, and no tensor."""
         with self.lock:
             if self._bins is None:
-                self._sketch.pour()
                 self._bins = self._sketch.host(len(self.names))
                 self._sketch, self.workspace = Sketch(), Workspace()
 

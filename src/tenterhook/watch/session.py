@@ -352,7 +352,7 @@ class Watch(Results, Session):
             warnings.warn(str(found), TenterhookWarning, stacklevel=2)
 
     def _publish(self, step: int) -> None:
-        page = self._books.close_step(step, pour=self._at_once == 1)
+        page = self._books.close_step(step)
         if page is None:
             return
         new = self._findings.judge(page, self._parameters.names, self._slots)
@@ -367,7 +367,6 @@ class Watch(Results, Session):
         if get_ident() == self.owner:  # Others see what is published.
             self._drain(wait=wait, let_go=wait)
             self._publish_ready()
-            self._books.pour()
 
     # -- in the model, or not -----------------------------------------------------------------------------------------
 
