@@ -144,24 +144,6 @@ def measure(work: Workload, rounds: int) -> list[Row]:
     return [_row(work, name, blocks) for name in work.ways]
 
 
-class Times(list[float]):
-    """The best time of a call in each block of a contender, and beside it those of all its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[float] = []
-
-    def add(self, block: Sequence[float]) -> None:
-        """Take the times of a block."""
-        self.append(min(block))
-        self.calls += block
-
-    @property
-    def low(self) -> float:
-        """The mean of the quickest calls."""
-        return statistics.mean(sorted(self.calls)[: max(1, round(len(self.calls) * LOW))])
-
-
 # ------------------------------------------------------------------------------------------------------------- values
 
 
@@ -224,6 +206,24 @@ def leaves(value: object) -> list[torch.Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
+
+
+class Times(list[float]):
+    """The best time of a call in each block of a contender, and beside it those of all its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[float] = []
+
+    def add(self, block: Sequence[float]) -> None:
+        """Take the times of a block."""
+        self.append(min(block))
+        self.calls += block
+
+    @property
+    def low(self) -> float:
+        """The mean of the quickest calls."""
+        return statistics.mean(sorted(self.calls)[: max(1, round(len(self.calls) * LOW))])
 
 
 def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:

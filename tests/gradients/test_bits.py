@@ -195,9 +195,13 @@ def test_a_change_in_place_that_turns_the_sign_of_zeros_turns_it_when_recorded()
     assert flowed[0].signbit().any()
 
 
-@pytest.mark.parametrize("view", [lambda x: x[:, :4], lambda x: x.flatten(2), lambda x: x.transpose(2, 3)])
-def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording(view):
+VIEWS = {"part": lambda x: x[:, :4], "flat": lambda x: x.flatten(2), "turned": lambda x: x.transpose(2, 3)}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_that_the_model_makes_itself_is_changed_as_without_recording(kind):
     torch.manual_seed(0)
+    view = VIEWS[kind]
 
     def change(deep, h):
         own = view(deep)

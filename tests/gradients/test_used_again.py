@@ -3,13 +3,15 @@
 import copy
 import gc
 import weakref
+from sys import getrefcount
 
 import pytest
 import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.sites.tensor import ALONE
+from tenterhook.record.cell import Cell
+from tenterhook.sites.tensor import ALONE, Hooks
 
 
 @pytest.fixture
@@ -41,7 +43,14 @@ def same(tape, wanted):
 
 
 def test_the_interpreter_counts_references_so_that_one_more_can_be_told():
-    assert ALONE > 0
+    cell = Cell(None)
+    cell.hooks = Hooks()
+    alone = getrefcount(cell.hooks)  # Not in an assert, which would hold them too.
+    another = cell.hooks
+    shared = getrefcount(cell.hooks)
+    assert another is cell.hooks
+    assert alone == ALONE
+    assert shared > ALONE
 
 
 def test_cells_are_made_for_the_first_calls_alone(model, twin):

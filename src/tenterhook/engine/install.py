@@ -41,6 +41,7 @@ __all__ = [
     "locked",
     "put",
     "refuse",
+    "refuse_script",
 ]
 
 SHARED = (
@@ -108,21 +109,17 @@ class Tap:
 
     def put_in(self) -> None:
         """Put the forward in, and what stands before it."""
-        module = self.module
-        state = module.__dict__
+        state = self.module.__dict__
         state["forward"] = self.method
         if self.call is not None:
             state[CALL] = self.call
-        if SCRIPT not in state:
-            state[SCRIPT] = MethodType(refuse, module)
+        refuse_script(self.module)
 
     def take_out(self) -> None:
         """Undo that, where it is still as it was put in."""
         state = self.module.__dict__
-        if self.call is not None and state.get(CALL) is self.call:
-            del state[CALL]
-        if getattr(state.get(SCRIPT), "__func__", None) is refuse:
-            del state[SCRIPT]
+        self._clear_call()
+        allow_script(self.module)
         if self.own is None:
             del state["forward"]
         else:
@@ -294,10 +291,17 @@ def _tap_of(module: nn.Module) -> Tap | None:
     return tap if forward is tap.method else None
 
 
-def allow_script(module: nn.Module) -> None:
-    """Take away what has torch.jit.script find an error at a touched module."""
+def refuse_script(module: nn.Module) -> None:
+    """Let torch.jit.script find an error at a touched module."""
     state = module.__dict__
-    if getattr(state.get(SCRIPT), "__func__", None) is refuse:
+    if SCRIPT not in state:
+        state[SCRIPT] = MethodType(refuse, module)
+
+
+def allow_script(module: nn.Module) -> None:
+    """Undo that."""
+    state = module.__dict__
+    if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
         del state[SCRIPT]
 
 

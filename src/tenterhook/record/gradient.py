@@ -14,6 +14,7 @@ walking the graph from the module's outputs to the input, once per call.
 from __future__ import annotations
 
 import weakref
+from sys import getrefcount
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -41,7 +42,6 @@ from tenterhook.sites.tensor import (
     is_own,
     layout_of,
     own_alias,
-    references,
     sequence_number,
 )
 
@@ -221,7 +221,7 @@ class OutputGradient(_Gradient):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         cell: Any = self._spare
-        if cell is None or handed_on or references(cell.hooks) != ALONE or len(cell.hooks) != 1:
+        if cell is None or handed_on or getrefcount(cell.hooks) != ALONE or len(cell.hooks) != 1:
             cell = new_cell(Cell)
             cell.hooks = None
         else:

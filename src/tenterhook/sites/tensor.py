@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from sys import getrefcount as references
+from sys import getrefcount
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +41,6 @@ __all__ = [
     "number_of",
     "own_alias",
     "put_in_order",
-    "references",
     "sequence_number",
     "why_no_gradient",
 ]
@@ -146,7 +145,7 @@ class _Holder:
 
     def count(self) -> int:
         """The references that are counted where nobody else has any; it depends on the interpreter."""
-        return references(self.hooks)
+        return getrefcount(self.hooks)
 
 
 ALONE = _Holder().count()

@@ -190,11 +190,7 @@ class Watch(Results, Session):
         """A step is over."""
         if not self.is_open:
             raise self._not_open()
-        if self._attached or not (self.steps + 1) % self._options.every:
-            self._end()
-        else:  # Most steps, where not every one is watched.
-            self.steps += 1
-            self._calls = 0
+        self._end()
 
     def _not_open(self) -> SessionError:
         return SessionError("this watch is not open, so that no step of it can end; use it inside its `with` block")

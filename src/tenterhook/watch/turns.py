@@ -31,10 +31,7 @@ INSIDE = (
 def park(lane: Lane) -> tuple[Lane, Tap | None]:
     """Take a lane out of its module for some steps; gives what puts it back quickly, where nobody else is there."""
     tap = lane.tap
-    if (
-        tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None
-        or tap.module.__dict__.get("forward") is not tap.method
-    ):  # fmt: skip
+    if tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None or not tap.in_place:
         detach(lane)
         return lane, None
     tap.take_out()
