@@ -38,6 +38,19 @@ def test_every_statistic_is_that_of_all_elements(dtype):
         np.testing.assert_allclose(row, truth(tensor), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_single_numbers_are_their_own_statistics(quick):
+    workspace = Workspace()
+    for numbers in ([2.5, -3.0, 0.0], [-0.0, 7.0, 1e-30]):  # The second time in the memory of the first.
+        tensors = [torch.tensor(number) for number in numbers]
+        found = measure(tensors, workspace=workspace, name="x", quick=quick)
+        assert found.finite()
+        for row, tensor in zip(found.host(), tensors, strict=True):
+            np.testing.assert_allclose(row, truth(tensor), rtol=1e-6)
+    for odd in ("nan", "inf", "-inf"):
+        assert not measure([torch.tensor(float(odd))], workspace=workspace, name="x", quick=quick).finite()
+
+
 def test_the_spread_of_values_far_from_zero_does_not_drown():
     tensor = 1000 + torch.linspace(-1e-2, 1e-2, 4096)
     std = measure([tensor]).host()[0, COLUMNS.index("std")]
@@ -234,6 +247,22 @@ def test_a_quantile_is_off_by_a_sixteenth_at_most():
     for row in range(2):
         exact = np.quantile(torch.cat(values, 1)[row], at, method="inverted_cdf")
         np.testing.assert_allclose(quantiles(bins[row], at), exact, rtol=1 / 16 + 1e-6)
+
+
+@pytest.mark.parametrize("phase", [0, 1, 5, 1000])
+def test_the_samples_of_wide_rows_are_those_of_their_own_row(phase):
+    base = torch.zeros(4, 2 * 700, 3)
+    matrix = base[1:, 1::2, 2]  # Neither in a row nor at the beginning of its memory.
+    matrix.copy_(torch.arange(1.0, 4.0).unsqueeze(1).expand(3, 700))
+    step, room = spacing((1, 700), 32)
+    places = phase % room + step * np.arange(32)
+    matrix[:, places] *= 16  # What is read is four octaves up.
+    sketch = Sketch()
+    sketch.take(matrix, [2, 0, 1], phase)
+    sketch.pour()
+    bins = sketch.host(3)
+    for row, value in ((2, 16.0), (0, 32.0), (1, 48.0)):
+        np.testing.assert_array_equal(bins[row], 32 * np.histogram([value], edges())[0])
 
 
 def test_a_histogram_counts_every_sample_by_octaves():

@@ -36,9 +36,11 @@ class Sketch:
 
     def take(self, matrix: Tensor, rows: Sequence[int], phase: int) -> None:
         """Take a sample of each row of a matrix, to be counted by the next :meth:`pour`."""
-        width = matrix.shape[1]
+        count, width = matrix.shape
         step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
-        sample = matrix[:, phase % room :: step][:, :SAMPLE]
+        down, along = matrix.stride()
+        begin = matrix.storage_offset() + phase % room * along
+        sample = matrix.as_strided((count, min(width, SAMPLE)), (down, step * along), begin)
         each = [row for row in rows for _ in range(sample.shape[1])] if width < SAMPLE else list(rows)
         self._waiting.setdefault(matrix.device, []).append((sample.to(torch.float32, copy=True), each))
 

@@ -82,6 +82,7 @@ class Stack:
         self.count = sum(len(part.members) * part.width for part in parts)
         self.rows = self.count // width
         self._laid: tuple[Tensor, list[tuple[Any, Tensor, bool]]] | None = None
+        self._scratch: Tensor | None = None
 
     def fill(self, tensors: Sequence[Tensor], phase: int, memory: Memory, norms: Norms | None = None) -> Tensor:
         """Lay the tensors side by side; ``norms`` takes those of everything of which only samples are laid."""
@@ -113,7 +114,14 @@ class Stack:
     def reduce(self, matrix: Tensor, into: Sequence[Tensor], memory: Memory, *, quick: bool) -> None:
         """Write the fields of each row; ``quick`` leaves the spread out, which the norm tells, and sums for means."""
         mean, spread, low, high, norm, zeros = into
-        scratch = memory.flat(self.count, matrix.dtype, matrix.device, "scratch").view(matrix.shape)
+        if self.width == 1:  # Of one number there is nothing to add up, and no spread.
+            line = matrix.view(-1)
+            for same in (mean, low, high):
+                same.copy_(line)
+            torch.abs(line, out=norm)
+            torch.eq(line, 0, out=zeros)
+            return
+        scratch = self._scratch if self._scratch is not None else self._lay_scratch(matrix, memory)
         if quick:  # Then it is divided on the host, which is an operation less.
             torch.sum(matrix, 1, out=mean)
         else:
@@ -126,12 +134,17 @@ class Stack:
         if not quick:  # In two passes: squares of a far mean would drown the rest.
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
 
+    def _lay_scratch(self, matrix: Tensor, memory: Memory) -> Tensor:
+        scratch = memory.flat(self.count, matrix.dtype, matrix.device, "scratch").view(matrix.shape)
+        if self._laid is not None:  # The memory stays where it is.
+            self._scratch = scratch
+        return scratch
+
     def sample(self, matrix: Tensor, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Have a sketch take samples of what lies in the matrix, under the rows of its tensors."""
-        flat = matrix.view(-1)
+        begin = matrix.storage_offset()
         for part in self.parts:
-            many = len(part.members)
-            lines = flat[part.begin : part.begin + many * part.width].view(many, part.width)
+            lines = matrix.as_strided((len(part.members), part.width), (part.width, 1), begin + part.begin)
             sketch.take(lines, [rows[i] for i in part.members], phase)
 
 

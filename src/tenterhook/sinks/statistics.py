@@ -127,6 +127,7 @@ class Numbers:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._event: Any = None
+        self._array: Array | None = None
 
     def send(self) -> None:
         """Begin to copy them to the host, without waiting; once."""
@@ -142,9 +143,11 @@ class Numbers:
 
     def array(self) -> Array:
         """The numbers."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor.cpu().numpy()
+        if self._array is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._array = self._tensor.cpu().numpy()
+        return self._array
 
 
 class Measured:

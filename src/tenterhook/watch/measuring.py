@@ -53,6 +53,8 @@ class Measuring:
     def measure(self, step: int, *, loose: bool) -> Parcel | None:
         """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
+        if not log and not cells:
+            return None
         batch = _Batch(self._books)
         if step != self._step:
             self._step, self._times = step, 0

@@ -30,7 +30,7 @@ class Parameters:
     def __init__(self, model: nn.Module, points: Sequence[Point], books: Books, options: Options) -> None:
         self._books, self._options = books, options
         # Parameters are many, and they change slowly: a part of the places is enough.
-        self._limit = None if options.sample is None else max(1, options.sample // 4)
+        self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
         self.names = set(named)
         self._labels = list(named)

@@ -43,7 +43,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     sinks: Iterable[Any] = (),
     blackbox: int | None = None,
     to: str | os.PathLike[str] = "blackbox.thb",
-    sample: int | None = 2**12,
+    sample: int | None = 2**13,
     hold: int | None = None,
     pages: int = 256,
 ) -> Watch:
