@@ -141,7 +141,7 @@ def compare(device: torch.device) -> None:
             true = np.stack([whole(tensor) for tensor in found])
             np.testing.assert_allclose(table, true, rtol=1e-4, atol=1e-4, err_msg=str(dtype))
     fused.wanted = True
-    ours = _small(device, 2**20)
+    ours = _small(device, 2**21)
     fused.wanted = False
     theirs = _small(device, None)
     fused.wanted = True
