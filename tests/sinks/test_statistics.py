@@ -265,6 +265,18 @@ def test_the_samples_of_wide_rows_are_those_of_their_own_row(phase):
         np.testing.assert_array_equal(bins[row], 32 * np.histogram([value], edges())[0])
 
 
+def test_the_samples_of_tensors_that_share_a_matrix_are_those_of_each():
+    shapes = [(64,), (128,), (64,), (3, 64), (1,), (16,)]
+    values = [2.0**exponent for exponent in range(len(shapes))]
+    tensors = [torch.full(shape, value) for shape, value in zip(shapes, values, strict=True)]
+    sketch, rows = Sketch(), [5, 3, 1, 0, 2, 4]
+    measure(tensors, sketch=sketch, rows=rows)
+    sketch.pour()
+    bins = sketch.host(len(rows))
+    for row, tensor, value in zip(rows, tensors, values, strict=True):
+        np.testing.assert_array_equal(bins[row], min(32, tensor.numel()) * np.histogram([value], edges())[0])
+
+
 def test_a_histogram_counts_every_sample_by_octaves():
     sketch = Sketch()
     sketch.take(torch.tensor([[1.0, 1.5, 2.5, -4.0]]), [0], 0)
