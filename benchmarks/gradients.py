@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,52 +21,52 @@ MIDDLE = "transformer.h.6"
 
 def run(rounds: int) -> Iterator[Row]:
     """Measure the whole suite."""
-    model, ids = gpt2(), tokens()
-    yield from measure(blocks(model, ids), rounds)
-    yield from measure(middle(model, ids), rounds)
+    yield from measure(blocks(), rounds)
+    yield from measure(middle(), rounds)
 
 
-def blocks(model: nn.Module, ids: torch.Tensor) -> Workload:
+def blocks() -> Workload:
     """The gradient of each block's output, in a forward and a backward pass."""
-    step = partial(_step, model, ids)
+
+    def gradients(tape: Any) -> dict[str, Any]:
+        return {name: tape.grad[name] for name in BLOCKS}
+
     return Workload(
         name="gradients of 12 blocks (forward + backward)",
         ways={
-            "plain": _opened(step),
-            "raw tensor hooks": _with(partial(raw.keeping_gradients, model, BLOCKS), step, lambda kept: kept),
-            "tenterhook": _with(
-                partial(th.record, model, *BLOCKS, grad=True, values=False, keep="last"),
-                step,
-                lambda tape: {name: tape.grad[name] for name in BLOCKS},
+            "plain": _way(lambda _model: nullcontext({}), dict),
+            "raw tensor hooks": _way(lambda model: raw.keeping_gradients(model, BLOCKS), dict),
+            "tenterhook": _way(
+                lambda model: th.record(model, *BLOCKS, grad=True, values=False, keep="last"), gradients
             ),
-            "tenterhook, values too": _with(
-                partial(th.record, model, *BLOCKS, grad=True, keep="last"),
-                step,
-                lambda tape: {name: tape.grad[name] for name in BLOCKS},
-            ),
+            "tenterhook, values too": _way(lambda model: th.record(model, *BLOCKS, grad=True, keep="last"), gradients),
         },
         reference="raw tensor hooks",
         goals={"tenterhook": Goal("extra", of="raw tensor hooks", at_most=1.0)},
+        calls=50,
+        together=True,
         clock=time.thread_time,  # On the CPU autograd runs in this thread; the difference is a hundredth of the whole.
     )
 
 
-def middle(model: nn.Module, ids: torch.Tensor) -> Workload:
+def middle() -> Workload:
     """The gradient of one block in the middle, computed no further back."""
-    kept: dict[str, Any] = {}
-
-    def bare() -> None:
-        loss = model(ids).logits.logsumexp(-1).sum()
-        kept["gradient"] = torch.autograd.grad(loss, kept[MIDDLE])[0]
 
     @contextmanager
     def by_hand() -> Iterator[Trial]:
+        model, ids, kept = gpt2(), tokens(), {}
+
+        def bare() -> None:
+            loss = model(ids).logits.logsumexp(-1).sum()
+            kept["gradient"] = torch.autograd.grad(loss, kept[MIDDLE])[0]
+
         hook = model.get_submodule(MIDDLE).register_forward_hook(lambda _m, _a, out: kept.__setitem__(MIDDLE, out))
         with hook:
             yield Trial(bare, lambda: {MIDDLE: kept["gradient"]})
 
     @contextmanager
     def ours() -> Iterator[Trial]:
+        model, ids = gpt2(), tokens()
         with th.record(model, MIDDLE, grad=True, keep="last") as tape:
             yield Trial(
                 lambda: (tape.clear(), tape.backward(model(ids).logits.logsumexp(-1).sum())),
@@ -78,26 +78,24 @@ def middle(model: nn.Module, ids: torch.Tensor) -> Workload:
         ways={"autograd.grad": by_hand, "tenterhook": ours},
         reference="autograd.grad",
         goals={"tenterhook": Goal("ratio", at_most=1.03)},
+        calls=50,
+        together=True,
+        clock=time.thread_time,
     )
+
+
+def _way(session: Callable[[nn.Module], Any], values: Callable[[Any], Any]) -> Opener:
+    """A training step of a model of its own, without the optimizer's part, in a session."""
+
+    @contextmanager
+    def opened() -> Iterator[Trial]:
+        model, ids = gpt2(), tokens()
+        with session(model) as kept:
+            yield Trial(partial(_step, model, ids), lambda: values(kept))
+
+    return opened
 
 
 def _step(model: nn.Module, ids: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
     model(ids).logits.logsumexp(-1).sum().backward()
-
-
-def _opened(step: Callable[[], None]) -> Opener:
-    @contextmanager
-    def opened() -> Iterator[Trial]:
-        yield Trial(step)
-
-    return opened
-
-
-def _with(session: Callable[[], Any], step: Callable[[], None], values: Callable[[Any], Any]) -> Opener:
-    @contextmanager
-    def opened() -> Iterator[Trial]:
-        with session() as kept:
-            yield Trial(step, lambda: values(kept))
-
-    return opened

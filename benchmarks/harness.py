@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -34,6 +34,9 @@ GROUP = 5
 LOW = 0.4
 """The share of all calls, the quickest, whose mean a difference stands on: where two times differ by a hundredth, one
 lucky call of either would decide."""
+
+WARM = 3
+"""Calls of a contender that has just been opened beside others, before any is timed."""
 
 BLOCK_SECONDS = 0.5
 """A block ends after this time even if calls are left: a contender a hundred times slower must not take the day."""
@@ -81,6 +84,8 @@ class Workload:
         reference: the contender whose values are right; without it nothing is compared.
         goals: by contender.
         calls: timed calls in a block.
+        together: all ways are open at once and take turns call by call, where they differ by a hundredth. Each needs
+            a model of its own, made when it opens, because where that lies in memory is a hundredth too.
         absolute: show seconds as the figure, and not the ratio to the baseline.
         tolerance: how far a value may be off, for contenders that compute the model in their own way.
         clock: seconds; ``time.thread_time`` counts those of this thread alone, whatever else the machine does.
@@ -91,6 +96,7 @@ class Workload:
     reference: str = ""
     goals: Mapping[str, Goal] = field(default_factory=dict)
     calls: int = 8
+    together: bool = False
     absolute: bool = False
     tolerance: float = 0.0
     clock: Callable[[], float] = time.perf_counter
@@ -236,6 +242,10 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
         for _ in range(rounds):
             gc.collect(0)
             draw.shuffle(order)
+            if work.together:
+                for name, times in _beside(work, order, draw).items():
+                    blocks[name].add(times)
+                continue
             for name in order:
                 blocks[name].add(_block(work.ways[name], work.calls, work.clock))
     return blocks
@@ -269,6 +279,24 @@ def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> list[float
             times.append(now - start)
             if now > end:
                 break
+    return times
+
+
+def _beside(work: Workload, order: list[str], draw: random.Random) -> dict[str, list[float]]:
+    """A block of each contender, all open beside each other: they take turns in an order that is drawn each time."""
+    clock, times = work.clock, {name: list[float]() for name in order}
+    with ExitStack() as opened:
+        calls = {name: opened.enter_context(work.ways[name]()).call for name in order}
+        for call in calls.values():
+            for _ in range(WARM):
+                call()
+        for _ in range(work.calls):
+            draw.shuffle(order)
+            for name in order:
+                call = calls[name]
+                start = clock()
+                call()
+                times[name].append(clock() - start)
     return times
 
 

@@ -1,7 +1,8 @@
 """The same harvest by processes of torchrun and by workers of Ray, in turns.
 
 ``python -m benchmarks.harvest_workers`` compares them alone: as many of each as Ray gets by default, one for each CPU
-but one, and with one for each CPU. With a folder, an engine and a number it is one of the processes.
+but one, and with one for each CPU; or as many as are named, ``python -m benchmarks.harvest_workers 2 4``. With a
+folder, an engine and a number it is one of the processes.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class Contender:
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen([sys.executable, *command], env=env, stdout=quiet, stderr=quiet)
         self.slices: list[tuple[float, float]] = []
 
     def commits(self) -> list[float]:
         """When each shard was there, in seconds."""
-        return sorted(file.stat().st_mtime_ns / 1e9 for file in (self.folder / "commits").glob("*"))
+        return sorted(file.stat().st_mtime_ns / 1e9 for file in (self.folder / "commits").glob("[0-9]*"))
 
     def start(self, workers: int) -> None:
         """Wait until all workers run, and stand still."""
@@ -166,10 +167,10 @@ def _check_equal(one: Path, other: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if "ray" in sys.argv or "ranks" in sys.argv:
         one(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     else:
-        with tempfile.TemporaryDirectory(prefix="tenterhook-bench-") as name:
-            for count in counts():
+        for count in [int(each) for each in sys.argv[1:]] or counts():
+            with tempfile.TemporaryDirectory(prefix="tenterhook-bench-") as name:
                 rates = compare(Path(name), count)
-                print({"workers": count, **rates, "ratio": rates["ray"] / rates["torchrun"]})
+            print({"workers": count, **rates, "ratio": rates["ray"] / rates["torchrun"]}, flush=True)
