@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tenterhook.sinks import stacks
 from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sampling import spacing
-from tenterhook.sinks.sketch import Sketch, edges, histogram, quantiles
+from tenterhook.sinks.sketch import Places, Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
 from tenterhook.sinks.statistics import COLUMNS, Workspace, measure, plain, whole
 
@@ -225,7 +225,7 @@ def test_the_bins_hold_what_their_edges_say():
     bounds = edges()
     values = torch.tensor([-3.1, -1e-3, 0.0, 1e-20, 0.7, 1.0, 1.99, 500.0])
     sketch = Sketch()
-    sketch.take(values.unsqueeze(0), [3], 0)
+    sketch.take(values, Places([(0, len(values), [3])]), 0)
     sketch.pour()
     bins = sketch.host(4)
     assert bins[:3].sum() == 0
@@ -236,10 +236,10 @@ def test_the_bins_hold_what_their_edges_say():
 
 def test_a_quantile_is_off_by_a_sixteenth_at_most():
     torch.manual_seed(0)
-    sketch, values = Sketch(), []
+    sketch, values, places = Sketch(), [], Places([(0, 32, [0, 1])])
     for step in range(80):
         matrix = torch.randn(2, 32) * torch.tensor([[1.0], [1e-4]])
-        sketch.take(matrix, [0, 1], step)
+        sketch.take(matrix.view(-1), places, step)
         sketch.pour()
         values.append(matrix)
     bins = sketch.host(2)
@@ -249,20 +249,33 @@ def test_a_quantile_is_off_by_a_sixteenth_at_most():
         np.testing.assert_allclose(quantiles(bins[row], at), exact, rtol=1 / 16 + 1e-6)
 
 
-@pytest.mark.parametrize("phase", [0, 1, 5, 1000])
-def test_the_samples_of_wide_rows_are_those_of_their_own_row(phase):
-    base = torch.zeros(4, 2 * 700, 3)
-    matrix = base[1:, 1::2, 2]  # Neither in a row nor at the beginning of its memory.
-    matrix.copy_(torch.arange(1.0, 4.0).unsqueeze(1).expand(3, 700))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_samples_of_long_tensors_are_those_of_each_in_every_phase(dtype):
     step, room = spacing((1, 700), 32)
-    places = phase % room + step * np.arange(32)
-    matrix[:, places] *= 16  # What is read is four octaves up.
-    sketch = Sketch()
-    sketch.take(matrix, [2, 0, 1], phase)
+    places, sketch = Places([(100, 700, [2, 0, 1]), (10, 20, [3])]), Sketch()
+    phases = [0, 1, 5, 1000, 0]
+    for phase in phases:
+        flat = torch.zeros(2200, dtype=dtype)
+        flat[10:30] = 7.0
+        lines = flat[100:].view(3, 700)
+        lines.copy_(torch.arange(1.0, 4.0).unsqueeze(1).expand(3, 700))
+        lines[:, phase % room + step * np.arange(32)] *= 16  # What is read is four octaves up.
+        sketch.take(flat, places, phase)
     sketch.pour()
-    bins = sketch.host(3)
-    for row, value in ((2, 16.0), (0, 32.0), (1, 48.0)):
-        np.testing.assert_array_equal(bins[row], 32 * np.histogram([value], edges())[0])
+    bins = sketch.host(4)
+    for row, value, many in ((2, 16.0, 32), (0, 32.0, 32), (1, 48.0, 32), (3, 7.0, 20)):
+        np.testing.assert_array_equal(bins[row], len(phases) * many * np.histogram([value], edges())[0])
+
+
+def test_samples_are_counted_under_the_rows_of_their_own_call():
+    sketch, workspace = Sketch(), Workspace()
+    tensors, some, others = [torch.full((64,), 2.0), torch.full((64,), 8.0)], [0, 1], [3, 2]
+    for rows in (some, others, some):
+        measure(tensors, sketch=sketch, rows=rows, workspace=workspace)
+    sketch.pour()
+    bins = sketch.host(4)
+    for row, value, many in ((0, 2.0, 64), (1, 8.0, 64), (3, 2.0, 32), (2, 8.0, 32)):
+        np.testing.assert_array_equal(bins[row], many * np.histogram([value], edges())[0])
 
 
 def test_the_samples_of_tensors_that_share_a_matrix_are_those_of_each():
@@ -279,7 +292,7 @@ def test_the_samples_of_tensors_that_share_a_matrix_are_those_of_each():
 
 def test_a_histogram_counts_every_sample_by_octaves():
     sketch = Sketch()
-    sketch.take(torch.tensor([[1.0, 1.5, 2.5, -4.0]]), [0], 0)
+    sketch.take(torch.tensor([1.0, 1.5, 2.5, -4.0]), Places([(0, 4, [0])]), 0)
     sketch.pour()
     bounds, counts = histogram(sketch.host(1)[0])
     assert sum(counts) == 4

@@ -9,6 +9,7 @@ what is beyond 2**20 as that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from tenterhook.sinks.fused import to_device
 from tenterhook.sinks.sampling import spacing
-from tenterhook.sinks.stacks import Array
 
-__all__ = ["Sketch", "histogram", "quantiles"]
+if TYPE_CHECKING:
+    from tenterhook.sinks.stacks import Array
+
+__all__ = ["Places", "Sketch", "histogram", "quantiles"]
 
 SAMPLE = 32  # Elements that are taken of a tensor at a time.
 HALF, BINS = 512, 1024
@@ -27,42 +30,56 @@ SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits o
 BASE = (LOWEST + 127) << 3
 
 
+class Places:
+    """Where tensors that lie one behind another are sampled, and where a sketch counts that: found out once.
+
+    ``parts`` are tensors of one length each: where the first of them begins, that length, and a row for each.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        self.last = max(row for _, _, rows in parts for row in rows)
+        self.parts: list[tuple[tuple[int, int], tuple[int, int], int, int]] = []
+        """of each part: size and strides of its sample, where that begins, and how far it may be moved"""
+        for begin, width, rows in parts:
+            step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
+            self.parts.append(((len(rows), min(width, SAMPLE)), (width, step), begin, room))
+        each = [np.repeat(np.array(rows, np.int64) * BINS, min(width, SAMPLE)) for _, width, rows in parts]
+        self._bins, self._there = np.concatenate(each), torch.empty(0)
+
+    def bins(self, device: torch.device) -> Tensor:
+        """The first bin of each sample's row, on the device of the samples."""
+        if not len(self._there):
+            self._there = to_device(device, self._bins)
+        return self._there
+
+
 class Sketch:
     """Counts of samples, one row of bins per place, on the device where the samples are."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
-        self._waiting: dict[torch.device, list[tuple[Tensor, list[int]]]] = {}
+        self._waiting: dict[torch.device, list[tuple[list[Tensor], Places]]] = {}
 
-    def take(self, matrix: Tensor, rows: Sequence[int], phase: int) -> None:
-        """Take a sample of each row of a matrix, to be counted by the next :meth:`pour`."""
-        count, width = matrix.shape
-        step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
-        down, along = matrix.stride()
-        begin = matrix.storage_offset() + phase % room * along
-        sample = matrix.as_strided((count, min(width, SAMPLE)), (down, step * along), begin)
-        each = [row for row in rows for _ in range(sample.shape[1])] if width < SAMPLE else list(rows)
-        self._waiting.setdefault(matrix.device, []).append((sample.to(torch.float32, copy=True), each))
+    def take(self, tensor: Tensor, places: Places, phase: int) -> None:
+        """Take a sample of the tensors that lie in this one, to be counted by the next :meth:`pour`."""
+        start = tensor.storage_offset()
+        found = [
+            tensor.as_strided(size, stride, start + begin + phase % room).clone()
+            for size, stride, begin, room in places.parts
+        ]
+        self._waiting.setdefault(tensor.device, []).append((found, places))
 
     def pour(self) -> None:
         """Count what was taken."""
         for device, waiting in self._waiting.items():
-            wide = [(sample, rows) for sample, rows in waiting if sample.shape[1] == SAMPLE]
-            narrow = [(sample, rows) for sample, rows in waiting if sample.shape[1] < SAMPLE]
-            if wide:
-                self._count(device, torch.cat([sample for sample, _ in wide]), [r for _, rows in wide for r in rows])
-            if narrow:
-                flat = torch.cat([sample.reshape(-1) for sample, _ in narrow]).unsqueeze(1)
-                self._count(device, flat, [r for _, rows in narrow for r in rows])
+            counts = self.room(device, max(places.last for _, places in waiting) + 1)
+            found = torch.cat([places.bins(device) for _, places in waiting])
+            flat = torch.cat([sample.reshape(-1) for samples, _ in waiting for sample in samples])
+            bits = flat.float().view(torch.int32)
+            found += bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
+            found += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
+            counts.view(-1).scatter_add_(0, found, counts.new_ones(()).expand(len(found)))
         self._waiting.clear()
-
-    def _count(self, device: torch.device, sample: Tensor, rows: list[int]) -> None:
-        counts = self.room(device, max(rows) + 1)
-        bits = sample.view(torch.int32)
-        bins = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
-        bins += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-        places = to_device(device, np.array(rows, np.int64) * BINS).unsqueeze(1) + bins
-        counts.view(-1).scatter_add_(0, places.view(-1), counts.new_ones(()).expand(places.numel()))
 
     def room(self, device: torch.device, rows: int) -> Tensor:
         """The counts on a device, with room for so many rows."""
@@ -95,7 +112,7 @@ def quantiles(bins: Array, at: Sequence[float]) -> list[float]:
     """The values below which a share of the samples lies: each the middle of its bin, and zero near zero.
 
     >>> sketch = Sketch()
-    >>> sketch.take(torch.arange(1.0, 33.0).unsqueeze(0), [0], 0)
+    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
     >>> sketch.pour()
     >>> quantiles(sketch.host(1)[0], [0.5])
     [17.0]

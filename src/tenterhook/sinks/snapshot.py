@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.fused import Samples
-from tenterhook.sinks.stacks import samples
+from tenterhook.sinks.stacks import KEPT, Laid, samples
 from tenterhook.sinks.statistics import Measured, Numbers, Plan, Workspace
 
 if TYPE_CHECKING:
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
+NOW, BEFORE = range(2)
+
 
 class Snapshot:
     """What some tensors were, so that it can be told how far they have moved; of long ones, at the sampled places."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None, workspace: Workspace) -> None:
         self.tensors, self._workspace = list(tensors), workspace
-        self._plan = Plan(self.tensors, limit)
-        self._before: list[Tensor] = []
+        self._plan = Plan(self.tensors, limit, times=2)
+        self._laid: list[tuple[Tensor, Laid, Laid]] = []  # Memory for what they are and what they were.
         self._views = self._sampled()
         self._samples: list[tuple[list[int], Samples]] = []
         long, shares = [self._plan.long], [self._plan.shares]
@@ -55,13 +57,13 @@ class Snapshot:
         """Note what they are now; the memory is that of the last time."""
         for _, kept in self._samples:
             kept.take()
-        fresh, memory = not self._before, self._workspace.memory
-        for place, stack in enumerate(stack for stacks in self._plan.stacks for stack in stacks.all):
-            now = stack.fill(self._views, 0, memory)
-            if fresh:
-                self._before.append(now.clone())
-            else:
-                self._before[place].copy_(now)
+        stacks = [stack for stacks in self._plan.stacks for stack in stacks.all]
+        if not self._laid:
+            for stack in stacks:
+                both = self.tensors[stack.parts[0].members[0]].new_empty(2, stack.count)
+                self._laid.append((both, stack.lay(both[NOW]), stack.lay(both[BEFORE])))
+        for stack, (_, _, before) in zip(stacks, self._laid, strict=True):
+            stack.fill(self._views, 0, self._workspace.memory, into=before)
 
     @torch.no_grad()
     def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
@@ -74,21 +76,19 @@ class Snapshot:
             moved.add(members, numbers, slice(count, None))
             if sketch is not None:
                 kept.count(sketch, [places[i] for places in (rows, ways) for i in members])
-        before = iter(self._before)
+        laid, memory = iter(self._laid), self._workspace.memory
         for stacks in self._plan.stacks:
             fields, parts = stacks.fields(self.tensors[stacks.order[0]])
-            matrices = [next(before) for _ in stacks.all]
-            memory = self._workspace.memory
-            for stack, matrix, into in zip(stacks.all, matrices, parts, strict=True):
-                now = stack.fill(self._views, 0, memory)
-                stack.reduce(now, into, memory, quick=False)
-                torch.sub(now, matrix, out=matrix)
+            for stack, into in zip(stacks.all, parts, strict=True):
+                both, now, _ = next(laid)
+                stack.fill(self._views, 0, memory, into=now)
+                pair = both if both.dtype in KEPT else both.float()
+                torch.sub(pair[NOW], pair[BEFORE], out=pair[BEFORE])
+                stack.reduce(pair.view(-1, stack.width), into, memory, quick=False)
                 if sketch is not None:
-                    stack.sample(now, sketch, rows, 0)
-            here.stack(stacks, fields)
-            for stack, matrix, into in zip(stacks.all, matrices, parts, strict=True):
-                stack.reduce(matrix, into, memory, quick=False)
-                if sketch is not None:
-                    stack.sample(matrix, sketch, ways, 0)
-            moved.stack(stacks, fields)
+                    stack.sample(pair[NOW], sketch, rows, 0)
+                    stack.sample(pair[BEFORE], sketch, ways, 0)
+            numbers = Numbers(fields.clone())
+            here.stack(stacks, numbers, stacks.columns(NOW))
+            moved.stack(stacks, numbers, stacks.columns(BEFORE))
         return here, moved

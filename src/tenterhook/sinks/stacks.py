@@ -14,16 +14,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tenterhook.sinks.sampling import RUN, spacing
-
-if TYPE_CHECKING:
-    from tenterhook.sinks.sketch import Sketch
+from tenterhook.sinks.sketch import Places, Sketch
 
 __all__ = ["KEPT", "Array", "Memory", "Norms", "Stack", "Stacks", "samples"]
 
@@ -36,7 +34,8 @@ MORE = 256  # Rows that cost as much as the operations of a matrix of its own.
 DROWNED = 1e-3
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Norms: TypeAlias = list[tuple[Sequence[int], Tensor]]
+Laid: TypeAlias = tuple[Tensor, list[tuple[Any, Tensor, bool]]]
+Norms: TypeAlias = list[tuple[Sequence[int], Sequence[Tensor]]]
 
 
 class Memory:
@@ -81,32 +80,43 @@ class Stack:
         self.width, self.parts, self.first = width, parts, first
         self.count = sum(len(part.members) * part.width for part in parts)
         self.rows = self.count // width
-        self._laid: tuple[Tensor, list[tuple[Any, Tensor, bool]]] | None = None
+        self._laid: Laid | None = None
         self._scratch: Tensor | None = None
+        self._places: list[tuple[Sequence[int], Places]] = []
 
-    def fill(self, tensors: Sequence[Tensor], phase: int, memory: Memory, norms: Norms | None = None) -> Tensor:
+    def fill(
+        self,
+        tensors: Sequence[Tensor],
+        phase: int,
+        memory: Memory,
+        norms: Norms | None = None,
+        into: Laid | None = None,
+    ) -> Tensor:
         """Lay the tensors side by side; ``norms`` takes those of everything of which only samples are laid."""
-        raw, ways = self._laid or self._lay(tensors, memory)
+        raw, ways = into or self._laid or self._lay_again(tensors, memory)
         for part, (pick, out, sampled) in zip(self.parts, ways, strict=True):
             found = pick(tensors)
             if sampled and found[0].numel() > part.width:  # Otherwise they are samples already.
                 if norms is not None:
                     # First, because it reads everything, and what it has read is near for the sample.
                     kept = found[0].dtype if found[0].dtype in KEPT else torch.float32
-                    norms.append((part.members, torch.stack(torch._foreach_norm(found, 2, dtype=kept))))
+                    norms.append((part.members, torch._foreach_norm(found, 2, dtype=kept)))
                 found = list(samples(found, part.width, phase))
             torch.stack(found, out=out)
         return raw if raw.dtype in KEPT else raw.float()
 
-    def _lay(self, tensors: Sequence[Tensor], memory: Memory) -> tuple[Tensor, list[tuple[Any, Tensor, bool]]]:
-        like = tensors[self.parts[0].members[0]]
-        flat = memory.flat(self.count, like.dtype, like.device, "matrix")
+    def lay(self, flat: Tensor) -> Laid:
+        """Views of some memory: the matrix, and for each part what takes its tensors and where they go."""
         ways: list[tuple[Any, Tensor, bool]] = []
         for part in self.parts:
             many = len(part.members)
             out = flat[part.begin : part.begin + many * part.width].view(many, *part.shape)
             ways.append((part.pick, out, part.sampled))
-        laid = flat.view(self.rows, self.width), ways
+        return flat.view(self.rows, self.width), ways
+
+    def _lay_again(self, tensors: Sequence[Tensor], memory: Memory) -> Laid:
+        like = tensors[self.parts[0].members[0]]
+        laid = self.lay(memory.flat(self.count, like.dtype, like.device, "matrix"))
         if like.is_cpu and self.count <= CHUNK:
             self._laid = laid
         return laid
@@ -114,12 +124,8 @@ class Stack:
     def reduce(self, matrix: Tensor, into: Sequence[Tensor], memory: Memory, *, quick: bool) -> None:
         """Write the fields of each row; ``quick`` leaves the spread out, which the norm tells, and sums for means."""
         mean, spread, low, high, norm, zeros = into
-        if self.width == 1:  # Of one number there is nothing to add up, and no spread.
-            line = matrix.view(-1)
-            for same in (mean, low, high):
-                same.copy_(line)
-            torch.abs(line, out=norm)
-            torch.eq(line, 0, out=zeros)
+        if self.width == 1:  # All that there is to say of a number follows from it; see Stacks.read.
+            mean.copy_(matrix.view(-1))
             return
         scratch = self._scratch if self._scratch is not None else self._lay_scratch(matrix, memory)
         if quick:  # Then it is divided on the host, which is an operation less.
@@ -135,31 +141,38 @@ class Stack:
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
 
     def _lay_scratch(self, matrix: Tensor, memory: Memory) -> Tensor:
-        scratch = memory.flat(self.count, matrix.dtype, matrix.device, "scratch").view(matrix.shape)
-        if self._laid is not None:  # The memory stays where it is.
+        scratch = memory.flat(matrix.numel(), matrix.dtype, matrix.device, "scratch").view(matrix.shape)
+        if matrix.is_cpu and matrix.numel() <= CHUNK:  # The memory stays where it is.
             self._scratch = scratch
         return scratch
 
     def sample(self, matrix: Tensor, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Have a sketch take samples of what lies in the matrix, under the rows of its tensors."""
-        begin = matrix.storage_offset()
-        for part in self.parts:
-            lines = matrix.as_strided((len(part.members), part.width), (part.width, 1), begin + part.begin)
-            sketch.take(lines, [rows[i] for i in part.members], phase)
+        known = [places for under, places in self._places if under is rows]
+        if not known:
+            known = [Places([(part.begin, part.width, [rows[i] for i in part.members]) for part in self.parts])]
+            self._places = [*self._places[-1:], (rows, known[0])]  # Two: what tensors are, and how far they moved.
+        sketch.take(matrix, known[0], phase)
 
 
 class Stacks:
-    """All matrices for some tensors of one type on one device."""
+    """All matrices for some tensors of one type on one device, of which so many ``times`` are looked at together."""
 
     def __init__(
-        self, shapes: Sequence[torch.Size], members: Sequence[int], device: torch.device, limit: int | None
+        self,
+        shapes: Sequence[torch.Size],
+        members: Sequence[int],
+        device: torch.device,
+        limit: int | None,
+        *,
+        times: int = 1,
     ) -> None:
         alike: dict[torch.Size | None, list[int]] = {}
         for index in members:
             long = limit is not None and shapes[index].numel() > limit
             alike.setdefault(None if long else shapes[index], []).append(index)
         groups = [(limit or 0 if shape is None else shape.numel(), shape, found) for shape, found in alike.items()]
-        self.all = list(_stacks(groups, CHUNK if device.type == "cpu" else CHUNK_DEVICE))
+        self.all = list(_stacks(groups, (CHUNK if device.type == "cpu" else CHUNK_DEVICE) // times))
         parts = [(stack, part) for stack in self.all for part in stack.parts]
         self.order = np.array([i for _, part in parts for i in part.members], int)
         self.rows = sum(stack.rows for stack in self.all)
@@ -168,27 +181,39 @@ class Stacks:
         cuts = np.concatenate([np.full(len(part.members), part.width // stack.width) for stack, part in parts])
         self._cuts, self._starts = cuts, np.r_[0, np.cumsum(cuts)[:-1]]
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
+        self._single = np.flatnonzero(self._lengths == 1)
         # A row is drowned where the square of its mean is nearly all of its mean square; one number alone never is.
-        self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, self._lengths / (1 - DROWNED), 0.0)
+        self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, 1 / (1 - DROWNED) / self._lengths, 0.0)
+        self._times = times
         self._fields: tuple[Tensor, list[tuple[Tensor, ...]]] | None = None
 
     def fields(self, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Room for the fields of every row, and each matrix' part of it; what was there before is gone."""
         if self._fields is None:
-            dtype = like.dtype if like.dtype in KEPT else torch.float32
-            room = torch.zeros(FIELDS, self.rows, dtype=dtype, device=like.device)
-            parts = (room[:, stack.first : stack.first + stack.rows] for stack in self.all)
+            dtype, times = like.dtype if like.dtype in KEPT else torch.float32, self._times
+            room = torch.zeros(FIELDS, times * self.rows, dtype=dtype, device=like.device)
+            parts = (room[:, times * stack.first : times * (stack.first + stack.rows)] for stack in self.all)
             self._fields = room, [part.unbind(0) for part in parts]
         return self._fields
 
+    def columns(self, time: int) -> list[int]:
+        """Which fields are those of one of the times; a matrix has those of all times one after the other."""
+        begins = [(self._times * stack.first + time * stack.rows, stack.rows) for stack in self.all]
+        return [column for begin, rows in begins for column in range(begin, begin + rows)]
+
     def may_drown(self, fields: Array) -> bool:
         """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
-        mean, norm = fields[MEAN].astype(float) / self._lengths, fields[NORM].astype(float)
-        return bool((mean * mean * self._drowning > norm * norm).any())
+        # Double precision, in which squares do not overflow. Sums stand for means where the spread is left out.
+        mean, norm = np.square(fields[MEAN], dtype=float), np.square(fields[NORM], dtype=float)
+        return bool((mean * self._drowning > norm).any())
 
     def read(self, fields: Array, table: Array, *, quick: bool) -> list[int]:
         """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned."""
         fields = fields.astype(float)
+        if len(self._single):
+            number = fields[MEAN, self._single]
+            for field, found in ((LOW, number), (HIGH, number), (NORM, np.abs(number)), (ZEROS, number == 0)):
+                fields[field, self._single] = found
         fields[NORM] *= fields[NORM]
         if quick:
             fields[MEAN] /= self._lengths
@@ -223,7 +248,8 @@ def samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tenso
             step, room = spacing(last, width // run, run)
             stride, begin = (step, 1), phase % room
         lies = tensor if tensor.is_contiguous() else tensor.contiguous()
-        yield lies.as_strided(size, stride, lies.storage_offset() + begin)
+        # Without a place of its own, it is the tensor's.
+        yield lies.as_strided(size, stride, lies.storage_offset() + begin) if begin else lies.as_strided(size, stride)
 
 
 def _stacks(groups: list[tuple[int, torch.Size | None, list[int]]], chunk: int) -> Iterator[Stack]:

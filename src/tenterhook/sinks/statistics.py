@@ -12,7 +12,6 @@ Inf makes a norm that is none, nothing non-finite is missed. What is fused is re
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -80,7 +79,7 @@ def plain(tensor: Any) -> Tensor | None:
 class Plan:
     """How some tensors are measured together; it holds as long as they have the same shapes and types."""
 
-    def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], limit: int | None, *, times: int = 1) -> None:
         self.kinds = kinds(tensors)
         self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
         self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
@@ -95,7 +94,7 @@ class Plan:
                 others.setdefault((tensor.dtype, tensor.device), []).append(index)
         self.fused = ours  # By device: those that kernels of our own read.
         shapes = self.kinds[0]
-        self.stacks = [Stacks(shapes, members, device, limit) for (_, device), members in others.items()]
+        self.stacks = [Stacks(shapes, members, device, limit, times=times) for (_, device), members in others.items()]
         long = [i for members in others.values() for i in members if limit is not None and counts[i] > limit]
         self.sampled = np.zeros(len(tensors), bool)
         self.sampled[long] = True
@@ -158,20 +157,23 @@ class Measured:
         self.sampled = plan.sampled
         self.shares = plan.long, plan.shares  # What is to be scaled up from a sample when it is read.
         self._tables: list[tuple[Any, Numbers, slice]] = []
-        self._stacked: list[tuple[Stacks, Numbers]] = []
+        self._stacked: list[tuple[Stacks, Numbers, Any]] = []
         self._norms: list[tuple[Sequence[int], Numbers]] = []
 
     def add(self, members: Sequence[int] | slice, numbers: Numbers, part: slice = slice(None)) -> None:
         """Take the measured columns of some of the tensors, as kernels of our own give them."""
         self._tables.append((members, numbers, part))
 
-    def stack(self, stacks: Stacks, fields: Tensor) -> None:
-        """Take the fields of rows; the memory is used again."""
-        self._stacked.append((stacks, Numbers(fields.clone())))
+    def stack(self, stacks: Stacks, numbers: Numbers, columns: Any = slice(None)) -> None:
+        """Take the fields of rows, or some of them."""
+        self._stacked.append((stacks, numbers, columns))
 
     def norms(self, norms: Norms) -> None:
         """Take the norms of everything of which only samples were read."""
-        self._norms += [(members, Numbers(tensor)) for members, tensor in norms]
+        if norms:
+            members, found = zip(*norms, strict=True)
+            together = torch.stack([norm for each in found for norm in each])
+            self._norms.append(([i for each in members for i in each], Numbers(together)))
 
     @property
     def numbers(self) -> list[Numbers]:
@@ -180,21 +182,19 @@ class Measured:
         return [part[1] for part in parts]
 
     def finite(self) -> bool:
-        """Whether there is neither NaN nor Inf in any tensor, as far as it can be told from sums."""
+        """Whether there is neither NaN nor Inf in any tensor: what was measured of it would not be finite either."""
         found = self._finite
         if found is None:
-            with np.errstate(invalid="ignore", over="ignore"):
-                found = all(math.isfinite(each.array().sum()) for each in self.numbers) and not any(
-                    numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
-                )
-            self._finite = found
+            self._finite = found = all(np.isfinite(each.array()).all() for each in self.numbers) and not any(
+                numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
+            )
         return found
 
     _finite: bool | None = None
 
     def may_drown(self) -> bool:
         """Whether there may be rows whose spread cannot be told; see ``drowned``."""
-        return self._quick and any(stacks.may_drown(numbers.array()) for stacks, numbers in self._stacked)
+        return self._quick and any(stacks.may_drown(each.array()) for stacks, each, _ in self._stacked)
 
     def host(self) -> Array:
         """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
@@ -203,7 +203,10 @@ class Measured:
             found[members, MEAN:] = numbers.array()[part]
         if self._stacked:
             with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
-                read = [stacks.read(fields.array(), found, quick=self._quick) for stacks, fields in self._stacked]
+                read = [
+                    stacks.read(each.array()[:, columns], found, quick=self._quick)
+                    for stacks, each, columns in self._stacked
+                ]
             self.drowned = sorted(index for drowned in read for index in drowned)
         long, shares = self.shares
         if len(long):
@@ -273,7 +276,7 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
             stack.reduce(matrix, into, workspace.memory, quick=quick)
             if sketch is not None:
                 stack.sample(matrix, sketch, rows, phase)
-        measured.stack(stacks, fields)
+        measured.stack(stacks, Numbers(fields.clone()))  # The memory is used again.
         measured.norms(norms)
     return measured
 

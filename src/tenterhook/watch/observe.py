@@ -37,7 +37,9 @@ graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 LATELY = 8
-SMALL = 2**15  # Bytes that are copied in the time that a hook takes.
+# Bytes that are copied in the time that a hook takes, if it is done in every step: by a step that is watched now and
+# then, the memory for copies has long left the processor's cache, and what is held as it comes needs none.
+SMALL = 2**15
 
 LOST = (
     "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
@@ -65,7 +67,7 @@ class Slot:
         self.looks = False  # Whether its units or its bounds are looked at.
         self.seen = False
         self.size = 0  # Bytes of a value, as it was last measured ...
-        self.retains = False  # ... and whether autograd copies its gradient.
+        self.retains = False  # ... and whether autograd may copy its gradient.
         self.lost = 0  # Values that were changed in place before they were measured.
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
@@ -113,8 +115,9 @@ class Seen(NamedTuple):
 class Ledger:
     """What all points of a watch write to. ``spill`` empties it when more than ``hold`` bytes are held."""
 
-    def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool) -> None:
+    def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool, every: int = 1) -> None:
         self.on, self.gradients = True, gradients
+        self.retains = gradients and every == 1  # Whether autograd copies small gradients, and no hook holds them.
         self.log: list[Any] = []
         self.cells: list[tuple[Slot, int, Cell, int]] = []
         self.given: dict[tuple[Slot, int], Any] = {}
@@ -262,7 +265,7 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
 
 def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained:
     """See to it that the gradient of a tensor, which ``node`` has made, is held."""
-    if slot.retains and ledger.gradients:
+    if slot.retains and ledger.retains:
         ledger.held += slot.size
         tensor.retain_grad()
         return RETAINED

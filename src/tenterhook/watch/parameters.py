@@ -103,20 +103,23 @@ class Parameters:
         return self._rows[kind]
 
     def _parcel(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Parcel:
-        books = self._books
-        if not _are_plain(found):
+        books, layout = self._books, self._layout(kind, which)
+        known = layout.plan if layout.plan is not None and _are_strided(found) and layout.plan.fits(found) else None
+        if known is None and not _are_plain(found):
             real = [(i, plain(tensor)) for i, tensor in zip(which, found, strict=True)]
             which = tuple(i for i, tensor in real if tensor is not None)
-            found = [tensor for _, tensor in real if tensor is not None]
+            found, layout = [tensor for _, tensor in real if tensor is not None], self._layout(kind, which)
         measured = measure(
             found,
             self._limit,
             sketch=books.sketch,
-            rows=self._layout(kind, which).first,
+            rows=layout.first,
             workspace=books.workspace,
             name=kind,
+            plan=known,
             quick=kind == "gradients",
         )
+        layout.plan = measured.plan
         return self._sent(kind, which, measured, found)
 
     def _layout(self, kind: Kind, which: Sequence[int]) -> Layout:
@@ -140,10 +143,14 @@ class Parameters:
         return Parcel(self._layout(kind, which), measured, tensors, explain)
 
 
+def _are_strided(tensors: Sequence[Tensor]) -> bool:
+    kinds = set(map(type, tensors)) <= {Tensor, nn.Parameter}
+    return kinds and {tensor.layout for tensor in tensors} <= {torch.strided}
+
+
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     return (
-        set(map(type, tensors)) <= {Tensor, nn.Parameter}
-        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        _are_strided(tensors)
         and {tensor.dtype for tensor in tensors} <= USUAL
         and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
     )

@@ -62,7 +62,7 @@ class Watch(Results, Session):
         """all watched steps that held any"""
         self._books = Books(options.pages)
         self._findings = Findings(options.thresholds)
-        self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of)
+        self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
         self._parameters = Parameters(model, points, self._books, options)
         self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
         self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
