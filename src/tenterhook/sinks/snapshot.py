@@ -84,10 +84,10 @@ class Snapshot:
                 stack.fill(self._views, 0, memory, into=now)
                 pair = both if both.dtype in KEPT else both.float()
                 torch.sub(pair[NOW], pair[BEFORE], out=pair[BEFORE])
-                stack.reduce(pair.view(-1, stack.width), into, memory, quick=False)
                 if sketch is not None:
                     stack.sample(pair[NOW], sketch, rows, 0)
                     stack.sample(pair[BEFORE], sketch, ways, 0)
+                stack.reduce(pair.view(-1, stack.width), into, memory, quick=False)
             numbers = Numbers(fields.clone())
             here.stack(stacks, numbers, stacks.columns(NOW))
             moved.stack(stacks, numbers, stacks.columns(BEFORE))

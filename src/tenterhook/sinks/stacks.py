@@ -122,12 +122,14 @@ class Stack:
         return laid
 
     def reduce(self, matrix: Tensor, into: Sequence[Tensor], memory: Memory, *, quick: bool) -> None:
-        """Write the fields of each row; ``quick`` leaves the spread out, which the norm tells, and sums for means."""
+        """Write the fields of each row, and use the matrix up: other memory would have to be brought near first.
+
+        ``quick`` leaves the spread out, which the norm tells, and has sums for means.
+        """
         mean, spread, low, high, norm, zeros = into
         if self.width == 1:  # All that there is to say of a number follows from it; see Stacks.read.
             mean.copy_(matrix.view(-1))
             return
-        scratch = self._scratch if self._scratch is not None else self._lay_scratch(matrix, memory)
         if quick:  # Then it is divided on the host, which is an operation less.
             torch.sum(matrix, 1, out=mean)
         else:
@@ -135,10 +137,11 @@ class Stack:
         torch.amin(matrix, 1, out=low)
         torch.amax(matrix, 1, out=high)
         torch.linalg.vector_norm(matrix, dim=1, out=norm)
-        # A comparison written as numbers is five times as fast to add up as one written as booleans.
-        torch.sum(torch.eq(matrix, 0, out=scratch), 1, out=zeros)
         if not quick:  # In two passes: squares of a far mean would drown the rest.
+            scratch = self._scratch if self._scratch is not None else self._lay_scratch(matrix, memory)
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
+        # A comparison written as numbers is five times as fast to add up as one written as booleans.
+        torch.sum(torch.eq(matrix, 0, out=matrix), 1, out=zeros)
 
     def _lay_scratch(self, matrix: Tensor, memory: Memory) -> Tensor:
         scratch = memory.flat(matrix.numel(), matrix.dtype, matrix.device, "scratch").view(matrix.shape)

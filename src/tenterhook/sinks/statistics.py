@@ -273,9 +273,9 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
         norms: Norms = []
         for stack, into in zip(stacks.all, parts, strict=True):
             matrix = stack.fill(tensors, phase, workspace.memory, norms)
-            stack.reduce(matrix, into, workspace.memory, quick=quick)
             if sketch is not None:
                 stack.sample(matrix, sketch, rows, phase)
+            stack.reduce(matrix, into, workspace.memory, quick=quick)
         measured.stack(stacks, Numbers(fields.clone()))  # The memory is used again.
         measured.norms(norms)
     return measured
