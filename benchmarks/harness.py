@@ -238,7 +238,7 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
     """The times of each contender: one block each in every round."""
     blocks = {name: Times() for name in work.ways}
     order, draw = list(work.ways), random.Random(0)  # noqa: S311 - nobody has to be kept from guessing it
-    with _quiet():
+    with quiet():
         for _ in range(rounds):
             gc.collect(0)
             draw.shuffle(order)
@@ -252,7 +252,7 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """One thread, and no garbage collection at a moment of its own choosing."""
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
