@@ -218,6 +218,36 @@ def test_a_snapshot_tells_how_far_tensors_have_moved(limit):
     assert here.host()[1, COLUMNS.index("mean")] == pytest.approx(float(tensors[1].mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_statistic_of_a_snapshot_is_that_of_its_tensor_and_of_its_way(dtype):
+    torch.manual_seed(0)
+    shapes = [(64,), (), (3, 5), (100_000,), (64,), (90_000,), (1,)]  # More than one matrix takes, and lone numbers.
+    tensors = [(torch.randn(shape) * 3 + 1).to(dtype) for shape in shapes]
+    snapshot = Snapshot(tensors, None, Workspace())
+    for _ in range(2):
+        before = [tensor.double().clone() for tensor in tensors]
+        snapshot.take()
+        for tensor in tensors:
+            tensor.mul_(1.5)
+        here, moved = snapshot.moved(None, [], [])
+        ways = [tensor.double() - old for tensor, old in zip(tensors, before, strict=True)]
+        for found, expected in ((here, tensors), (moved, ways)):
+            np.testing.assert_allclose(found.host(), [truth(each) for each in expected], rtol=2e-3, atol=2e-5)
+
+
+def test_the_samples_of_a_snapshot_are_those_of_its_tensors_and_of_their_ways():
+    tensors = [torch.full((64,), 2.0), torch.full((7,), 8.0), torch.full((200,), 32.0)]
+    snapshot, sketch = Snapshot(tensors, None, Workspace()), Sketch()
+    snapshot.take()
+    for tensor in tensors:
+        tensor.mul_(1.5)
+    snapshot.moved(sketch, [0, 2, 4], [5, 3, 1])
+    sketch.pour()
+    bins = sketch.host(6)
+    for row, value, many in ((0, 3.0, 32), (2, 12.0, 7), (4, 48.0, 32), (5, 1.0, 32), (3, 4.0, 7), (1, 16.0, 32)):
+        np.testing.assert_array_equal(bins[row], many * np.histogram([value], edges())[0])
+
+
 # ------------------------------------------------------------------------------------------------------------- sketch
 
 

@@ -514,6 +514,28 @@ def test_a_gradient_is_what_the_last_hook_lets_through(monkeypatch, small):
         assert w.series("other", "norm", "gradients")[step] == pytest.approx(float(tape.grad["one"].norm()))
 
 
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.passed = self.one(x)
+        return self.passed.square().sum()
+
+
+@pytest.mark.parametrize(("every", "left"), [(1, True), (3, False)])
+def test_autograd_copies_small_gradients_only_where_every_step_is_watched(every, left):
+    x, model = torch.randn(3, 4), Keeping()
+    norm = pytest.approx(2 * float(model.one(x).detach().norm()))
+    with th.watch(model, "one", steps="manual", every=every) as w:
+        for _ in range(7):
+            model(x).backward()
+            w.step()
+    assert w.series("one", "norm", "gradients") == dict.fromkeys(range(0, 7, every), norm)
+    assert model.passed.retains_grad is left
+
+
 def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_then_on(monkeypatch):
     monkeypatch.setattr(observe, "SMALL", 0)
 

@@ -89,6 +89,6 @@ class Snapshot:
                     stack.sample(pair[BEFORE], sketch, ways, 0)
                 stack.reduce(pair.view(-1, stack.width), into, memory, quick=False)
             numbers = Numbers(fields.clone())
-            here.stack(stacks, numbers, stacks.columns(NOW))
-            moved.stack(stacks, numbers, stacks.columns(BEFORE))
+            here.stack(stacks, numbers, stacks.columns[NOW])
+            moved.stack(stacks, numbers, stacks.columns[BEFORE])
         return here, moved

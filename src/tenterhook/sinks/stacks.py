@@ -23,7 +23,7 @@ from torch import Tensor
 from tenterhook.sinks.sampling import RUN, spacing
 from tenterhook.sinks.sketch import Places, Sketch
 
-__all__ = ["KEPT", "Array", "Memory", "Norms", "Stack", "Stacks", "samples"]
+__all__ = ["KEPT", "Array", "Laid", "Memory", "Norms", "Stack", "Stacks", "samples"]
 
 # Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
 CHUNK, CHUNK_DEVICE = 2**18, 2**26
@@ -92,8 +92,11 @@ class Stack:
         norms: Norms | None = None,
         into: Laid | None = None,
     ) -> Tensor:
-        """Lay the tensors side by side; ``norms`` takes those of everything of which only samples are laid."""
-        raw, ways = into or self._laid or self._lay_again(tensors, memory)
+        """Lay the tensors side by side, in the common memory or ``into`` what :meth:`lay` gave, as they are.
+
+        ``norms`` takes those of everything of which only samples are laid.
+        """
+        raw, ways = into or self._laid or self._lay_in(tensors, memory)
         for part, (pick, out, sampled) in zip(self.parts, ways, strict=True):
             found = pick(tensors)
             if sampled and found[0].numel() > part.width:  # Otherwise they are samples already.
@@ -103,7 +106,7 @@ class Stack:
                     norms.append((part.members, torch._foreach_norm(found, 2, dtype=kept)))
                 found = list(samples(found, part.width, phase))
             torch.stack(found, out=out)
-        return raw if raw.dtype in KEPT else raw.float()
+        return raw if raw.dtype in KEPT or into is not None else raw.float()
 
     def lay(self, flat: Tensor) -> Laid:
         """Views of some memory: the matrix, and for each part what takes its tensors and where they go."""
@@ -114,7 +117,7 @@ class Stack:
             ways.append((part.pick, out, part.sampled))
         return flat.view(self.rows, self.width), ways
 
-    def _lay_again(self, tensors: Sequence[Tensor], memory: Memory) -> Laid:
+    def _lay_in(self, tensors: Sequence[Tensor], memory: Memory) -> Laid:
         like = tensors[self.parts[0].members[0]]
         laid = self.lay(memory.flat(self.count, like.dtype, like.device, "matrix"))
         if like.is_cpu and self.count <= CHUNK:
@@ -188,6 +191,11 @@ class Stacks:
         # A row is drowned where the square of its mean is nearly all of its mean square; one number alone never is.
         self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, 1 / (1 - DROWNED) / self._lengths, 0.0)
         self._times = times
+        firsts = [(times * stack.first, stack.rows) for stack in self.all]
+        self.columns = [
+            np.concatenate([np.arange(rows) + first + time * rows for first, rows in firsts]) for time in range(times)
+        ]
+        """which fields are those of each time: a matrix has those of all times one after the other"""
         self._fields: tuple[Tensor, list[tuple[Tensor, ...]]] | None = None
 
     def fields(self, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
@@ -198,11 +206,6 @@ class Stacks:
             parts = (room[:, times * stack.first : times * (stack.first + stack.rows)] for stack in self.all)
             self._fields = room, [part.unbind(0) for part in parts]
         return self._fields
-
-    def columns(self, time: int) -> list[int]:
-        """Which fields are those of one of the times; a matrix has those of all times one after the other."""
-        begins = [(self._times * stack.first + time * stack.rows, stack.rows) for stack in self.all]
-        return [column for begin, rows in begins for column in range(begin, begin + rows)]
 
     def may_drown(self, fields: Array) -> bool:
         """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
