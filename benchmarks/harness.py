@@ -243,11 +243,11 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
             gc.collect(0)
             draw.shuffle(order)
             if work.together:
-                for name, times in _beside(work, order, draw).items():
-                    blocks[name].add(times)
-                continue
-            for name in order:
-                blocks[name].add(_block(work.ways[name], work.calls, work.clock))
+                found = _beside(work, order, draw)
+            else:
+                found = {name: _block(work.ways[name], work.calls, work.clock) for name in order}
+            for name, times in found.items():
+                blocks[name].add(times)
     return blocks
 
 

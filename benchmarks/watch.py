@@ -18,16 +18,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tenterhook as th
 from benchmarks.harness import Goal, Opener, Row, Trial, Workload, measure, quiet
 from benchmarks.models import BLOCKS, gpt2, tokens
+from tenterhook.watch.session import AT_ONCE
 
 FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
 GROUP = 10
 """Steps in a timed call, so that one in ten is one of them and nothing that is done now and then is left out."""
 
-
 TENTH = 1.03
 """What a step in ten may cost, of ten."""
-CYCLE = 8
-"""Watched steps after which the work is the same again: the book-keeping is done for as many at once."""
 
 
 def run(rounds: int) -> Iterator[Row]:
@@ -60,17 +58,18 @@ def now_and_then(rounds: int) -> Row:
     """Ten training steps of which one is watched, over ten that are not.
 
     Two runs differ by more than what is to be measured. So the watched step, and the one before it, at whose end the
-    watch steps in, are compared with those between them: the same model, in the same half second.
+    watch steps in, are compared with those between them: the same model, in the same half second. The book-keeping is
+    done for several watched steps at once, so that each of as many has its own median, and all count.
     """
     model, ids = gpt2().train(), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ratios: list[list[float]] = [[] for _ in range(CYCLE)]
-    with quiet(), th.watch(model, optimizer=optimizer, on_nan="raise", to=FILE, every=GROUP):
-        for count in range((rounds + 1) * CYCLE):
-            times = [_timed(model, optimizer, ids) for _ in range(GROUP)]
-            if count >= CYCLE:  # The first steps are published one by one.
+    ratios: list[list[float]] = [[] for _ in range(AT_ONCE)]
+    with quiet(), _watched(partial(_step, model, optimizer, ids), model, optimizer, every=GROUP)() as trial:
+        for count in range((rounds + 1) * AT_ONCE):
+            times = [_timed(trial.call) for _ in range(GROUP)]
+            if count >= AT_ONCE:  # The first steps are published one by one.
                 usual = statistics.median(times[1:-1])
-                ratios[count % CYCLE].append(1 + (times[0] + times[-1] - 2 * usual) / (GROUP * usual))
+                ratios[count % AT_ONCE].append(1 + (times[0] + times[-1] - 2 * usual) / (GROUP * usual))
     figure = statistics.mean(statistics.median(each) for each in ratios)
     low, middle, high = statistics.quantiles([ratio for each in ratios for ratio in each], n=4)
     return Row(
@@ -79,9 +78,9 @@ def now_and_then(rounds: int) -> Row:
     )  # fmt: skip
 
 
-def _timed(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+def _timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    _step(model, optimizer, ids)
+    call()
     return time.perf_counter() - start
 
 

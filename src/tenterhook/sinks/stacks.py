@@ -81,7 +81,6 @@ class Stack:
         self.count = sum(len(part.members) * part.width for part in parts)
         self.rows = self.count // width
         self._laid: Laid | None = None
-        self._scratch: Tensor | None = None
         self._places: list[tuple[Sequence[int], Places]] = []
 
     def fill(
@@ -141,16 +140,10 @@ class Stack:
         torch.amax(matrix, 1, out=high)
         torch.linalg.vector_norm(matrix, dim=1, out=norm)
         if not quick:  # In two passes: squares of a far mean would drown the rest.
-            scratch = self._scratch if self._scratch is not None else self._lay_scratch(matrix, memory)
+            scratch = memory.flat(matrix.numel(), matrix.dtype, matrix.device, "scratch").view(matrix.shape)
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
         # A comparison written as numbers is five times as fast to add up as one written as booleans.
         torch.sum(torch.eq(matrix, 0, out=matrix), 1, out=zeros)
-
-    def _lay_scratch(self, matrix: Tensor, memory: Memory) -> Tensor:
-        scratch = memory.flat(matrix.numel(), matrix.dtype, matrix.device, "scratch").view(matrix.shape)
-        if matrix.is_cpu and matrix.numel() <= CHUNK:  # The memory stays where it is.
-            self._scratch = scratch
-        return scratch
 
     def sample(self, matrix: Tensor, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Have a sketch take samples of what lies in the matrix, under the rows of its tensors."""
@@ -254,8 +247,7 @@ def samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tenso
             step, room = spacing(last, width // run, run)
             stride, begin = (step, 1), phase % room
         lies = tensor if tensor.is_contiguous() else tensor.contiguous()
-        # Without a place of its own, it is the tensor's.
-        yield lies.as_strided(size, stride, lies.storage_offset() + begin) if begin else lies.as_strided(size, stride)
+        yield lies.as_strided(size, stride, lies.storage_offset() + begin)
 
 
 def _stacks(groups: list[tuple[int, torch.Size | None, list[int]]], chunk: int) -> Iterator[Stack]:

@@ -34,6 +34,8 @@ __all__ = [
     "Numbers",
     "Plan",
     "Workspace",
+    "are_plain",
+    "are_strided",
     "is_plain",
     "kinds",
     "measure",
@@ -57,6 +59,20 @@ Kind: TypeAlias = tuple[torch.dtype, torch.device]
 def is_plain(tensor: Any) -> bool:
     """Whether a tensor can be measured as it is: the quick answer for nearly all."""
     return type(tensor) is Tensor and tensor.dtype in USUAL and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def are_strided(tensors: Sequence[Any]) -> bool:
+    """Whether these are all plain tensors in a layout with strides."""
+    return set(map(type, tensors)) <= {Tensor} and {tensor.layout for tensor in tensors} <= {torch.strided}
+
+
+def are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether :func:`is_plain` is true of all, in less time than it takes to ask each."""
+    return (
+        are_strided(tensors)
+        and {tensor.dtype for tensor in tensors} <= USUAL
+        and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
+    )
 
 
 def plain(tensor: Any) -> Tensor | None:

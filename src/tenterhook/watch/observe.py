@@ -115,7 +115,7 @@ class Seen(NamedTuple):
 class Ledger:
     """What all points of a watch write to. ``spill`` empties it when more than ``hold`` bytes are held."""
 
-    def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool, every: int = 1) -> None:
+    def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool, every: int) -> None:
         self.on, self.gradients = True, gradients
         self.retains = gradients and every == 1  # Whether autograd copies small gradients, and no hook holds them.
         self.log: list[Any] = []

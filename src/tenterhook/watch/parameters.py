@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, USUAL, Measured, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, Measured, are_plain, are_strided, measure, plain, whole
 from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.parcel import Layout, Parcel
@@ -104,8 +103,8 @@ class Parameters:
 
     def _parcel(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Parcel:
         books, layout = self._books, self._layout(kind, which)
-        known = layout.plan if layout.plan is not None and _are_strided(found) and layout.plan.fits(found) else None
-        if known is None and not _are_plain(found):
+        known = layout.plan if layout.plan is not None and are_strided(found) and layout.plan.fits(found) else None
+        if known is None and not are_plain(found):
             real = [(i, plain(tensor)) for i, tensor in zip(which, found, strict=True)]
             which = tuple(i for i, tensor in real if tensor is not None)
             found, layout = [tensor for _, tensor in real if tensor is not None], self._layout(kind, which)
@@ -141,19 +140,6 @@ class Parameters:
             return report
 
         return Parcel(self._layout(kind, which), measured, tensors, explain)
-
-
-def _are_strided(tensors: Sequence[Tensor]) -> bool:
-    kinds = set(map(type, tensors)) <= {Tensor, nn.Parameter}
-    return kinds and {tensor.layout for tensor in tensors} <= {torch.strided}
-
-
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    return (
-        _are_strided(tensors)
-        and {tensor.dtype for tensor in tensors} <= USUAL
-        and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
-    )
 
 
 def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from tenterhook.sinks.statistics import USUAL, kinds
+from tenterhook.sinks.statistics import are_plain, are_strided, kinds
 from tenterhook.watch.held import Held
 from tenterhook.watch.parcel import Layout
 
@@ -78,7 +77,7 @@ class Steady:
         self._slots, self._paths, self._holders = slots, paths, list(map(type, helds))
         self._kinds = kinds(tensors)
         # Whatever is measured is like this too: autograd gives a gradient the shape and the type of its tensor.
-        self.usual = _are_usual(tensors)
+        self.usual = are_plain(tensors)
         firsts, self._twins = _firsts(log)
         self._values = firsts if values else []
         kept = [place for place in firsts if gradients and helds[place] is not None]
@@ -116,7 +115,7 @@ class Steady:
         holders = [helds[place] for place in self._held]
         gradients: list[Any] = [held.gradient for held in holders]
         gradients += [tensors[place].grad for place in self._retained]
-        if not _are_strided(gradients):  # One that did not come is none.
+        if not are_strided(gradients):  # One that did not come is none.
             return None
         if [held.version for held in holders] != [gradient._version for gradient in gradients[: len(holders)]]:
             return None
@@ -150,11 +149,3 @@ def _firsts(log: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
         if entry[7] is not None:
             known[id(entry[3])] = place
     return firsts, twins
-
-
-def _are_strided(tensors: Sequence[Any]) -> bool:
-    return set(map(type, tensors)) <= {Tensor} and {tensor.layout for tensor in tensors} <= {torch.strided}
-
-
-def _are_usual(tensors: Sequence[Tensor]) -> bool:
-    return _are_strided(tensors) and all(tensor.dtype in USUAL and not tensor.is_meta for tensor in tensors)
