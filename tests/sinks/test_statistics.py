@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenterhook.sinks import sketch as sketch_module
 from tenterhook.sinks import stacks
-from tenterhook.sinks.merging import combine, merge
 from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.sketch import Places, Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
@@ -179,27 +179,6 @@ def test_an_empty_tensor_has_a_row_of_nothing():
     assert measure([torch.empty(0, 3), torch.ones(2)]).host()[0].tolist() == [0] * len(COLUMNS)
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6), min_size=2, max_size=5))
-def test_parts_put_together_are_as_if_measured_at_once(parts):
-    tensors = [torch.tensor(part) for part in parts]
-    expected = truth(torch.cat(tensors))
-    table = measure(tensors).host()
-    _, at_once = combine(np.zeros(len(tensors), int), table)
-    step_by_step = np.zeros((1, len(COLUMNS)))
-    for row in table:
-        step_by_step = merge(step_by_step, row[None])
-    np.testing.assert_allclose(at_once[0], expected, rtol=1e-4, atol=2e-3)
-    np.testing.assert_allclose(step_by_step[0], expected, rtol=1e-4, atol=2e-3)
-
-
-def test_rows_of_several_places_are_kept_apart():
-    tensors = [torch.tensor([1.0]), torch.tensor([5.0]), torch.tensor([3.0])]
-    places, found = combine(np.array([2, 0, 2]), measure(tensors).host())
-    assert places.tolist() == [0, 2]
-    assert found[:, COLUMNS.index("mean")].tolist() == [5.0, 2.0]
-
-
 @pytest.mark.parametrize("limit", [None, 64])
 def test_a_snapshot_tells_how_far_tensors_have_moved(limit):
     torch.manual_seed(0)
@@ -318,6 +297,28 @@ def test_the_samples_of_tensors_that_share_a_matrix_are_those_of_each():
     bins = sketch.host(len(rows))
     for row, tensor, value in zip(rows, tensors, values, strict=True):
         np.testing.assert_array_equal(bins[row], min(32, tensor.numel()) * np.histogram([value], edges())[0])
+
+
+def test_samples_of_many_matrices_and_steps_are_counted_under_their_own_rows():
+    many = sketch_module.LOT * 2 + 5
+    places = [Places([(0, 8, [2 * i, 2 * i + 1])]) for i in range(many)]
+    sketch, counts = Sketch(), torch.zeros(2 * many)
+    for step in range(3):  # The last one ends early.
+        for i in range(many if step < 2 else 7):
+            sketch.take(torch.full((2, 8), 2.0 ** (i - many // 2)), places[i], 0)
+            counts[2 * i : 2 * i + 2] += 8
+    for _ in range(2):  # The second time there is nothing to count.
+        sketch.pour()
+        found = sketch.host(2 * many)
+        assert found.sum(1).tolist() == counts.tolist()
+        assert len(sketch._lots) == 4, "two steps are cut alike, in three parts, and the last one is another"
+    for row in range(2 * many):
+        assert quantiles(found[row], [0.5]) == pytest.approx([2.0 ** (row // 2 - many // 2)], rel=1 / 16)
+
+
+def test_bins_beyond_what_a_short_integer_holds_are_counted_with_long_ones():
+    assert Places([(0, 1, [2**21 - 2])]).bins.dtype == np.int32
+    assert Places([(0, 1, [2**21])]).bins.tolist() == [2**31]
 
 
 def test_a_histogram_counts_every_sample_by_octaves():

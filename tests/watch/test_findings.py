@@ -67,6 +67,19 @@ def test_zeros_by_a_function_are_found_too_and_dropout_is_not_taken_for_death():
     assert ("dead units", "1") not in found
 
 
+def test_what_a_dropout_leaves_says_nothing_of_the_modules_that_hand_it_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.1)), nn.Linear(50, 1))
+    with th.watch(model) as w:
+        before = w._findings.units.choice
+        for _ in range(20):  # About as often more than a tenth is zero as less.
+            model(torch.randn(8, 4)).sum().backward()
+            w.step()
+        w.rows()
+        assert w._findings.units.choice - before <= 1
+        assert not any(slot.looks for slot in w._slots)
+
+
 @pytest.mark.parametrize(("activation", "gain"), [(nn.Tanh(), 100.0), (nn.Sigmoid(), 100.0), (nn.Hardtanh(), 100.0)])
 def test_saturated_activations(activation, gain):
     torch.manual_seed(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from tenterhook.sinks.statistics import COUNT, INF, MAX, MEAN, MIN, NAN, NORM, STD, Array
 
-__all__ = ["Order", "combine", "merge"]
+__all__ = ["Order", "merge", "stacked"]
 
 
 class Order:
@@ -18,42 +20,46 @@ class Order:
         starts = np.flatnonzero(np.r_[True, each[1:] != each[:-1]]) if len(rows) else np.zeros(0, int)
         self.rows: Array = each[starts]
         """the places, in order"""
-        self.counts: Array = np.diff(np.r_[starts, len(rows)])
-        """how many lines each has"""
-        self._starts = starts
-        self.last: Array = self._order[starts + self.counts - 1] if len(rows) else self._order
-        """the last line of each"""
+        self._starts, self._counts = starts, np.diff(np.r_[starts, len(rows)])
 
     def combine(self, table: Array) -> Array:
-        """A line for each place, as if its elements had been measured at once."""
-        starts, table = self._starts, table[self._order]
+        """A line for each place, as if its elements had been measured at once.
+
+        >>> import torch
+        >>> from tenterhook.sinks.statistics import measure
+        >>> order = Order(np.array([7, 7]))
+        >>> found = order.combine(measure([torch.tensor([1.0, 2.0]), torch.tensor([6.0])]).host())
+        >>> order.rows.tolist(), found[0, [COUNT, MEAN]].tolist()
+        ([7], [3.0, 3.0])
+        """
+        starts, counts, table = self._starts, self._counts, table[self._order]
         if len(starts) == len(table):
             return table
-        counts = table[:, COUNT] - table[:, NAN] - table[:, INF]
-        total = np.maximum(np.add.reduceat(counts, starts), 1)
-        mean = np.add.reduceat(counts * table[:, MEAN], starts) / total
-        off = table[:, MEAN] - np.repeat(mean, self.counts)
-        found = np.add.reduceat(table, starts)  # Right for everything that is a number of elements.
-        found[:, MEAN] = mean
-        found[:, STD] = np.sqrt(np.add.reduceat(counts * (table[:, STD] ** 2 + off**2), starts) / total)
-        found[:, MIN] = np.fmin.reduceat(table[:, MIN], starts)
-        found[:, MAX] = np.fmax.reduceat(table[:, MAX], starts)
-        found[:, NORM] = np.sqrt(np.add.reduceat(table[:, NORM] ** 2, starts))
-        return found
+        return _at_once(table, lambda add, lines: add.reduceat(lines, starts), lambda each: np.repeat(each, counts))
 
 
-def combine(rows: Array, table: Array) -> tuple[Array, Array]:
-    """Put the rows of one place together, as if its elements had been measured at once; gives the places in order.
+def _at_once(table: Array, reduce: Callable[[np.ufunc, Array], Array], spread: Callable[[Array], Array]) -> Array:
+    """Several lines as one; ``reduce`` puts lines together, and ``spread`` has the result for each of them again."""
+    counts = table[..., COUNT] - table[..., NAN] - table[..., INF]
+    total = np.maximum(reduce(np.add, counts), 1)
+    mean = reduce(np.add, counts * table[..., MEAN]) / total
+    off = table[..., MEAN] - spread(mean)
+    found = reduce(np.add, table)  # Right for everything that is a number of elements.
+    found[..., MEAN] = mean
+    found[..., STD] = np.sqrt(reduce(np.add, counts * (table[..., STD] ** 2 + off**2)) / total)
+    low, high, none = table[..., MIN], table[..., MAX], table[..., COUNT] == 0
+    if none.any():  # Nothing is the least of no elements, nor the largest.
+        low, high = np.where(none, np.nan, low), np.where(none, np.nan, high)
+    found[..., MIN], found[..., MAX] = reduce(np.fmin, low), reduce(np.fmax, high)
+    if none.any():
+        found[found[..., COUNT] == 0, MIN : MAX + 1] = 0
+    found[..., NORM] = np.sqrt(reduce(np.add, table[..., NORM] ** 2))
+    return found
 
-    >>> import numpy as np, torch
-    >>> from tenterhook.sinks.statistics import measure
-    >>> first, second = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
-    >>> places, found = combine(np.array([7, 7]), measure([first, second]).host())
-    >>> places.tolist(), found[0, [COUNT, MEAN]].tolist()
-    ([7], [3.0, 3.0])
-    """
-    order = Order(rows)
-    return order.rows, order.combine(table)
+
+def stacked(tables: Sequence[Array]) -> Array:
+    """Tables with the same places line by line, as if the elements of all had been measured at once."""
+    return _at_once(np.stack(tables), lambda add, lines: add.reduce(lines, 0), lambda each: each)
 
 
 def merge(before: Array, table: Array) -> Array:

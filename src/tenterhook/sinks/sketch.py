@@ -8,7 +8,7 @@ what is beyond 2**20 as that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ LOWEST, HIGHEST = -44, 20  # The octaves, as powers of two.
 SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits of the fraction.
 BASE = (LOWEST + 127) << 3
 LOT = 12  # Matrices whose samples are counted together: more of them leave the processor's cache on the way.
+LOTS = 32  # How many of these are known at a time: one for some matrices of each step, as long as steps are alike.
 
 
 class Places:
@@ -44,14 +45,10 @@ class Places:
         for begin, width, rows in parts:
             step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
             self.parts.append(((len(rows), min(width, SAMPLE)), (width, step), begin, room))
-        each = [np.repeat(np.array(rows, np.int64) * BINS, min(width, SAMPLE)) for _, width, rows in parts]
-        self._bins, self._there = np.concatenate(each), torch.empty(0)
-
-    def bins(self, device: torch.device) -> Tensor:
-        """The first bin of each sample's row, on the device of the samples."""
-        if not len(self._there):
-            self._there = to_device(device, self._bins)
-        return self._there
+        whole = np.int32 if (self.last + 1) * BINS < 2**31 else np.int64
+        each = [np.repeat(np.array(rows, whole) * BINS, min(width, SAMPLE)) for _, width, rows in parts]
+        self.bins = np.concatenate(each)
+        """the first bin of each sample's row"""
 
 
 class Sketch:
@@ -60,6 +57,7 @@ class Sketch:
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
         self._waiting: dict[torch.device, list[tuple[list[Tensor], Places]]] = {}
+        self._lots: dict[tuple[Places, ...], Tensor] = {}
 
     def take(self, tensor: Tensor, places: Places, phase: int) -> None:
         """Take a sample of the tensors that lie in this one, to be counted by the next :meth:`pour`."""
@@ -74,14 +72,24 @@ class Sketch:
         """Count what was taken."""
         for device, waiting in self._waiting.items():
             counts = self.room(device, max(places.last for _, places in waiting) + 1).view(-1)
-            for few in (waiting[start : start + LOT] for start in range(0, len(waiting), LOT)):
-                found = torch.cat([places.bins(device) for _, places in few])
+            one = counts.new_ones(())
+            for few in _lots(waiting):
                 flat = torch.cat([sample.reshape(-1) for samples, _ in few for sample in samples])
                 bits = flat.float().view(torch.int32)
-                found += bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
+                found = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
                 found += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-                counts.scatter_add_(0, found, counts.new_ones(()).expand(len(found)))
+                found = found + self._bins(device, tuple([places for _, places in few]))
+                counts.index_add_(0, found, one.expand(len(found)))
         self._waiting.clear()
+
+    def _bins(self, device: torch.device, lot: tuple[Places, ...]) -> Tensor:
+        """The first bin of the row of each sample in a lot."""
+        found = self._lots.get(lot)
+        if found is None:
+            if len(self._lots) >= LOTS:
+                self._lots.clear()
+            found = self._lots[lot] = to_device(device, np.concatenate([places.bins for places in lot]))
+        return found
 
     def room(self, device: torch.device, rows: int) -> Tensor:
         """The counts on a device, with room for so many rows."""
@@ -100,6 +108,15 @@ class Sketch:
             have = counts.cpu().numpy()[:rows]
             found[: len(have)] += np.concatenate([have[:, : HALF - 1 : -1], have[:, :HALF]], 1)
         return found
+
+
+def _lots(waiting: list[tuple[list[Tensor], Places]]) -> Iterator[list[tuple[list[Tensor], Places]]]:
+    """Cut what waits into parts, anew wherever it begins again, so that those of one step are those of the next."""
+    first, start = waiting[0][1], 0
+    for end in range(1, len(waiting) + 1):
+        if end == len(waiting) or end - start == LOT or waiting[end][1] is first:
+            yield waiting[start:end]
+            start = end
 
 
 def edges() -> Array:

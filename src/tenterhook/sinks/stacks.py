@@ -181,8 +181,9 @@ class Stacks:
         self._cuts, self._starts = cuts, np.r_[0, np.cumsum(cuts)[:-1]]
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
         self._single = np.flatnonzero(self._lengths == 1)
-        # A row is drowned where the square of its mean is nearly all of its mean square; one number alone never is.
-        self._drowning = np.where(self._lengths * np.repeat(cuts, cuts) > 1, 1 / (1 - DROWNED) / self._lengths, 0.0)
+        # A row is drowned where its mean is nearly all of its root mean square; one number alone never is.
+        share = np.sqrt(1 / (1 - DROWNED) / self._lengths)
+        self._drowning = torch.from_numpy(np.where(self._lengths * np.repeat(cuts, cuts) > 1, share, 0.0)).float()
         self._times = times
         firsts = [(times * stack.first, stack.rows) for stack in self.all]
         self.columns = [
@@ -200,19 +201,21 @@ class Stacks:
             self._fields = room, [part.unbind(0) for part in parts]
         return self._fields
 
-    def may_drown(self, fields: Array) -> bool:
+    def may_drown(self, fields: Tensor) -> bool:
         """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
-        # Double precision, in which squares do not overflow. Sums stand for means where the spread is left out.
-        mean, norm = np.square(fields[MEAN], dtype=float), np.square(fields[NORM], dtype=float)
-        return bool((mean * self._drowning > norm).any())
+        # Sums stand for means where the spread is left out. With torch, whose code is near: it has just measured them.
+        return bool((fields[MEAN].abs().mul_(self._drowning) > fields[NORM]).any())
 
-    def read(self, fields: Array, table: Array, *, quick: bool) -> list[int]:
-        """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned."""
-        fields = fields.astype(float)
+    def read(self, fields: Array, tables: Array, *, quick: bool) -> list[list[int]]:
+        """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned.
+
+        There may be several tables: ``fields`` has the rows of the first one, of the next one, and so on, for each
+        field, in double precision; they are used up.
+        """
         if len(self._single):
-            number = fields[MEAN, self._single]
+            number = fields[MEAN][:, self._single]
             for field, found in ((LOW, number), (HIGH, number), (NORM, np.abs(number)), (ZEROS, number == 0)):
-                fields[field, self._single] = found
+                fields[field][:, self._single] = found
         fields[NORM] *= fields[NORM]
         if quick:
             fields[MEAN] /= self._lengths
@@ -220,20 +223,21 @@ class Stacks:
             fields[SPREAD] *= fields[SPREAD] / self._lengths
         found = fields
         if len(self._starts) < self.rows:
-            found = np.add.reduceat(fields, self._starts, axis=1)
+            found = np.add.reduceat(fields, self._starts, axis=2)
             found[MEAN] /= self._cuts
-            found[LOW] = np.minimum.reduceat(fields[LOW], self._starts)
-            found[HIGH] = np.maximum.reduceat(fields[HIGH], self._starts)
+            found[LOW] = np.minimum.reduceat(fields[LOW], self._starts, axis=1)
+            found[HIGH] = np.maximum.reduceat(fields[HIGH], self._starts, axis=1)
             if not quick:
-                apart = (fields[MEAN] - np.repeat(found[MEAN], self._cuts)) ** 2
-                found[SPREAD] = (found[SPREAD] + np.add.reduceat(apart, self._starts)) / self._cuts
-        drowned: list[int] = []
+                apart = (fields[MEAN] - np.repeat(found[MEAN], self._cuts, axis=1)) ** 2
+                found[SPREAD] = (found[SPREAD] + np.add.reduceat(apart, self._starts, axis=1)) / self._cuts
+        drowned: list[list[int]] = [[] for _ in tables]
         if quick:
             each = found[NORM] / self._widths
             found[SPREAD] = np.maximum(each - found[MEAN] * found[MEAN], 0) * self._several
-            drowned = self.order[(found[SPREAD] < DROWNED * each) & self._several].tolist()
+            lost = (found[SPREAD] < DROWNED * each) & self._several
+            drowned = [self.order[some].tolist() for some in lost]
         found[SPREAD :: NORM - SPREAD] = np.sqrt(found[SPREAD :: NORM - SPREAD])
-        table[self.order, 1 : 1 + FIELDS] = found.T
+        tables[:, self.order, 1 : 1 + FIELDS] = found.transpose(1, 2, 0)
         return drowned
 
 

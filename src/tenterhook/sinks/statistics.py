@@ -12,6 +12,7 @@ Inf makes a norm that is none, nothing non-finite is missed. What is fused is re
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +37,7 @@ __all__ = [
     "Workspace",
     "are_plain",
     "are_strided",
+    "hosts",
     "is_plain",
     "kinds",
     "measure",
@@ -143,6 +145,7 @@ class Numbers:
         self._tensor = tensor
         self._event: Any = None
         self._array: Array | None = None
+        self._finite: bool | None = None
 
     def send(self) -> None:
         """Begin to copy them to the host, without waiting; once."""
@@ -156,13 +159,28 @@ class Numbers:
         """Whether they are there."""
         return self._event is None or bool(self._event.query())
 
+    def host(self) -> Tensor:
+        """The numbers, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        if not self._tensor.is_cpu:
+            self._tensor = self._tensor.cpu()
+        return self._tensor
+
     def array(self) -> Array:
-        """The numbers."""
+        """The same as an array."""
         if self._array is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._array = self._tensor.cpu().numpy()
+            self._array = self.host().numpy()
         return self._array
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor Inf among them."""
+        if self._finite is None:
+            found = self.host()
+            # A sum has it if one of them does. If they are so large that it has it nevertheless, each is asked.
+            self._finite = math.isfinite(found.sum()) or bool(found.isfinite().all())
+        return self._finite
 
 
 class Measured:
@@ -201,7 +219,7 @@ class Measured:
         """Whether there is neither NaN nor Inf in any tensor: what was measured of it would not be finite either."""
         found = self._finite
         if found is None:
-            self._finite = found = all(np.isfinite(each.array()).all() for each in self.numbers) and not any(
+            self._finite = found = all(each.finite() for each in self.numbers) and not any(
                 numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
             )
         return found
@@ -210,31 +228,42 @@ class Measured:
 
     def may_drown(self) -> bool:
         """Whether there may be rows whose spread cannot be told; see ``drowned``."""
-        return self._quick and any(stacks.may_drown(each.array()) for stacks, each, _ in self._stacked)
+        return self._quick and any(stacks.may_drown(each.host()) for stacks, each, _ in self._stacked)
 
     def host(self) -> Array:
         """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
-        found = self.plan.blank.copy()
-        for members, numbers, part in self._tables:
-            found[members, MEAN:] = numbers.array()[part]
-        if self._stacked:
-            with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
-                read = [
-                    stacks.read(each.array()[:, columns], found, quick=self._quick)
-                    for stacks, each, columns in self._stacked
-                ]
-            self.drowned = sorted(index for drowned in read for index in drowned)
-        long, shares = self.shares
-        if len(long):
-            found[long, ZEROS] *= shares
-            if not self._norms:
-                found[long, NORM] *= np.sqrt(shares)
-        for each, numbers in self._norms:
-            found[each, NORM] = numbers.array()
+        found: Array = hosts([self])[0]
         return found
 
     drowned: Sequence[int] = ()
     """rows whose mean is so far from zero that squares cannot tell their spread"""
+
+
+def hosts(each: Sequence[Measured]) -> Array:
+    """What :meth:`Measured.host` gives, of several that were measured alike, by one plan: the rows of each.
+
+    It takes hardly longer than one of them does.
+    """
+    like = each[0]
+    found = np.repeat(like.plan.blank[np.newaxis], len(each), 0)
+    for place, (members, _, part) in enumerate(like._tables):
+        found[:, members, MEAN:] = np.stack([one._tables[place][1].array()[part] for one in each])
+    drowned: list[list[int]] = [[] for _ in each]
+    with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
+        for place, (stacks, _, columns) in enumerate(like._stacked):
+            fields = np.stack([one._stacked[place][1].array()[:, columns] for one in each], 1, dtype=float)
+            for more, some in zip(drowned, stacks.read(fields, found, quick=like._quick), strict=True):
+                more.extend(some)
+    for one, some in zip(each, drowned, strict=True):
+        one.drowned = sorted(some)
+    long, shares = like.shares
+    if len(long):
+        found[:, long, ZEROS] *= shares
+        if not like._norms:
+            found[:, long, NORM] *= np.sqrt(shares)
+    for place, (members, _) in enumerate(like._norms):
+        found[:, members, NORM] = np.stack([one._norms[place][1].array() for one in each])
+    return found
 
 
 class Workspace:

@@ -7,19 +7,22 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tenterhook.sinks.merging import Order, merge
+from tenterhook.sinks.merging import Order, merge, stacked
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
 from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
+
+if TYPE_CHECKING:
+    from tenterhook.watch.parcel import Layout
 
 __all__ = ["KINDS", "Books", "Kind", "Page"]
 
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
-AT_ONCE = 32  # Steps that are added to the running statistics together.
+AT_ONCE = 8  # Steps that are added to the running statistics together.
 ORDERS = 8  # Steps of so many kinds are known at a time.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
@@ -62,6 +65,7 @@ class Books:
         self.workspace = Workspace()
         self._sketch = Sketch()
         self.alike: dict[int, int] = {}  # Rows whose tensors were those of another row, which has the samples of both.
+        self._likened: Layout | None = None  # Where that was last found.
         self.slow = True  # Whether what changes slowly is taken in this step.
         self._bins: Array | None = None
         self.pages: deque[Page] = deque(maxlen=pages)
@@ -90,6 +94,12 @@ class Books:
                 found = self._index[kind, label] = len(self.names)
                 self.names.append((kind, label))
         return found
+
+    def liken(self, layout: Layout) -> None:
+        """Note which rows of a layout have one tensor."""
+        if layout is not self._likened:
+            self._likened = layout
+            self.alike.update(layout.alike)
 
     def add(self, rows: Array, table: Array, sampled: Sequence[int]) -> None:
         """Take a part of the present step; ``rows`` is not changed after, and ``sampled`` are some of them."""
@@ -135,12 +145,14 @@ class Books:
             return
         pages, self._unmerged = self._unmerged, []
         self._grow()
-        order = Order(np.concatenate([page.rows for page in pages]))
-        table, rows = np.concatenate([page.table for page in pages]), order.rows
-        self._latest[rows] = table[order.last]
-        self._when[rows] = np.repeat([page.step for page in pages], [len(page.rows) for page in pages])[order.last]
-        self._steps[rows] += order.counts
-        self._total[rows] = merge(self._total[rows], order.combine(table))
+        alike: dict[int, list[Page]] = {}  # Most pages have the rows of the one before, in the same array.
+        for page in pages:
+            alike[id(page.rows)] = [*alike.pop(id(page.rows), ()), page]  # Last is whose last page is.
+        for few in alike.values():
+            rows = few[-1].rows
+            self._latest[rows], self._when[rows] = few[-1].table, few[-1].step
+            self._steps[rows] += len(few)
+            self._total[rows] = merge(self._total[rows], stacked([page.table for page in few]))
 
     def _grow(self) -> None:
         more = len(self.names) - len(self._steps)
@@ -151,6 +163,7 @@ class Books:
 
     def freeze(self) -> None:
         """Nothing more will come: keep numbers, and no tensor."""
+        self._likened = None
         with self.lock:
             if self._bins is None:
                 self._bins = self._sketch.host(len(self.names))

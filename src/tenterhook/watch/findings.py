@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -131,22 +131,25 @@ class Findings:
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        self._seen: tuple[Array, Array, Array] | None = None  # The rows of the last page, and where its gradients are.
+        # The rows of the last page, and where it has values to look at, gradients of points, and those of parameters.
+        self._seen: tuple[Array, Array, Array, Array] | None = None
         self._many: tuple[Array | None, bytes] = None, b""  # The same, and which of its values held many zeros.
 
-    def judge(self, page: Page, parameters: set[str], slots: Iterable[Slot]) -> list[Finding]:
-        """Look at a step; gives what is new."""
+    def judge(self, page: Page, parameters: set[str], slots: Sequence[Slot], alike: Mapping[int, int]) -> list[Finding]:
+        """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""
         before = set(self.all)
-        self._gradients(page, parameters)
-        self._units(page, slots)
+        if self._seen is None or self._seen[0] is not page.rows:
+            # Of what a dropout gives, about as much is zero as it drops, now here, now there: that says nothing.
+            dropped = {slot.address for slot in slots if isinstance(slot.module, DROPOUTS)}
+            self._seen = page.rows, *_places(page, parameters, dropped, alike)
+        _, values, points, own = self._seen
+        self._gradients(page, points, own)
+        self._units(page, values, slots)
         return (
             [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
         )
 
-    def _gradients(self, page: Page, parameters: set[str]) -> None:
-        if self._seen is None or self._seen[0] is not page.rows:
-            self._seen = page.rows, *_gradients_of(page, parameters)
-        _, points, own = self._seen
+    def _gradients(self, page: Page, points: Array, own: Array) -> None:
         norms = page.table[:, NORM]
         if not math.isfinite(norms.sum()):
             norms = np.where(np.isfinite(norms), norms, 0.0)
@@ -183,17 +186,16 @@ class Findings:
             text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
             self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
 
-    def _units(self, page: Page, slots: Iterable[Slot]) -> None:
-        rows, table = page.of("values")
+    def _units(self, page: Page, values: Array, slots: Iterable[Slot]) -> None:
         share = self.limits["dead_units"]
         # So many dead units need at least so many zeros.
-        many = table[:, ZEROS] >= share * np.maximum(table[:, COUNT], 1)
+        many = page.table[values, ZEROS] >= share * np.maximum(page.table[values, COUNT], 1)
         seen, self._many = self._many, (page.rows, many.tobytes())
         if seen[0] is not page.rows or seen[1] != self._many[1]:
-            zeros = {page.names[row][1] for row in rows[many].tolist()}
-            # Of a dropout's value, about as many as it drops: it is now here, now there.
+            zeros = {page.names[row][1] for row in page.rows[values[many]].tolist()}
             moved, self._zeros = zeros ^ self._zeros, zeros
-            self.units.choose([slot for slot in slots if slot.address in moved], zeros)
+            if moved:
+                self.units.choose([slot for slot in slots if slot.address in moved], zeros)
         dead, full = self.units.read(int(self.limits["dead_steps"]))
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
@@ -215,12 +217,20 @@ class Findings:
         self.all[kind, address] = Finding(kind, address, first, step, value, self.limits[threshold], text, evidence)
 
 
-def _gradients_of(page: Page, parameters: set[str]) -> tuple[Array, Array]:
-    """Where a page has the gradients of points, and those of parameters."""
-    names = [(place, *page.names[row]) for place, row in enumerate(page.rows.tolist())]
-    points = [place for place, kind, name in names if kind == "gradients" and name not in parameters]
-    own = [place for place, kind, name in names if kind == "gradients" and name in parameters]
-    return np.array(points, int), np.array(own, int)
+def _places(
+    page: Page, parameters: set[str], dropped: set[str], alike: Mapping[int, int]
+) -> tuple[Array, Array, Array]:
+    """Where a page has values that may have dead units, the gradients of points, and those of parameters."""
+    values: list[int] = []
+    points: list[int] = []
+    own: list[int] = []
+    for place, row in enumerate(page.rows.tolist()):
+        kind, name = page.names[row]
+        if kind == "gradients":
+            (own if name in parameters else points).append(place)
+        elif kind == "values" and alike.get(row, row) == row and name not in dropped:
+            values.append(place)
+    return np.array(values, int), np.array(points, int), np.array(own, int)
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:

@@ -32,8 +32,10 @@ class Held:
         if self.open:
             if self.copies:
                 gradient = gradient.clone()
-            elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
-                gradient = let_free(gradient)
+            else:
+                shape = gradient.shape  # Of most, no dimension has size one, or only that of the examples.
+                if 1 in shape and not (shape.count(1) == 1 == shape[0] and gradient.stride()[0] == shape.numel()):
+                    gradient = let_free(gradient)
             if self.gradient is not None:  # A second backward pass through the same graph.
                 gradient = self.gradient + gradient
             self.gradient, self.version = gradient, gradient._version
@@ -48,6 +50,10 @@ class Held:
             return None
         return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
 
+    def has(self, _tensor: Tensor) -> bool:
+        """Whether a gradient has come."""
+        return self.gradient is not None
+
     def close(self) -> None:
         """Hold nothing, and take nothing more."""
         self.gradient, self.open = None, False
@@ -61,6 +67,11 @@ class Later:
         """Nothing: the model did not return."""
 
     @staticmethod
+    def has(_tensor: Tensor) -> bool:
+        """Nothing has come."""
+        return False
+
+    @staticmethod
     def close() -> None:
         """Nothing is held."""
 
@@ -72,6 +83,11 @@ class Retained:
     def take(_slot: Slot, tensor: Tensor) -> Tensor | None:
         """The gradient of a tensor."""
         return tensor.grad
+
+    @staticmethod
+    def has(tensor: Tensor) -> bool:
+        """Whether it has one."""
+        return tensor.grad is not None
 
     @staticmethod
     def close() -> None:

@@ -90,7 +90,7 @@ class Measuring:
         values, gradients = "values" in self._options.of, self._ledger.gradients
         self._one_by_one(log, batch, values=values, gradients=gradients)
         if all(entry[1] in entry[0].rows for entry in log):
-            steady = Steady(log, values=values, gradients=gradients)
+            steady = Steady(log, batch.kept, values=values)
             if steady.usual and steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
                 self._steady[self._times] = steady
 
@@ -101,8 +101,8 @@ class Measuring:
                 slot.lost += 1
                 (held or NOTHING).close()
                 continue
-            slot.note(tensor)
             rows = slot.rows.get(path) or batch.rows(slot, path)
+            slot.note(tensor)
             found = known.get(id(tensor))
             if found is not None:  # Of a module and its last child: measured already.
                 batch.again(rows, found if held is not None else (found[0], NOWHERE))
@@ -203,7 +203,7 @@ class _Batch:
     def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
         books, layout = self._books, self.layout()
         if books.slow:
-            books.alike.update(layout.alike)
+            books.liken(layout)
         measured = measure(
             self.tensors,
             limit,

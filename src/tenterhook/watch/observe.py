@@ -6,9 +6,10 @@ is not copied either. Only small ones on the CPU are left to autograd (``retain_
 than it takes to call a hook; on a GPU each copy would cost the host a launch. There the hooks that hold gradients are
 put on when the model returns, all in one go: until then a GPU often waits for the host, and after that it seldom does.
 
-That is the short way. It is not taken where a later change in place is to be expected, in recomputation, without
-gradients, for structures, and when so much is held that the log must be emptied on the way: there values are copied
-where they have to be, and gradients are caught by the hooks that recording uses.
+That is the short way, for a tensor and for a structure of them. It is not taken where a later change in place is to be
+expected, in recomputation, without gradients, for structures that hold anything but tensors of the module's own, and
+when so much is held that the log must be emptied on the way: there values are copied where they have to be, and
+gradients are caught by the hooks that recording uses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tenterhook.errors import TenterhookWarning
 from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
-from tenterhook.sites.tensor import own_alias
+from tenterhook.sites.tensor import AT_ONCE, is_older, own_alias
 from tenterhook.sites.wrapped import settled
 from tenterhook.watch.held import LATER, NOTHING, RETAINED, Held, Hooks, Later, Retained, new_held, set_in
 
@@ -36,6 +37,8 @@ __all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value", "hea
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
 NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+NO_CALL = -1
+NOT_GIVEN = None, None, None
 LATELY = 8
 # Bytes that are copied in the time that a hook takes, if it is done in every step: by a step that is watched now and
 # then, the memory for copies has long left the processor's cache, and what is held as it comes needs none.
@@ -57,7 +60,7 @@ class Slot:
 
     __slots__ = (
         "address", "careful", "copies", "looks", "lost", "module", "path", "point", "retains", "rows", "seen", "size",
-        "spoilt",
+        "spoilt", "taken",
     )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
@@ -71,10 +74,12 @@ class Slot:
         self.lost = 0  # Values that were changed in place before they were measured.
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
+        self.taken = NO_CALL  # The last call whose structure went the short way, so that nothing else need be done.
 
     def note(self, tensor: Tensor) -> None:
         """A value has passed: note how large they are here."""
-        self.seen, self.size = True, tensor.nbytes
+        several = len(self.rows) > 1  # Then the largest counts for each.
+        self.seen, self.size = True, max(self.size, tensor.nbytes) if several else tensor.nbytes
         self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
@@ -194,18 +199,24 @@ class Value:
     def kept(_value: Any) -> None:
         """What dispatch is to keep of a structure: the log has it already."""
 
-    def enter(self, call: int, _since: int, args: Any, kwargs: Any) -> None:
+    def enter(self, call: int, since: int, args: Any, kwargs: Any) -> None:
         """The call begins with these arguments."""
         if self._ledger.on and graph_task() == -1:
-            self._ledger.given[self._slot, call] = (args, kwargs)
+            self._ledger.given[self._slot, call] = (since, args, kwargs)
 
     def __call__(self, value: Any, context: Context) -> None:
         slot, ledger = self._slot, self._ledger
-        args, kwargs = ledger.given.pop((slot, context.call), (None, None))
+        since, args, kwargs = ledger.given.pop((slot, context.call), NOT_GIVEN)
         if not ledger.on or transform() is not None:  # What a transform hands to a model is of no use outside it.
             return
         slot.seen = True
         found = list(tensors(value))
+        if since is not None and not slot.careful and ledger.held <= ledger.hold and _are_own(found, since):
+            for path, tensor in found:
+                place, held = path if len(found) > 1 else (), _hold(tensor, tensor.grad_fn, slot, ledger)
+                ledger.log.append((slot, place, context.call, tensor, tensor._version, args, kwargs, held))
+            slot.taken = context.call
+            return
         size = 0
         for path, tensor in found:
             real = plain(settled(tensor))
@@ -233,7 +244,8 @@ class Gradient(OutputGradient):
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
     def __call__(self, value: Any, context: Context) -> Any:
-        if not self._ledger.on or not self._ledger.gradients or transform() is not None:
+        taken, self._slot.taken = self._slot.taken, NO_CALL
+        if taken == context.call or not self._ledger.on or not self._ledger.gradients or transform() is not None:
             self._since.pop(context.call, None)
             return None
         return _caught(self, super().__call__, value, context)
@@ -247,24 +259,28 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
     ) -> Tensor | None:
         if slot.careful or ledger.held > ledger.hold:
             return None
-        version = tensor._version
-        if node._sequence_nr() < since:  # A module that hands its input on: its gradient is that of this use alone.
-            tensor = own_alias(tensor)
+        version, number = tensor._version, node._sequence_nr()
+        if number < since or AT_ONCE <= number < AT_ONCE + since:
+            tensor = own_alias(tensor)  # A module that hands its input on: its gradient is that of this use alone.
             node = tensor.grad_fn
         if ledger.on and transform() is None:
-            if ledger.later and slot.size:
-                ledger.held += slot.size
-                held: Any = LATER
-            else:
-                held = _hold(tensor, node, slot, ledger)
+            held = _hold(tensor, node, slot, ledger)
             ledger.log.append((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
 
     return watch
 
 
-def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained:
-    """See to it that the gradient of a tensor, which ``node`` has made, is held."""
+def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
+    """Whether all tensors of a structure were made by the call that began with operation ``since``."""
+    return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - quicker
+
+
+def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained | Later:
+    """See to it that the gradient of a tensor, which ``node`` has made, is held, now or when the model returns."""
+    if ledger.later and slot.size:
+        ledger.held += slot.size
+        return LATER
     if slot.retains and ledger.retains:
         ledger.held += slot.size
         tensor.retain_grad()

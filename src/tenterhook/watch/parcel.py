@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from tenterhook.sinks.statistics import (
     Array,
     Measured,
     Plan,
+    hosts,
     whole,
 )
 from tenterhook.watch.locate import NonFiniteReport
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from tenterhook.watch.books import Books
 
-__all__ = ["Layout", "Parcel"]
+__all__ = ["Layout", "Parcel", "read_together"]
 
 Explain = Callable[[list[int], bool], NonFiniteReport]
 
@@ -147,3 +148,14 @@ class Parcel:
         found[[COUNT, MIN, MAX]] = line[COUNT], np.nan, np.nan
         found[NAN if np.isnan(line[NORM]) else INF] = line[COUNT]
         return found
+
+
+def read_together(parcels: Iterable[Parcel]) -> None:
+    """Read the numbers of several parcels that are settled; those of the same tensors in other steps in one go."""
+    alike: dict[tuple[Layout, Plan], list[Parcel]] = {}
+    for parcel in parcels:
+        if parcel._tensors is None and parcel._table is None:
+            alike.setdefault((parcel._layout, parcel._measured.plan), []).append(parcel)
+    for few in alike.values():
+        for parcel, table in zip(few, hosts([parcel._measured for parcel in few]), strict=True):
+            parcel._table = table

@@ -31,7 +31,7 @@ from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value, heal
 from tenterhook.watch.parameters import Parameters
-from tenterhook.watch.parcel import Parcel
+from tenterhook.watch.parcel import Parcel, read_together
 from tenterhook.watch.results import Options, Results, about
 from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
 
@@ -117,9 +117,9 @@ class Watch(Results, Session):
 
     def on_start(self) -> None:
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_update()))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_update))
         if self._options.steps == "optimizer":
-            self._hooks.append(self._optimizers[-1].register_step_post_hook(lambda *_: self.step()))
+            self._hooks.append(self._optimizers[-1].register_step_post_hook(self._after_update))
         self._begin()
 
     def on_close(self) -> None:
@@ -229,10 +229,16 @@ class Watch(Results, Session):
         if not self._optimizers and self._attached and self._ledger.on:
             self._take(*self._parameters.measure_gradients())
 
-    def _before_update(self) -> None:
+    def _before_update(self, *_: Any) -> None:
         if self._attached and self._ledger.on:
             self._measure()
             self._take(*self._parameters.before())
+
+    def _after_update(self, *_: Any) -> None:
+        if self._attached or (self.steps + 1) % self._options.every == 0:
+            self._end()
+        else:  # Nothing was watched, nor will be in the next one: as little as can be.
+            self.steps += 1
 
     def _begin(self) -> None:
         """A watched step begins."""
@@ -324,6 +330,7 @@ class Watch(Results, Session):
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
+        read_together(parcel for _, parcels in ready for parcel in parcels)
         for step, parcels in ready:
             for parcel in parcels:
                 self._check(self._open(parcel), step)
@@ -351,7 +358,7 @@ class Watch(Results, Session):
         page = self._books.close_step(step)
         if page is None:
             return
-        new = self._findings.judge(page, self._parameters.names, self._slots)
+        new = self._findings.judge(page, self._parameters.names, self._slots, self._books.alike)
         if self._ring is not None:
             self._ring.write(page)
             for finding in new:

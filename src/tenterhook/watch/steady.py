@@ -6,7 +6,7 @@ same shapes, and nothing is out of the ordinary, only the tensors have to be col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -70,9 +70,12 @@ class Together:
 
 
 class Steady:
-    """What a log brought: ``rows``, each with its place among the values and then the gradients that it refers to."""
+    """What a log brought: ``rows``, each with its place among the values and then the gradients that it refers to.
 
-    def __init__(self, log: Sequence[Any], *, values: bool, gradients: bool) -> None:
+    ``came`` are the entries whose gradients came: what is not used has none, step by step.
+    """
+
+    def __init__(self, log: Sequence[Any], came: Collection[int], *, values: bool) -> None:
         slots, paths, _, tensors, _, _, _, helds = zip(*log, strict=True)
         self._slots, self._paths, self._holders = slots, paths, list(map(type, helds))
         self._kinds = kinds(tensors)
@@ -80,7 +83,8 @@ class Steady:
         self.usual = are_plain(tensors)
         firsts, self._twins = _firsts(log)
         self._values = firsts if values else []
-        kept = [place for place in firsts if gradients and helds[place] is not None]
+        kept = [place for place in firsts if place in came]
+        self._silent = [place for place in firsts if place not in came and helds[place] is not None]
         self._held = [place for place in kept if type(helds[place]) is Held]
         self._retained = [place for place in kept if type(helds[place]) is not Held]
         self._closing = [place for place, held in enumerate(helds) if type(held) is Held]
@@ -116,6 +120,8 @@ class Steady:
         gradients: list[Any] = [held.gradient for held in holders]
         gradients += [tensors[place].grad for place in self._retained]
         if not are_strided(gradients):  # One that did not come is none.
+            return None
+        if any([helds[place].has(tensors[place]) for place in self._silent]):  # noqa: C419 - see above
             return None
         if [held.version for held in holders] != [gradient._version for gradient in gradients[: len(holders)]]:
             return None
