@@ -155,6 +155,45 @@ def test_the_first_gradient_is_the_one_nearest_to_the_loss():
     assert found.line.operation == "sqrt"
 
 
+def test_a_module_that_hands_on_early_does_not_pass_for_the_last():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.same, self.b = nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            same = self.same(h)
+            return torch.sqrt((self.b(same) + same) * 0) + h * 3
+
+    found = watched(Skips(), torch.ones(1, 3)).nonfinite
+    assert (found.kind, found.address) == ("gradients", "b")
+
+
+def test_a_gradient_of_one_tensor_of_several_is_located():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return {"good": y * 2, "bad": y * 0}
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.two = Two()
+
+        def forward(self, x):
+            found = self.two(x)
+            return found["good"] + torch.sqrt(found["bad"])
+
+    found = watched(Uses(), torch.ones(1, 3)).nonfinite
+    assert (found.kind, found.address) == ("gradients", "two['bad']")
+    assert found.line.line == line_of(Uses.forward, "torch.sqrt")
+
+
 def test_a_bad_loss_is_told_apart():
     model = Model("none")
     with th.watch(model, on_nan="record") as w:

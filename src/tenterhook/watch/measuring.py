@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tenterhook.sinks.statistics import is_plain, measure, plain
+from tenterhook.sites.tensor import number_of
 from tenterhook.watch import locate
 from tenterhook.watch.held import NOTHING
 from tenterhook.watch.locate import NonFiniteReport
@@ -272,4 +273,4 @@ class _Explain:
         if kind == CAUGHT:
             return int(self._cells[place][3])
         node: Any = self._log[place][3].grad_fn
-        return int(node._sequence_nr()) if node is not None else 0
+        return number_of(node) if node is not None else 0

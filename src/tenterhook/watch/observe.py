@@ -28,7 +28,7 @@ from tenterhook.errors import TenterhookWarning
 from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
-from tenterhook.sites.tensor import AT_ONCE, is_older, own_alias
+from tenterhook.sites.tensor import AT_ONCE, is_older, number_of, own_alias
 from tenterhook.sites.wrapped import settled
 from tenterhook.watch.held import LATER, NOTHING, RETAINED, Held, Hooks, Later, Retained, new_held, set_in
 
@@ -351,6 +351,6 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
         action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
-        number = max((getattr(edge[0], "_sequence_nr", int)() for edge in cell.edges), default=0)
+        number = max((number_of(edge[0]) for edge in cell.edges if hasattr(edge[0], "_sequence_nr")), default=0)
         action._ledger.cells.append((action._slot, context.call, cell, number))
     return result
