@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -27,6 +28,7 @@ __all__ = ["DONE", "NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught",
 __all__ += ["passes", "watch", "watch_leaf", "watch_parameter"]
 
 graph_task = torch._C._current_graph_task_id
+run_backward: Callable[..., tuple[Tensor, ...]] = torch.autograd.Variable._execution_engine.run_backward
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # What GradientEdge is made of; where a node is written in Python, with a third thing that keeps it alive.
 Edge = tuple[Any, ...]
@@ -373,7 +375,9 @@ _passes = _Passes()
 
 def passes() -> int:
     """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
-    torch.autograd.grad(_passes.leaf, _passes.leaf, _passes.one)
+    leaf = (_passes.leaf,)
+    # As torch.autograd.grad does, without its questions, which take longer than the pass.
+    run_backward(leaf, (_passes.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)  # noqa: FBT003
     return _passes.numbers.pop()
 
 

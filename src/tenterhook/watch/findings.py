@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
-from tenterhook.watch.books import Page
+from tenterhook.watch.books import ORDERS, Page
 from tenterhook.watch.observe import Slot
 
 __all__ = ["THRESHOLDS", "Finding", "Findings", "Units"]
@@ -131,18 +131,21 @@ class Findings:
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        # The rows of the last page, and where it has values to look at, gradients of points, and those of parameters.
-        self._seen: tuple[Array, Array, Array, Array] | None = None
+        # For a page's array of rows: that, and where it has values to look at, gradients of points, and of parameters.
+        self._seen: dict[int, tuple[Array, Array, Array, Array]] = {}
         self._many: tuple[Array | None, bytes] = None, b""  # The same, and which of its values held many zeros.
 
     def judge(self, page: Page, parameters: set[str], slots: Sequence[Slot], alike: Mapping[int, int]) -> list[Finding]:
         """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""
         before = set(self.all)
-        if self._seen is None or self._seen[0] is not page.rows:
+        seen = self._seen.get(id(page.rows))
+        if seen is None:
             # Of what a dropout gives, about as much is zero as it drops, now here, now there: that says nothing.
             dropped = {slot.address for slot in slots if isinstance(slot.module, DROPOUTS)}
-            self._seen = page.rows, *_places(page, parameters, dropped, alike)
-        _, values, points, own = self._seen
+            if len(self._seen) >= ORDERS:
+                self._seen.clear()
+            seen = self._seen[id(page.rows)] = page.rows, *_places(page, parameters, dropped, alike)
+        _, values, points, own = seen
         self._gradients(page, points, own)
         self._units(page, values, slots)
         return (
