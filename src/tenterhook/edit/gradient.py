@@ -234,9 +234,10 @@ class _Installed(_Base):
     def __call__(self, value: Any, context: Context) -> Any:  # noqa: ARG002
         return value
 
-    def _function(self, point: Point, session: Session) -> Callable[[Tensor], Tensor]:
+    def _function(self, point: Point, session: Session) -> Callable[[Tensor | None], Tensor | None]:
         apply, context = self._apply, Context(point.address, 0, point.module, session)
-        return lambda gradient: apply(gradient, context)
+        # A function written by hand may give a parameter no gradient; autograd calls its hooks even then.
+        return lambda gradient: None if gradient is None else apply(gradient, context)
 
 
 class ParameterGradientEdit(_Installed):

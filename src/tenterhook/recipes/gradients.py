@@ -182,7 +182,12 @@ def _at_relus(given: Given, scores: Tensor, rule: Rule) -> list[Any]:
         )
         hint = f" that can be seen: {hidden[0].removesuffix('Backward')} hides what is inside it" if hidden else ""
         raise th.RecipeError(HIDDEN.format(recipe=given.recipe, hint=hint))
-    return [node.register_hook(lambda own, came: (rule(own[0], came[0]),)) for node in found]
+
+    def ruled(own: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        # Nothing flows where what follows gives no gradient.
+        return None if own[0] is None or came[0] is None else (rule(own[0], came[0]),)
+
+    return [node.register_hook(ruled) for node in found]
 
 
 def nodes(tensor: Tensor) -> list[Any]:

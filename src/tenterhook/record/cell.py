@@ -175,14 +175,14 @@ class Cell:
             self.aliases = ()
 
 
-def caught(find: weakref.ref[Cell], gradient: Tensor) -> Tensor | None:
+def caught(find: weakref.ref[Cell], gradient: Tensor | None) -> Tensor | None:
     """What fills the cell of a single tensor, bound to a reference to it: the hook of most values.
 
     Between two runs of it the model has swept the processor's caches. So it calls nothing of our own, and a bound
     function is the lightest thing that can be called.
     """
     cell = find()
-    if cell is None:
+    if cell is None or gradient is None:  # Of an operation with several results, those that nobody used are called too.
         return None
     kept = cell.kept
     if (
@@ -252,9 +252,9 @@ class Catch:
         """Whether nobody holds the cell any more."""
         return self._find() is None
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
         cell = self._find()
-        if cell is None or cell.silent:
+        if cell is None or cell.silent or gradient is None:  # As in caught.
             return None
         new = corrected(cell, gradient) if noted else None
         cell.add(self._path, gradient if new is None else new)
@@ -270,9 +270,9 @@ class CatchView(Catch):
         super().__init__(cell, path)
         self._place = cell.hold(place)
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
         cell, place = self._find(), self._place()
-        if cell is None or place is None or place.changed:
+        if cell is None or place is None or place.changed or gradient is None:
             return None
         new = corrected(cell, gradient) if noted else None
         cell.add(self._path, gradient if new is None else new)
@@ -288,9 +288,9 @@ class CatchPart(CatchView):
 
     __slots__ = ()
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         cell, place = self._find(), self._place()
-        if cell is None or place is None or not place.changed:
+        if cell is None or place is None or not place.changed or gradient is None:
             return
         if place.tied:
             cell.why = "tied"
@@ -311,9 +311,9 @@ class CatchShown(Catch):
         self._shown = [cell.hold(each) for each in shown]
         self._place = cell.hold(place) if place is not None else None
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         cell, shown = self._find(), [find() for find in self._shown]
-        if cell is None or not any(place is not None and place.changed for place in shown):
+        if cell is None or gradient is None or not any(place is not None and place.changed for place in shown):
             return
         place = self._place() if self._place is not None else None
         if place is None:

@@ -151,7 +151,9 @@ class CatchKept(Catch):
         super().__init__(cell, cell.path)
         self._action, self._views, self._number = ref(action), action.views, number_of(node)
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
         cell, action, views, task = self._find(), self._action(), self._views, graph_task()
         if views.task != task:
             views.look(task, self._number, gradient.device)
@@ -174,7 +176,9 @@ class CatchBase(Catch):
         self._views, self._number = views, number_of(node)
         self._stride, self._offset = base.stride(), base.storage_offset()
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         cell, views, task = self._find(), self._views, graph_task()
         if views.task != task:
             views.look(task, self._number, gradient.device)

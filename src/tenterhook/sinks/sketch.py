@@ -29,7 +29,7 @@ LOWEST, HIGHEST = -44, 20  # The octaves, as powers of two.
 SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits of the fraction.
 BASE = (LOWEST + 127) << 3
 LOT = 12  # Matrices whose samples are counted together: more of them leave the processor's cache on the way.
-LOTS = 32  # How many of these are known at a time: one for some matrices of each step, as long as steps are alike.
+LOTS = 32  # Lots whose rows are known at a time; steps that are alike have the same.
 
 
 class Places:

@@ -8,6 +8,7 @@ gradient.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from sys import getrefcount
@@ -306,18 +307,24 @@ def hook_tensor(
 ) -> Callable[[], None]:
     """Hook the gradient of the value that ``tensor`` has now; gives what takes the hook away.
 
+    Where an operation has several results, autograd calls the hooks of those that nobody used too, with None.
     ``tied`` makes the error for a view that was changed in place and whose gradient cannot be had then.
     """
     base = base_of(tensor) if tensor.grad_fn is not None else None
     if base is None:
-        return tensor.register_hook(function).remove  # type: ignore[no-any-return]
+
+        @functools.wraps(function)  # An audit tells whose it is.
+        def flows(gradient: Tensor | None) -> Any:
+            return None if gradient is None else function(gradient)
+
+        return tensor.register_hook(flows).remove  # type: ignore[no-any-return]
     place = Place(tensor, layout_of(base))
 
-    def own(gradient: Tensor) -> Any:
-        return None if place.changed else function(gradient)
+    def own(gradient: Tensor | None) -> Any:
+        return None if gradient is None or place.changed else function(gradient)
 
-    def part(gradient: Tensor) -> Tensor | None:
-        if not place.changed:
+    def part(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not place.changed:
             return None
         if place.tied:
             raise tied()

@@ -27,9 +27,9 @@ class Held:
     def __init__(self) -> None:
         self.close()
 
-    def hold(self, gradient: Tensor) -> None:
+    def hold(self, gradient: Tensor | None) -> None:
         """The hook itself: a bound method is called in half the time that an object is."""
-        if self.open:
+        if self.open and gradient is not None:  # Autograd calls it with None for a result that nobody used.
             if self.copies:
                 gradient = gradient.clone()
             else:
