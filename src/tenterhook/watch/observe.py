@@ -134,12 +134,13 @@ class Ledger:
     def catch_up(self) -> bool:
         """The model returns: hold the gradients of all that has passed since it was called; gives whether any has."""
         self.later, log, found = False, self.log, False
-        for place, entry in enumerate(log):
-            if entry[7] is LATER:
-                slot, tensor, found = entry[0], entry[3], True
+        for place, (slot, path, call, tensor, version, args, kwargs, held) in enumerate(log):
+            if held is LATER:
+                found = True
                 self.held -= slot.size
-                node = tensor.grad_fn if tensor._version == entry[4] else None
-                log[place] = (*entry[:7], NOTHING if node is None else _hold(tensor, node, slot, self))
+                node = tensor.grad_fn if tensor._version == version else None
+                held = NOTHING if node is None else _hold(tensor, node, slot, self)  # noqa: PLW2901
+                log[place] = (slot, path, call, tensor, version, args, kwargs, held)
         return found
 
     def just_had(self, tensor: Tensor) -> bool:
