@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenterhook.sinks.merging import Order, merge, stacked
+from tenterhook.sinks.merging import Order, stacked
 from tenterhook.sinks.statistics import COLUMNS, Numbers, Workspace, hosts, measure
 
 
@@ -27,7 +27,7 @@ def test_parts_put_together_are_as_if_measured_at_once(tensors):
     table = measure(tensors).host()
     step_by_step = np.zeros((1, len(COLUMNS)))
     for row in table:
-        step_by_step = merge(step_by_step, row[None])
+        step_by_step = stacked([step_by_step, row[None]])
     at_once = Order(np.zeros(len(tensors), int)).combine(table)
     for found in (at_once, step_by_step, stacked([row[None] for row in table])):
         np.testing.assert_allclose(found[0], truth(tensors), rtol=1e-4, atol=2e-3)

@@ -292,8 +292,8 @@ def keeps_layout(gradient: Tensor) -> bool:
     """
     shape = gradient.shape
     if 1 in shape:
-        whole, within = gradient.numel(), False
-        if shape[0] == 1 and 1 not in shape[1:] and gradient.stride(0) == whole:
+        whole, within = shape.numel(), False
+        if shape.count(1) == 1 == shape[0] and gradient.stride()[0] == whole:
             return True  # One example alone: the most frequent case, told apart quickly.
         for size, stride in zip(shape, gradient.stride(), strict=True):
             if size != 1:

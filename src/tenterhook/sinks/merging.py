@@ -8,7 +8,7 @@ import numpy as np
 
 from tenterhook.sinks.statistics import COUNT, INF, MAX, MEAN, MIN, NAN, NORM, STD, Array
 
-__all__ = ["Order", "merge", "stacked"]
+__all__ = ["Order", "stacked"]
 
 
 class Order:
@@ -47,11 +47,11 @@ def _at_once(table: Array, reduce: Callable[[np.ufunc, Array], Array], spread: C
     found = reduce(np.add, table)  # Right for everything that is a number of elements.
     found[..., MEAN] = mean
     found[..., STD] = np.sqrt(reduce(np.add, counts * (table[..., STD] ** 2 + off**2)) / total)
-    low, high, none = table[..., MIN], table[..., MAX], table[..., COUNT] == 0
+    found[..., MIN], found[..., MAX] = reduce(np.fmin, table[..., MIN]), reduce(np.fmax, table[..., MAX])
+    none = table[..., COUNT] == 0
     if none.any():  # Nothing is the least of no elements, nor the largest.
-        low, high = np.where(none, np.nan, low), np.where(none, np.nan, high)
-    found[..., MIN], found[..., MAX] = reduce(np.fmin, low), reduce(np.fmax, high)
-    if none.any():
+        for place, take in ((MIN, np.fmin), (MAX, np.fmax)):
+            found[..., place] = reduce(take, np.where(none, np.nan, table[..., place]))
         found[found[..., COUNT] == 0, MIN : MAX + 1] = 0
     found[..., NORM] = np.sqrt(reduce(np.add, table[..., NORM] ** 2))
     return found
@@ -60,21 +60,3 @@ def _at_once(table: Array, reduce: Callable[[np.ufunc, Array], Array], spread: C
 def stacked(tables: Sequence[Array]) -> Array:
     """Tables with the same places line by line, as if the elements of all had been measured at once."""
     return _at_once(np.stack(tables), lambda add, lines: add.reduce(lines, 0), lambda each: each)
-
-
-def merge(before: Array, table: Array) -> Array:
-    """Row by row, two tables as if the elements of both had been measured at once."""
-    old = before[:, COUNT] - before[:, NAN] - before[:, INF]
-    new = table[:, COUNT] - table[:, NAN] - table[:, INF]
-    total = np.maximum(old + new, 1)
-    found = before + table
-    apart = table[:, MEAN] - before[:, MEAN]
-    found[:, MEAN] = (old * before[:, MEAN] + new * table[:, MEAN]) / total
-    spread = old * before[:, STD] ** 2 + new * table[:, STD] ** 2 + apart**2 * old * new / total
-    found[:, STD] = np.sqrt(spread / total)
-    empty, none = before[:, COUNT] == 0, table[:, COUNT] == 0
-    for place, take in ((MIN, np.fmin), (MAX, np.fmax)):
-        either = take(before[:, place], table[:, place])
-        found[:, place] = np.where(empty, table[:, place], np.where(none, before[:, place], either))
-    found[:, NORM] = np.hypot(before[:, NORM], table[:, NORM])
-    return found

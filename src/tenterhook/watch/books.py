@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tenterhook.sinks.merging import Order, merge, stacked
+from tenterhook.sinks.merging import Order, stacked
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
 from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
 
@@ -152,7 +152,7 @@ class Books:
             rows = few[-1].rows
             self._latest[rows], self._when[rows] = few[-1].table, few[-1].step
             self._steps[rows] += len(few)
-            self._total[rows] = merge(self._total[rows], stacked([page.table for page in few]))
+            self._total[rows] = stacked([self._total[rows], *(page.table for page in few)])
 
     def _grow(self) -> None:
         more = len(self.names) - len(self._steps)

@@ -133,7 +133,10 @@ class Findings:
         self._zeros: set[str] = set()
         # For a page's array of rows: that, and where it has values to look at, gradients of points, and of parameters.
         self._seen: dict[int, tuple[Array, Array, Array, Array]] = {}
-        self._many: tuple[Array | None, bytes] = None, b""  # The same, and which of its values held many zeros.
+        self._many: tuple[Array | None, bytes] = (
+            None,
+            b"",
+        )  # The last page's rows, and which values held many zeros.
 
     def judge(self, page: Page, parameters: set[str], slots: Sequence[Slot], alike: Mapping[int, int]) -> list[Finding]:
         """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""

@@ -32,10 +32,8 @@ class Held:
         if self.open and gradient is not None:  # Autograd calls it with None for a result that nobody used.
             if self.copies:
                 gradient = gradient.clone()
-            else:
-                shape = gradient.shape  # Of most, no dimension has size one, or only that of the examples.
-                if 1 in shape and not (shape.count(1) == 1 == shape[0] and gradient.stride()[0] == shape.numel()):
-                    gradient = let_free(gradient)
+            elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
+                gradient = let_free(gradient)
             if self.gradient is not None:  # A second backward pass through the same graph.
                 gradient = self.gradient + gradient
             self.gradient, self.version = gradient, gradient._version

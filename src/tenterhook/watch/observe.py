@@ -28,7 +28,7 @@ from tenterhook.errors import TenterhookWarning
 from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.statistics import plain
-from tenterhook.sites.tensor import AT_ONCE, is_older, number_of, own_alias
+from tenterhook.sites.tensor import is_older, number_of, own_alias
 from tenterhook.sites.wrapped import settled
 from tenterhook.watch.held import LATER, NOTHING, RETAINED, Held, Hooks, Later, Retained, new_held, set_in
 
@@ -212,10 +212,12 @@ class Value:
             return
         slot.seen = True
         found = list(tensors(value))
+        if len(found) == 1:  # It needs no path.
+            found = [((), found[0][1])]
         if since is not None and not slot.careful and ledger.held <= ledger.hold and _are_own(found, since):
             for path, tensor in found:
-                place, held = path if len(found) > 1 else (), _hold(tensor, tensor.grad_fn, slot, ledger)
-                ledger.log.append((slot, place, context.call, tensor, tensor._version, args, kwargs, held))
+                held = _hold(tensor, tensor.grad_fn, slot, ledger)
+                ledger.log.append((slot, path, context.call, tensor, tensor._version, args, kwargs, held))
             slot.taken = context.call
             return
         size = 0
@@ -230,7 +232,7 @@ class Value:
                 version = real._version
                 if not ledger.just_had(real):
                     real = real.detach()
-            entry = Seen(slot, path if len(found) > 1 else (), context.call, real, version, args, kwargs, None)
+            entry = Seen(slot, path, context.call, real, version, args, kwargs, None)
             ledger.log.append(entry)
             size += real.nbytes
         ledger.count(size)
@@ -260,9 +262,9 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
     ) -> Tensor | None:
         if slot.careful or ledger.held > ledger.hold:
             return None
-        version, number = tensor._version, node._sequence_nr()
-        if number < since or AT_ONCE <= number < AT_ONCE + since:
-            tensor = own_alias(tensor)  # A module that hands its input on: its gradient is that of this use alone.
+        version = tensor._version
+        if number_of(node) < since:  # A module that hands its input on: its gradient is that of this use alone.
+            tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and transform() is None:
             held = _hold(tensor, node, slot, ledger)

@@ -235,10 +235,7 @@ class Watch(Results, Session):
             self._take(*self._parameters.before())
 
     def _after_update(self, *_: Any) -> None:
-        if self._attached or (self.steps + 1) % self._options.every == 0:
-            self._end()
-        else:  # Nothing was watched, nor will be in the next one: as little as can be.
-            self.steps += 1
+        self._end()
 
     def _begin(self) -> None:
         """A watched step begins."""
