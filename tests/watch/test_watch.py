@@ -452,6 +452,12 @@ def test_what_makes_no_sense_is_refused_at_once(options, message):
         th.watch(net(), **options)
 
 
+def test_an_optimizer_that_is_not_named_is_told_how_to_be():
+    model = nn.Linear(2, 2)
+    with pytest.raises(th.SelectorError, match=r"by name: th\.watch\(model, optimizer=optimizer\)"):
+        th.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_name_that_is_not_there_is_refused_and_one_never_reached_is_told():
     model = net()
     with pytest.raises(th.AddressError, match="has no '7'"):

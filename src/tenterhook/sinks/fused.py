@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tenterhook.sinks.slips import Slip
+
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
@@ -26,6 +28,7 @@ __all__ = ["DTYPES", "Block", "Samples", "serves", "to_device", "why_not"]
 DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 ALIGNED = 16  # Bytes: what a thread reads at a time.
 WARPS = 4
+SLIPS = 3  # Arrays of addresses that may be on their way to the device.
 
 wanted = True
 """Whether kernels of our own are used at all; benchmarks set it to see the difference."""
@@ -196,6 +199,7 @@ class _Addresses:
         self._last: list[int] = []
         self.array: Tensor | None = None
         self._copies: list[Tensor] = []
+        self._slips: list[Slip] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
@@ -207,7 +211,22 @@ class _Addresses:
         odd = np.flatnonzero(numbers % ALIGNED).tolist()
         self._copies = [tensors[place].detach().clone(memory_format=torch.contiguous_format) for place in odd]
         numbers[odd] = [copy.data_ptr() for copy in self._copies]
-        self.array = to_device(self._device, numbers)
+        self.array = self._over(numbers)
+        return self.array
+
+    def _over(self, numbers: Any) -> Tensor:
+        """The same numbers on the device; those of the last time are gone."""
+        if self._device.type != "cuda":
+            return to_device(self._device, numbers)
+        if self.array is None:
+            self.array = to_device(self._device, numbers)
+            self._slips = [Slip(self.array.shape, self.array.dtype) for _ in range(SLIPS)]
+            return self.array
+        slip = self._slips.pop(0)
+        self._slips.append(slip)
+        slip.event.synchronize()  # It was written so many times ago that there is hardly ever anything to wait for.
+        slip.array[:] = numbers
+        slip.copy(self.array, slip.memory)
         return self.array
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.sinks.fused import Block, serves
+from tenterhook.sinks.slips import Letter, Post
 from tenterhook.sinks.stacks import KEPT, Memory, Norms, Stacks
 
 if TYPE_CHECKING:
@@ -143,27 +144,24 @@ class Numbers:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._event: Any = None
+        self._letter: Letter | None = None
         self._array: Array | None = None
         self._finite: bool | None = None
 
-    def send(self) -> None:
+    def send(self, post: Post) -> None:
         """Begin to copy them to the host, without waiting; once."""
-        if self._tensor.is_cuda:
-            device = self._tensor.device
-            self._tensor = self._tensor.to("cpu", non_blocking=True)
-            self._event = torch.cuda.current_stream(device).record_event()
+        if self._tensor.is_cuda and self._letter is None:
+            self._letter = post.send(self._tensor)
 
     @property
     def arrived(self) -> bool:
         """Whether they are there."""
-        return self._event is None or bool(self._event.query())
+        return self._letter is None or self._letter.arrived
 
     def host(self) -> Tensor:
         """The numbers, on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        if self._letter is not None:
+            self._tensor, self._letter = self._letter.read(), None
         if not self._tensor.is_cpu:
             self._tensor = self._tensor.cpu()
         return self._tensor
@@ -219,8 +217,11 @@ class Measured:
         """Whether there is neither NaN nor Inf in any tensor: what was measured of it would not be finite either."""
         found = self._finite
         if found is None:
-            self._finite = found = all(each.finite() for each in self.numbers) and not any(
-                numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables
+            # What kernels of our own have read was counted.
+            self._finite = found = (
+                not any(numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables)
+                and all(numbers.finite() for _, numbers, _ in self._stacked)
+                and all(numbers.finite() for _, numbers in self._norms)
             )
         return found
 
@@ -271,6 +272,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self.memory = Memory()
+        self.post = Post()
         self._plans: dict[Any, Plan] = {}
 
     def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> Plan:

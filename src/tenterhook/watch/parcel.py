@@ -28,6 +28,7 @@ from tenterhook.watch.locate import NonFiniteReport
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tenterhook.sinks.slips import Post
     from tenterhook.watch.books import Books
 
 __all__ = ["Layout", "Parcel", "read_together"]
@@ -83,11 +84,11 @@ class Parcel:
     replaces: bool
     """whether it stands in the place of what the same step has brought for its rows before"""
 
-    def send(self) -> None:
+    def send(self, post: Post) -> None:
         """Let the numbers come while training goes on."""
         self.late = True
         for numbers in self._measured.numbers:
-            numbers.send()
+            numbers.send(post)
 
     @property
     def arrived(self) -> bool:

@@ -277,7 +277,7 @@ class Watch(Results, Session):
             if parcel is None:
                 continue
             if self._late:
-                parcel.send()
+                parcel.send(self._books.workspace.post)
                 self._parcels.append(parcel)
             elif parcel.settle():
                 self._parcels.append(parcel)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tenterhook.address import Selector, resolve
+from tenterhook.errors import SelectorError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -87,6 +88,8 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     from tenterhook.watch.results import Options
     from tenterhook.watch.session import Watch
 
+    if any(isinstance(selector, torch.optim.Optimizer) for selector in selectors):
+        raise SelectorError("an optimizer selects no points; it is given by name: th.watch(model, optimizer=optimizer)")
     options = Options(
         of=_checked_of(of),
         every=_positive("every", every),

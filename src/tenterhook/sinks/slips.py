@@ -1,0 +1,66 @@
+"""Small arrays of numbers on their way to a GPU and back, in memory that is used again and again.
+
+A copy that nobody waits for needs pinned memory and an event that tells when it is done. To ask for these takes the
+host longer than to ask for the copy; so they are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Letter", "Post", "Slip"]
+
+
+class Slip:
+    """Pinned memory for some numbers, and an event that tells when the last copy to it or from it is done."""
+
+    __slots__ = ("array", "event", "memory")
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self.array: Any = self.memory.numpy()
+        self.event = torch.cuda.Event()
+
+    def copy(self, into: Tensor, found: Tensor) -> None:
+        """Copy to this memory or from it, without waiting."""
+        into.copy_(found, non_blocking=True)
+        device = into.device if into.is_cuda else found.device
+        self.event.record(torch.cuda.current_stream(device))
+
+
+class Letter:
+    """Numbers of a GPU that are on their way to the host. Once they are read, their memory is free for others."""
+
+    __slots__ = ("_free", "_slip")
+
+    def __init__(self, slip: Slip, free: list[Slip]) -> None:
+        self._slip, self._free = slip, free
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are there."""
+        return bool(self._slip.event.query())
+
+    def read(self) -> Tensor:
+        """The numbers, waited for; to be asked once."""
+        self._slip.event.synchronize()
+        found = self._slip.memory.clone()
+        self._free.append(self._slip)
+        return found
+
+
+class Post:
+    """Sends numbers from GPUs to the host."""
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Slip]] = {}
+
+    def send(self, tensor: Tensor) -> Letter:
+        """Begin to copy a tensor, without waiting."""
+        free = self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), [])
+        slip = free.pop() if free else Slip(tensor.shape, tensor.dtype)
+        slip.copy(slip.memory, tensor)
+        return Letter(slip, free)
