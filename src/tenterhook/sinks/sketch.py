@@ -71,16 +71,20 @@ class Sketch:
     def pour(self) -> None:
         """Count what was taken."""
         for device, waiting in self._waiting.items():
-            counts = self.room(device, max(places.last for _, places in waiting) + 1).view(-1)
-            one = counts.new_ones(())
-            for few in _lots(waiting):
-                flat = torch.cat([sample.reshape(-1) for samples, _ in few for sample in samples])
-                bits = flat.float().view(torch.int32)
-                found = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
-                found += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
-                found = found + self._bins(device, tuple([places for _, places in few]))
-                counts.index_add_(0, found, one.expand(len(found)))
+            self._pour(device, waiting)
         self._waiting.clear()
+
+    @torch.inference_mode()
+    def _pour(self, device: torch.device, waiting: list[tuple[list[Tensor], Places]]) -> None:
+        counts = self.room(device, max(places.last for _, places in waiting) + 1).view(-1)
+        one = counts.new_ones(())
+        for few in _lots(waiting):
+            flat = torch.cat([sample.reshape(-1) for samples, _ in few for sample in samples])
+            bits = flat.float().view(torch.int32)
+            found = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
+            found += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
+            found = found + self._bins(device, tuple([places for _, places in few]))
+            counts.index_add_(0, found, one.expand(len(found)))
 
     def _bins(self, device: torch.device, lot: tuple[Places, ...]) -> Tensor:
         """The first bin of the row of each sample in a lot."""

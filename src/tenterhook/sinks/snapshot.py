@@ -52,7 +52,7 @@ class Snapshot:
                     views[i] = view
         return views
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def take(self) -> None:
         """Note what they are now; the memory is that of the last time."""
         for _, kept in self._samples:
@@ -65,7 +65,7 @@ class Snapshot:
         for stack, (_, _, before) in zip(stacks, self._laid, strict=True):
             stack.fill(self._views, 0, self._workspace.memory, into=before)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
         """Measure what they are now, and how far they have come; what was noted is used up."""
         here, moved = Measured(self._plan), Measured(self._plan)

@@ -283,7 +283,7 @@ class Workspace:
         return plan
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(  # noqa: PLR0913 - each says something else, and most need not be said
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
