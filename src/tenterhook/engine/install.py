@@ -41,7 +41,6 @@ __all__ = [
     "locked",
     "put",
     "refuse",
-    "refuse_script",
 ]
 
 SHARED = (
@@ -88,7 +87,7 @@ class Tap:
         compiles = False
         for lane in self.lanes:
             compiles = compiles or lane.session.reel is not None
-        self._clear_call()
+        self.take_out(forward=False)
         self.call = None
         quick = not compiles and may_be_quick(self.module)
         short: Any = self._short(quick=quick)
@@ -113,22 +112,22 @@ class Tap:
         state["forward"] = self.method
         if self.call is not None:
             state[CALL] = self.call
-        refuse_script(self.module)
+        if SCRIPT not in state:
+            state[SCRIPT] = MethodType(refuse, self.module)
 
-    def take_out(self) -> None:
-        """Undo that, where it is still as it was put in."""
-        state = self.module.__dict__
-        self._clear_call()
-        allow_script(self.module)
+    def take_out(self, *, forward: bool = True) -> None:
+        """Undo that, where it is still as it was put in; the ``forward`` itself has to be."""
+        state, call = self.module.__dict__, self.call
+        if call is not None and state.get(CALL) is call:
+            del state[CALL]
+        if getattr(state.get(SCRIPT), "__func__", None) is refuse:  # As allow_script does: this runs often.
+            del state[SCRIPT]
+        if not forward:
+            return
         if self.own is None:
             del state["forward"]
         else:
             state["forward"] = self.own
-
-    def _clear_call(self) -> None:
-        state = self.module.__dict__
-        if self.call is not None and state.get(CALL) is self.call:
-            del state[CALL]
 
     def _short(self, *, quick: bool) -> Any:
         """The short one that is enough for the present lanes, if there is one."""
@@ -160,11 +159,9 @@ class Tap:
             for key in tuple(self.waiting):
                 state["_forward_hooks"].pop(key, None)
             self.waiting.clear()
-        if self.in_place:
-            self.take_out()
-        else:
-            self._clear_call()
-            allow_script(self.module)
+        in_place = self.in_place
+        self.take_out(forward=in_place)
+        if not in_place:
             self.silence()
         self.method = self.call = None
 
@@ -289,13 +286,6 @@ def _tap_of(module: nn.Module) -> Tap | None:
         tap.let_go(module)
         return None
     return tap if forward is tap.method else None
-
-
-def refuse_script(module: nn.Module) -> None:
-    """Let torch.jit.script find an error at a touched module."""
-    state = module.__dict__
-    if SCRIPT not in state:
-        state[SCRIPT] = MethodType(refuse, module)
 
 
 def allow_script(module: nn.Module) -> None:

@@ -379,13 +379,12 @@ class Watch(Results, Session):
     def _pause(self) -> None:
         if self._attached:
             self._attached = self._ledger.on = False
-            self._parked = [park(lane) for lane in self._others]
+            self._parked = park(self._others)
             self._drain()
 
     def _resume(self) -> None:
         if not self._attached:
-            for lane, tap in self._parked:
-                unpark(lane, tap)
+            unpark(self._parked)
             self._attached = self._ledger.on = True
 
 

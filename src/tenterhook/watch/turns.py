@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,27 +29,32 @@ INSIDE = (
 )
 
 
-def park(lane: Lane) -> tuple[Lane, Tap | None]:
-    """Take a lane out of its module for some steps; gives what puts it back quickly, where nobody else is there."""
-    tap = lane.tap
-    if tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None or not tap.in_place:
-        detach(lane)
-        return lane, None
-    tap.take_out()
-    lane.tap, lane.over = None, True  # As detach leaves it: a recomputation may still borrow it.
-    return lane, tap
+def park(lanes: Iterable[Lane]) -> list[tuple[Lane, Tap | None]]:
+    """Take lanes out of their modules for some steps; gives what puts them back quickly, where nobody else is there."""
+    parked: list[tuple[Lane, Tap | None]] = []
+    for lane in lanes:
+        tap = lane.tap
+        if tap is None or lane.borrowed or len(tap.lanes) > 1 or tap.waiting or tap.own is not None or not tap.in_place:
+            detach(lane)
+            parked.append((lane, None))
+        else:
+            tap.take_out()
+            lane.tap, lane.over = None, True  # As detach leaves it: a recomputation may still borrow it.
+            parked.append((lane, tap))
+    return parked
 
 
-def unpark(lane: Lane, tap: Tap | None) -> None:
-    """Put a lane back into its module."""
-    lane.over = False
-    if lane.tap is not None:
-        return
-    if tap is None or "forward" in lane.module.__dict__:
-        attach(lane)
-    else:
-        lane.tap = tap
-        tap.put_in()
+def unpark(parked: Iterable[tuple[Lane, Tap | None]]) -> None:
+    """Put lanes back into their modules."""
+    for lane, tap in parked:
+        lane.over = False
+        if lane.tap is not None:
+            continue
+        if tap is None or "forward" in lane.module.__dict__:
+            attach(lane)
+        else:
+            lane.tap = tap
+            tap.put_in()
 
 
 class Patience:
