@@ -207,7 +207,10 @@ def page(path: Path) -> None:
     from benchmarks.report import write_section
 
     result = json.loads(path.read_text(encoding="utf-8"))
-    how = "What has a goal: the median of its ratios to the plain steps right before and after, and their quartiles."
+    how = (
+        "The least of many turns; of what has a goal, medians: of its steps, and of their ratios to the plain ones "
+        "right before and after, with the quartiles. A step waits for the host here, whose turns differ."
+    )
     where = f"{result['device']}, torch {result['torch']}, GPT-2 small, bf16, batch 8, 512 tokens"
     lines = [
         f"## Watch on a GPU\n\n{where}. {how}\n",
