@@ -51,12 +51,13 @@ def test_what_is_on_its_way_is_not_written_over_and_what_was_read_is():
     assert not first.arrived
     assert not second.arrived
     read = first.read()
-    third = post.send(torch.tensor([5.0, 6.0]))
+    third, fourth = post.send(torch.tensor([5.0, 6.0])), post.send(torch.tensor([7.0, 8.0]))
     assert third._slip is first._slip
     assert second._slip is not first._slip
     assert read.tolist() == [1.0, 2.0]  # What was read is a copy.
     assert second.read().tolist() == [3.0, 4.0]
     assert third.read().tolist() == [5.0, 6.0]
+    assert fourth.read().tolist() == [7.0, 8.0]
 
 
 @pytest.mark.usefixtures("stands_in")

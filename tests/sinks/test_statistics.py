@@ -10,7 +10,7 @@ from tenterhook.sinks import stacks
 from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.sketch import Places, Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Workspace, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, Measured, Numbers, Plan, Workspace, measure, plain, whole
 
 
 def truth(tensor):
@@ -114,6 +114,26 @@ def test_what_is_not_finite_shows_at_once(quick):
     tensors[1][3] = float("inf")
     assert not measure(tensors, quick=quick).finite()
     assert not measure([torch.full((100,), float("nan"))], 10, quick=quick).finite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_row_whose_mean_may_drown_its_spread_shows_among_others(dtype):
+    torch.manual_seed(0)
+    tensors = [torch.randn(999), torch.randn(999), torch.zeros(999), torch.tensor(3.0), torch.full((999,), -2.0)]
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    assert not measure(tensors[:-1], quick=True).may_drown()
+    assert measure(tensors, quick=True).may_drown()
+    assert not measure(tensors, quick=False).may_drown()
+
+
+def test_what_kernels_have_counted_shows_in_their_own_rows_alone():
+    plan = Plan([torch.zeros(3)] * 3, None)
+    table = torch.zeros(3, len(COLUMNS) - 1, dtype=torch.float64)
+    table[1, -2] = 1  # A NaN.
+    for part, finite in ((slice(None), False), (slice(0, 1), True), (slice(1, None), False), (slice(2, None), True)):
+        measured = Measured(plan)
+        measured.add(slice(None), Numbers(table), part)
+        assert measured.finite() is finite
 
 
 def test_tensors_that_are_not_contiguous_are_measured_as_they_are():
@@ -256,6 +276,15 @@ def test_a_quantile_is_off_by_a_sixteenth_at_most():
     for row in range(2):
         exact = np.quantile(torch.cat(values, 1)[row], at, method="inverted_cdf")
         np.testing.assert_allclose(quantiles(bins[row], at), exact, rtol=1 / 16 + 1e-6)
+
+
+def test_samples_are_counted_where_others_were_in_inference_mode():
+    sketch = Sketch()
+    with torch.inference_mode():  # As kernels of our own count theirs while tensors are measured.
+        sketch.room(torch.device("cpu"), 2)[0, 1] += 5
+    sketch.take(torch.full((32,), 3.0), Places([(0, 32, [1])]), 0)
+    sketch.pour()
+    assert sketch.host(2).sum(1).tolist() == [5, 32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
