@@ -70,6 +70,17 @@ def test_numbers_of_another_shape_or_type_have_memory_of_their_own():
 
 
 @pytest.mark.usefixtures("stands_in")
+def test_memory_is_not_kept_for_every_shape_that_ever_was():
+    post = Post()
+    late = post.send(torch.arange(7.0))
+    for count in range(1, 5 * slips.KINDS):
+        letter = post.send(torch.full((count,), float(count)))
+        assert letter.read().tolist() == [count] * count
+        assert len(post._free) <= slips.KINDS
+    assert late.read().tolist() == list(range(7))
+
+
+@pytest.mark.usefixtures("stands_in")
 def test_addresses_are_written_where_the_ones_before_have_been_read(monkeypatch):
     waited = Event.waited
     addresses = fused._Addresses(torch.device("cuda"))

@@ -107,7 +107,7 @@ class Tap:
         self.put_in()
 
     def put_in(self) -> None:
-        """Put the forward in, and what stands before it."""
+        """Put the forward in, and what stands before it; torch.jit.script finds an error from now on."""
         state = self.module.__dict__
         state["forward"] = self.method
         if self.call is not None:
@@ -289,7 +289,7 @@ def _tap_of(module: nn.Module) -> Tap | None:
 
 
 def allow_script(module: nn.Module) -> None:
-    """Undo that."""
+    """Let torch.jit.script have a module again that refused it because it was touched."""
     state = module.__dict__
     if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
         del state[SCRIPT]

@@ -13,6 +13,8 @@ from torch import Tensor
 
 __all__ = ["Letter", "Post", "Slip"]
 
+KINDS = 32  # Shapes whose memory is kept at a time; steps that are alike send the same.
+
 
 class Slip:
     """Pinned memory for some numbers, and an event that tells when the last copy to it or from it is done."""
@@ -60,7 +62,10 @@ class Post:
 
     def send(self, tensor: Tensor) -> Letter:
         """Begin to copy a tensor, without waiting."""
-        free = self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), [])
+        kind = tensor.shape, tensor.dtype, tensor.device
+        if kind not in self._free and len(self._free) >= KINDS:
+            self._free.clear()
+        free = self._free.setdefault(kind, [])
         slip = free.pop() if free else Slip(tensor.shape, tensor.dtype)
         slip.copy(slip.memory, tensor)
         return Letter(slip, free)

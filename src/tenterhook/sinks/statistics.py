@@ -289,7 +289,7 @@ class Workspace:
         return plan
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # Operations start sooner in it, views above all.
 def measure(  # noqa: PLR0913 - each says something else, and most need not be said
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
