@@ -116,6 +116,21 @@ def test_what_is_not_finite_shows_at_once(quick):
     assert not measure([torch.full((100,), float("nan"))], 10, quick=quick).finite()
 
 
+@pytest.mark.parametrize("large", [1e20, 3e38])
+def test_numbers_whose_squares_are_too_large_to_be_numbers_are_looked_at(large):
+    found = measure([torch.randn(999), torch.full((999,), large), torch.tensor(3.0)], quick=True)
+    assert not found.finite()
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("count", [1, 3, 4, 33])
+def test_one_that_is_not_finite_shows_beside_a_number_alone(number, count):
+    tensor = torch.ones(count)
+    tensor[-1] = number
+    assert not measure([tensor, torch.tensor(3.0)], quick=True).finite()
+    assert not measure([torch.tensor(3.0), torch.zeros(2), tensor], quick=True).finite()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_one_row_whose_mean_may_drown_its_spread_shows_among_others(dtype):
     torch.manual_seed(0)

@@ -98,6 +98,28 @@ def test_saturated_activations(activation, gain):
     assert found.threshold == 0.5
 
 
+class Times(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
+
+
+def test_a_gradient_whose_squares_are_too_small_to_be_numbers_vanishes_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Times(1e-13), nn.Linear(8, 8), Times(1e-13), nn.Linear(8, 8))
+    true = []
+    with th.watch(model) as w:
+        model[0].register_forward_hook(lambda *args: args[-1].register_hook(true.append) and None)
+        model(torch.randn(6, 8)).square().sum().backward()
+    assert {"0", "1"} <= {finding.address for finding in w.findings if finding.kind == "vanishing gradient"}
+    row, exact = w.row("0", "gradients"), true[0].double()
+    assert 0 < row["norm"] == pytest.approx(exact.norm().item(), rel=1e-6, abs=0)
+    assert 0 < row["std"] == pytest.approx(exact.std(correction=0).item(), rel=1e-6, abs=0)
+
+
 def test_a_vanishing_gradient_names_where():
     torch.manual_seed(0)
     layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.Sigmoid())]

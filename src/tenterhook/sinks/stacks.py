@@ -201,14 +201,10 @@ class Stacks:
             self._fields = room, [part.unbind(0) for part in parts]
         return self._fields
 
-    def reserve(self, fields: Tensor) -> float:
-        """How far the rows are from being drowned by their means, at least: less than 0 where the spread may be lost.
-
-        The spread of a tensor is lost in its squares only if it is so in one of its rows. NaN is given where a row is
-        not finite, so that this answers both questions at once. It is for rows whose spread was left out.
-        """
-        # Sums stand for means there. With torch, whose code is near: it has just measured them.
-        return float(torch.addcmul(fields[NORM], fields[MEAN].abs(), self._drowning, value=-1).amin())
+    def may_drown(self, fields: Tensor) -> bool:
+        """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
+        # Sums stand for means where the spread is left out. With torch, whose code is near: it has just measured them.
+        return bool((fields[MEAN].abs().mul_(self._drowning) > fields[NORM]).any())
 
     def read(self, fields: Array, tables: Array, *, quick: bool) -> list[list[int]]:
         """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned.
@@ -238,7 +234,8 @@ class Stacks:
         if quick:
             each = found[NORM] / self._widths
             found[SPREAD] = np.maximum(each - found[MEAN] * found[MEAN], 0) * self._several
-            lost = (found[SPREAD] < DROWNED * each) & self._several
+            gone = (found[NORM] == 0) & ((found[LOW] != 0) | (found[HIGH] != 0))  # Squares too small to be numbers.
+            lost = ((found[SPREAD] < DROWNED * each) | gone) & self._several
             drowned = [self.order[some].tolist() for some in lost]
         found[SPREAD :: NORM - SPREAD] = np.sqrt(found[SPREAD :: NORM - SPREAD])
         tables[:, self.order, 1 : 1 + FIELDS] = found.transpose(1, 2, 0)

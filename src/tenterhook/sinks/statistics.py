@@ -220,7 +220,7 @@ class Measured:
             # What kernels of our own have read was counted.
             self._finite = found = (
                 not any(numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables)
-                and all(not math.isnan(reserve) or numbers.finite() for reserve, numbers in self._reserves)
+                and all(numbers.finite() for _, numbers, _ in self._stacked)
                 and all(numbers.finite() for _, numbers in self._norms)
             )
         return found
@@ -229,13 +229,7 @@ class Measured:
 
     def may_drown(self) -> bool:
         """Whether there may be rows whose spread cannot be told; see ``drowned``."""
-        return any(reserve < 0 for reserve, _ in self._reserves)
-
-    @functools.cached_property
-    def _reserves(self) -> list[tuple[float, Numbers]]:
-        """What :meth:`Stacks.reserve` says of each kind of tensors, with their numbers; NaN where it has no meaning."""
-        quick = self._quick
-        return [(stacks.reserve(each.host()) if quick else math.nan, each) for stacks, each, _ in self._stacked]
+        return self._quick and any(stacks.may_drown(each.host()) for stacks, each, _ in self._stacked)
 
     def host(self) -> Array:
         """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
@@ -243,7 +237,7 @@ class Measured:
         return found
 
     drowned: Sequence[int] = ()
-    """rows whose mean is so far from zero that squares cannot tell their spread"""
+    """rows whose squares cannot tell their spread: the mean is too far from zero, or all is too close to it"""
 
 
 def hosts(each: Sequence[Measured]) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tenterhook.sinks.statistics import (
     COLUMNS,
@@ -112,7 +113,8 @@ class Parcel:
         table = self._measured.host()
         if self._tensors is not None:
             for place in self._measured.drowned:
-                table[place, STD] = float(self._tensors[place].detach().double().std(correction=0))
+                exact = self._tensors[place].detach().double()
+                table[place, [STD, NORM]] = float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))
         return table
 
     def open(self, books: Books) -> NonFiniteReport | None:
