@@ -70,6 +70,14 @@ def test_numbers_of_another_shape_or_type_have_memory_of_their_own():
 
 
 @pytest.mark.usefixtures("stands_in")
+def test_memory_that_was_first_needed_in_inference_mode_is_written_outside_it():
+    post = Post()
+    with torch.inference_mode():
+        assert post.send(torch.ones(3)).read().tolist() == [1.0] * 3
+    assert post.send(torch.zeros(3)).read().tolist() == [0.0] * 3
+
+
+@pytest.mark.usefixtures("stands_in")
 def test_memory_is_not_kept_for_every_shape_that_ever_was():
     post = Post()
     late = post.send(torch.arange(7.0))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tenterhook.sinks.sampling import RUN
-from tenterhook.sinks.sketch import BASE, HALF, SAMPLE, SHIFT
+from tenterhook.sinks.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
 
 __all__ = ["FIELDS", "TILE", "TILES", "WIDTH", "bins", "gather", "pieces", "put_together"]
 
@@ -29,6 +29,7 @@ FIELDS = tl.constexpr(8)  # Of a piece: finite elements, mean, squares about it,
 WIDTH = tl.constexpr(8)  # Of a tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
 RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
 SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
+INFINITE_ = tl.constexpr(INFINITE)
 jit: Any = triton.jit
 
 
@@ -219,6 +220,7 @@ def bins(
     places = phase % tl.load(rooms + which) + lane * tl.load(steps + which)
     x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
+    there = there & ((bits & 0x7FFFFFFF) < INFINITE_)
     found = ((bits & 0x7FFFFFFF) >> SHIFT_) - BASE_
     found = tl.minimum(tl.maximum(found, 0), HALF_ - 1) + tl.where(bits < 0, HALF_, 0)
     row = tl.load(rows + which)

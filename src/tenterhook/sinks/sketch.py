@@ -27,6 +27,7 @@ SAMPLE = 32  # Elements that are taken of a tensor at a time.
 HALF, BINS = 512, 1024
 LOWEST, HIGHEST = -44, 20  # The octaves, as powers of two.
 SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits of the fraction.
+INFINITE = 0x7F800000  # The bits of Inf, without its sign; those of NaN are more.
 BASE = (LOWEST + 127) << 3
 LOT = 12  # Matrices whose samples are counted together: more of them leave the processor's cache on the way.
 LOTS = 32  # Lots whose rows are known at a time; steps that are alike have the same.
@@ -77,14 +78,15 @@ class Sketch:
     @torch.inference_mode()
     def _pour(self, device: torch.device, waiting: list[tuple[list[Tensor], Places]]) -> None:
         counts = self.room(device, max(places.last for _, places in waiting) + 1).view(-1)
-        one = counts.new_ones(())
         for few in _lots(waiting):
             flat = torch.cat([sample.reshape(-1) for samples, _ in few for sample in samples])
             bits = flat.float().view(torch.int32)
-            found = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
+            found = bits.bitwise_and(0x7FFFFFFF)
+            finite = found.lt(INFINITE).int()
+            found = found.bitwise_right_shift_(SHIFT).sub_(BASE).clamp_(0, HALF - 1)
             found += bits.bitwise_right_shift_(31).bitwise_and_(HALF)
             found = found + self._bins(device, tuple([places for _, places in few]))
-            counts.index_add_(0, found, one.expand(len(found)))
+            counts.index_add_(0, found, finite)
 
     def _bins(self, device: torch.device, lot: tuple[Places, ...]) -> Tensor:
         """The first bin of the row of each sample in a lot."""

@@ -22,7 +22,8 @@ class Slip:
     __slots__ = ("array", "event", "memory")
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
+        with torch.inference_mode(mode=False):  # Whoever is the first to need it, others will write here.
+            self.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
         self.array: Any = self.memory.numpy()
         self.event = torch.cuda.Event()
 

@@ -79,7 +79,7 @@ class Units:
             rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
             slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def look(self, slot: Slot, value: Tensor) -> None:
         """Take a value in."""
         bounds = bounds_of(slot.module)

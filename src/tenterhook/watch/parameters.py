@@ -36,24 +36,28 @@ class Parameters:
         self._tensors = [tensor.detach() for tensor in named.values()]
         self._parameters = list(named.values())
         self._snapshot: Snapshot | None = None
-        self._taken = self._asked = self._measured = False
+        self._taken = self._asked = self._measured = self.closes = False
         self._rows: dict[Kind, list[int]] = {}
         self._layouts: dict[tuple[Kind, Sequence[int]], Layout] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
-        self._taken = self._asked = self._measured = False
+        self._taken = self._asked = self._measured = self.closes = False
         if at_once and self._books.slow and "updates" in self._options.of:
             self._take()
 
-    def before(self) -> list[Parcel]:
-        """The optimizer is about to step; only the first time in a step counts."""
+    closes: bool
+    """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
+
+    def before(self, *, closes: bool = False) -> list[Parcel]:
+        """The optimizer is about to step, with a closure or without; only the first time in a step counts."""
         if self._asked:
             return []
         self._asked = True
         if self._books.slow and "updates" in self._options.of:
             self._take()
-        return self.measure_gradients()
+        self.closes = closes
+        return [] if closes else self.measure_gradients()
 
     def measure_gradients(self) -> list[Parcel]:
         """What the backward passes of this step have accumulated by now."""
@@ -73,6 +77,10 @@ class Parameters:
 
     def after(self) -> list[Parcel]:
         """The step is over."""
+        # A closure may have changed them after its backward pass.
+        return [*(self.measure_gradients() if self.closes else ()), *self._after()]
+
+    def _after(self) -> list[Parcel]:
         if not self._tensors or not self._books.slow:
             return []
         if self._taken and self._snapshot is not None:

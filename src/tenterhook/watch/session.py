@@ -70,6 +70,8 @@ class Watch(Results, Session):
         self._slots: list[Slot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
+        self._waiting = 0  # Calls that were not measured yet.
+        self._looking = False  # Whether modules are called to find out where a NaN was born.
         self._attached = True
         self._queued = -1
         self._slow_at: int | None = None
@@ -197,21 +199,25 @@ class Watch(Results, Session):
 
     def on_call(self) -> None:
         """The model is called."""
+        if self._looking:
+            return
         if self._options.steps == "call" and self._calls:
             self._end()
         self._calls += 1
         if self._attached:
+            self._waiting += 1
             self._drain()
             self._measuring.entered(self._device)
             self._patience.called(self.steps)
 
     def on_return(self, value: Any) -> None:
         """The model returns: its backward pass, if there is one, will begin here."""
-        if not self._attached or torch._C._current_graph_task_id() != -1:
+        if self._looking or not self._attached or torch._C._current_graph_task_id() != -1:
             return
         self._patience.returned(self.steps)
         if not torch.is_grad_enabled():
-            self._measure()
+            self._waiting -= 1  # An earlier call may still wait for its backward pass.
+            (self._spill if self._waiting > 0 else self._measure)()
             return
         for _, tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -225,14 +231,15 @@ class Watch(Results, Session):
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self._measure()
-        if not self._optimizers and self._attached and self._ledger.on:
+        if self._waiting <= 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
+            self._measure()
+        if (not self._optimizers or self._parameters.closes) and self._attached and self._ledger.on:
             self._take(*self._parameters.measure_gradients())
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._attached and self._ledger.on:
             self._measure()
-            self._take(*self._parameters.before())
+            self._take(*self._parameters.before(closes=any(map(callable, (*args, *kwargs.values())))))
 
     def _after_update(self, *_: Any) -> None:
         self._end()
@@ -269,6 +276,7 @@ class Watch(Results, Session):
 
     def _measure(self) -> None:
         self._shared.clear()
+        self._waiting = 0
         self._take(self._measuring.measure(self.steps, loose=False))
 
     def _take(self, *parcels: Parcel | None) -> None:
@@ -289,11 +297,11 @@ class Watch(Results, Session):
                 self._check(self._open(parcel), self.steps)
 
     def _open(self, parcel: Parcel) -> NonFiniteReport | None:
-        self._ledger.on = False  # Finding where a NaN was born may call modules.
+        self._ledger.on, self._looking = False, True
         try:
             return parcel.open(self._books)
         finally:
-            self._ledger.on = self._attached
+            self._ledger.on, self._looking = self._attached, False
 
     def _hand_in(self) -> None:
         """The step is complete: it is published when its numbers have arrived, mostly together with others."""

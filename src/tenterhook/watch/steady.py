@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tenterhook.sinks.statistics import are_plain, are_strided, kinds
 from tenterhook.watch.held import Held
+from tenterhook.watch.observe import NOT_COUNTED
 from tenterhook.watch.parcel import Layout
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Steady:
         slots, paths, _, tensors, versions, _, _, helds = zip(*log, strict=True)
         same = (
             slots == self._slots
+            and NOT_COUNTED not in versions  # Of an inference tensor there is no version to ask for.
             and [tensor._version for tensor in tensors] == list(versions)
             and list(map(type, helds)) == self._holders
             and paths == self._paths
