@@ -348,3 +348,23 @@ def test_a_sampled_tensor_hides_nothing():
     found = watched(nn.Sequential(Big()), torch.ones(300, 500, requires_grad=True), sample=64).nonfinite
     assert found.address == "0"
     assert found.statistics["inf"] == 1
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        nn.init.zeros_(self.a.weight)
+        nn.init.ones_(self.b.weight)
+
+    def forward(self, x):
+        x = x.masked_fill(x > 1e9, float("inf")).clamp(max=1e9)
+        return self.b(torch.exp(self.a(x) + 200)).sigmoid()
+
+
+def test_the_line_is_found_where_a_later_operation_hides_what_it_made():
+    with th.watch(Hidden(), on_nan="record") as w:
+        assert w.model(torch.full((2, 4), 2e9)).isfinite().all()
+    assert (w.nonfinite.address, w.nonfinite.born) == ("b", ":return")
+    assert w.nonfinite.line.operation == "exp"
+    assert "torch.exp" in w.nonfinite.line.source

@@ -150,8 +150,12 @@ class _Operations(TorchDispatchMode):
         """Follow a bad output back to the operation that made the first bad value of good ones.
 
         NaN is followed as NaN. Where it was made of Inf, the way goes on to where that came from, unless somebody wrote
-        the Inf down, as one does in a mask.
+        the Inf down, as one does in a mask. Where what came out is finite after all, because a later operation has
+        hidden it, it is the first operation that made any of good ones.
         """
+        if not any(_bad(tensor, nan=False) for tensor in out):
+            own = (step for step in self._steps if not step.written)
+            return next((step.line for step in own if not any(_bad(tensor, nan=False) for tensor in step.given)), None)
         nan = any(_bad(tensor, nan=True) for tensor in out)
         found = self._first({id(tensor) for tensor in out if _bad(tensor, nan=nan)}, len(self._steps), nan=nan)
         if found is None:
