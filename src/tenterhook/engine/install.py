@@ -120,8 +120,7 @@ class Tap:
         state, call = self.module.__dict__, self.call
         if call is not None and state.get(CALL) is call:
             del state[CALL]
-        if getattr(state.get(SCRIPT), "__func__", None) is refuse:  # As allow_script does: this runs often.
-            del state[SCRIPT]
+        allow_script(self.module)
         if not forward:
             return
         if self.own is None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,7 +200,7 @@ class _Addresses:
         self._last: list[int] = []
         self.array: Tensor | None = None
         self._copies: list[Tensor] = []
-        self._slips: list[Slip] = []
+        self._slips: Iterator[Slip] = iter(())
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
@@ -220,10 +221,9 @@ class _Addresses:
             return to_device(self._device, numbers)
         if self.array is None:
             self.array = to_device(self._device, numbers)
-            self._slips = [Slip(self.array.shape, self.array.dtype) for _ in range(SLIPS)]
+            self._slips = itertools.cycle([Slip(self.array.shape, self.array.dtype) for _ in range(SLIPS)])
             return self.array
-        slip = self._slips.pop(0)
-        self._slips.append(slip)
+        slip = next(self._slips)
         slip.event.synchronize()  # It was written so many times ago that there is hardly ever anything to wait for.
         slip.array[:] = numbers
         slip.copy(self.array, slip.memory)

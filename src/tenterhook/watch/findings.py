@@ -133,10 +133,8 @@ class Findings:
         self._zeros: set[str] = set()
         # For a page's array of rows: that, and where it has values to look at, gradients of points, and of parameters.
         self._seen: dict[int, tuple[Array, Array, Array, Array]] = {}
-        self._many: tuple[Array | None, bytes] = (
-            None,
-            b"",
-        )  # The last page's rows, and which values held many zeros.
+        # The last page's rows, and which of its values held many zeros.
+        self._many: tuple[Array | None, bytes] = None, b""
 
     def judge(self, page: Page, parameters: set[str], slots: Sequence[Slot], alike: Mapping[int, int]) -> list[Finding]:
         """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""

@@ -98,7 +98,7 @@ class Measuring:
     def _one_by_one(self, log: list[Any], batch: _Batch, *, values: bool, gradients: bool) -> None:
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
         for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log):
-            if version != NOT_COUNTED and version != tensor._version:  # noqa: PLR1714 - a copy may have none
+            if NOT_COUNTED != version != tensor._version:  # A copy that was made in inference mode has none.
                 slot.lost += 1
                 (held or NOTHING).close()
                 continue

@@ -49,7 +49,7 @@ class Parameters:
     closes: bool
     """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
 
-    def before(self, *, closes: bool = False) -> list[Parcel]:
+    def before(self, *, closes: bool) -> list[Parcel]:
         """The optimizer is about to step, with a closure or without; only the first time in a step counts."""
         if self._asked:
             return []
