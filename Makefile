@@ -25,7 +25,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow references bench bench-peers bench-recipes soak hazards zoo clean
+.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,14 @@ test: lint types ## lint, types, tests, and the examples in README, docs and doc
 
 test-slow: $(READY) .venv-s3/.ready ## the tests that take long
 	@$(PYTEST) -m "slow or zoo or soak" $(PYTEST_ARGS)
+
+test-kernels: $(READY) .venv-triton/.ready ## the kernels for GPUs, by Triton's interpreter
+	@PYTHONPATH=.venv-triton TRITON_INTERPRET=1 $(PYTEST) tests/sinks/test_fused.py $(PYTEST_ARGS)
+
+# Apart, because PyTorch for the CPU has no use for it, and much code asks whether it is there.
+.venv-triton/.ready: constraints.txt
+	@$(PIP_INSTALL) --no-deps --target .venv-triton triton
+	@touch $@
 
 references: .venv-references/.ready ## the recipes beside other libraries, in an environment of its own
 	@OMP_NUM_THREADS=1 .venv-references/bin/python -m pytest tests/references tests/test_examples.py -m references $(PYTEST_ARGS)
@@ -109,4 +117,4 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 	@touch $@
 
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers .venv-references .venv-s3 .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers .venv-references .venv-s3 .venv-triton .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

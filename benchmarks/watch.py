@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tenterhook as th
 from benchmarks.harness import Goal, Opener, Row, Trial, Workload, measure, quiet
 from benchmarks.models import BLOCKS, gpt2, tokens
-from tenterhook.watch.session import AT_ONCE
+from tenterhook.watch.delivery import AT_ONCE
 
 FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
 GROUP = 10

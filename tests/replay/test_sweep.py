@@ -273,7 +273,8 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(gpt2):
 
 def test_ctrl_c_in_a_real_process(tmp_path):
     script = """
-import time, torch, tenterhook as th
+import signal, time, torch, tenterhook as th
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs are started without it.
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 def metric(output):
     print("case", flush=True)

@@ -12,7 +12,7 @@ import tenterhook as th
 from tenterhook.sinks import fused
 from tenterhook.sinks.sketch import Sketch
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, MEAN, Workspace, measure, whole
+from tenterhook.sinks.statistics import COLUMNS, MEAN, Wanted, Workspace, measure, measure_together, whole
 
 CPU = torch.device("cpu")
 
@@ -87,6 +87,46 @@ def test_addresses_are_followed_when_tensors_move():
         np.testing.assert_allclose(found, np.stack([whole(t) for t in given]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that are launched."""
+    found = []
+    launch = fused._Kernel.__call__
+    monkeypatch.setattr(
+        fused._Kernel, "__call__", lambda kernel, *args: (found.append(kernel._kernel), launch(kernel, *args))[1]
+    )
+    return found
+
+
+def test_several_lists_are_measured_in_the_launches_of_one(launches):
+    lists = [[torch.randn(100), torch.randn(7)], [torch.randn(3, 3), torch.full((4,), float("nan"))], [torch.ones(2)]]
+    workspace = Workspace()
+    for _ in range(2):
+        lists = [[tensor.clone() for tensor in each] for each in lists]
+        launches.clear()
+        found = measure_together([Wanted(each) for each in lists], None, workspace)
+        assert len(launches) == 2, "one for the pieces, and one that puts them together"
+        for each, measured in zip(lists, found, strict=True):
+            true = np.stack([whole(tensor) for tensor in each])
+            np.testing.assert_allclose(measured.host(), true, rtol=1e-5, atol=1e-6)
+        assert [measured.finite() for measured in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("odd", [torch.randn(5).double(), torch.zeros(0)], ids=["another type", "empty"])
+def test_lists_with_what_the_kernels_do_not_read_are_measured_one_after_the_other(odd):
+    lists = [[torch.randn(100), torch.randn(7)], [torch.randn(3, 3), odd]]
+    found = measure_together([Wanted(each) for each in lists], None, Workspace())
+    for each, measured in zip(lists, found, strict=True):
+        true = np.stack([whole(tensor) if tensor.numel() else np.zeros(len(COLUMNS)) for tensor in each])
+        np.testing.assert_allclose(measured.host(), true, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_of_several_lists_are_counted_under_their_own_rows():
+    lists, sketch = [[torch.full((40,), 2.0)], [torch.full((5,), -3.0), torch.zeros(3)]], Sketch()
+    measure_together([Wanted(lists[0], rows=[2]), Wanted(lists[1], rows=[0, 1])], sketch, Workspace())
+    assert sketch.host(3).sum(1).tolist() == [5, 3, 32]
+
+
 def test_the_sketch_takes_the_places_that_it_says():
     given = [torch.arange(1.0, 33.0), torch.full((500,), -3.0), torch.tensor([4.0]), torch.zeros(5)]
     ours, theirs = Sketch(), Sketch()
@@ -120,19 +160,25 @@ def test_how_far_tensors_have_moved(limit):
     assert here.sampled.tolist() == ([False] * 3 if limit is None else [True, limit == 5, True])
 
 
-def test_a_watch_tells_the_same_as_one_that_reads_every_element_the_other_way():
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "together, before the update"])
+def test_a_watch_tells_the_same_as_one_that_reads_every_element_the_other_way(later, monkeypatch):
+    joint, join = [], Workspace.joint
+    monkeypatch.setattr(Workspace, "joint", lambda *args: (joint.append(1), join(*args))[1])
+
     def run(sample):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 300))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with th.watch(model, optimizer=optimizer, sample=sample, on_nan="record") as w:
-            for _ in range(3):
+        with th.watch(model, optimizer=optimizer, sample=sample, on_nan="record", slow=3) as w:
+            w._late = later  # As it is on a GPU.
+            for _ in range(4):
                 optimizer.zero_grad()
                 model(torch.randn(50, 16)).square().mean().backward()
                 optimizer.step()
         return w
 
     ours = run(2**13)
+    assert bool(joint) == later
     fused.wanted = False
     try:
         theirs = run(None)

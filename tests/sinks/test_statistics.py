@@ -7,10 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenterhook.sinks import sketch as sketch_module
 from tenterhook.sinks import stacks
+from tenterhook.sinks.likeness import plain
 from tenterhook.sinks.sampling import spacing
 from tenterhook.sinks.sketch import Places, Sketch, edges, histogram, quantiles
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Measured, Numbers, Plan, Workspace, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, Measured, Numbers, Plan, Workspace, measure, whole
 
 
 def truth(tensor):

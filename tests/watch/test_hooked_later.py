@@ -8,20 +8,21 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.watch import measuring, observe, turns
+from tenterhook.record.cell import passes
+from tenterhook.watch import observe, parcel, turns
 
 
 class Force(nn.Module):
     """An energy and, where asked for, its derivative, which takes a backward pass inside the forward."""
 
-    def __init__(self):
+    def __init__(self, times=1):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 1)
-        self.derives = True
+        self.derives, self.times = True, times
 
     def forward(self, x):
-        energy = self.second(torch.tanh(self.first(x))).sum()
+        energy = sum(self.second(torch.tanh(self.first(x * by))).sum() for by in range(1, self.times + 1))
         if not self.derives:
             return energy
         return torch.autograd.grad(energy, x, create_graph=True)[0].pow(2).sum()
@@ -41,7 +42,8 @@ def gradient_norm(model, x):
     with model.first.register_forward_hook(hook):
         model(leaf(x)).backward()
     model.zero_grad()
-    return float(torch.linalg.vector_norm(sum(found))), len(found)
+    calls = torch.cat([sum(found[call :: model.times]) for call in range(model.times)])
+    return float(torch.linalg.vector_norm(calls)), len(found)
 
 
 @pytest.fixture(params=[0, 2**15], ids=["by hooks", "by autograd"])
@@ -51,10 +53,11 @@ def _way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("_way")
-def test_a_backward_pass_inside_the_forward_is_seen_in_every_step():
-    model, x = Force(), torch.randn(5, 3)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_backward_pass_inside_the_forward_is_seen_in_every_step(times):
+    model, x = Force(times), torch.randn(5, 3)
     expected, passes = gradient_norm(model, x)
-    assert passes == 2
+    assert passes == 2 * times
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with th.watch(model, steps="call", of=("values", "gradients")) as watch:
@@ -64,23 +67,56 @@ def test_a_backward_pass_inside_the_forward_is_seen_in_every_step():
                 assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5), step
 
 
+SURE = "a backward pass ran while the model was called, for the first time in step {}"
+PERHAPS = "a backward pass that did not begin at what the model returns ran before that of step {}"
+
+
 @pytest.mark.usefixtures("_way")
-def test_one_that_comes_as_a_surprise_is_told_of_and_seen_from_then_on():
+@pytest.mark.parametrize(("steps", "told"), [(2, SURE), (3, PERHAPS), (9, PERHAPS)])
+def test_one_that_comes_as_a_surprise_is_told_of_and_seen_from_then_on(steps, told):
     model, x = Force(), torch.randn(5, 3)
     expected, _ = gradient_norm(model, x)
     model.derives = False
     with th.watch(model, steps="call", of=("values", "gradients")) as watch:
-        for _ in range(3):
+        for _ in range(steps):
             model(leaf(x)).backward()
             watch.step()
         model.derives = True
-        with pytest.warns(th.TenterhookWarning, match="a backward pass ran while the model was called.*step 3"):
+        with pytest.warns(th.TenterhookWarning, match=told.format(steps)):
             model(leaf(x)).backward()
         watch.step()
         for _ in range(2):
             model(leaf(x)).backward()
             watch.step()
             assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("_way")
+def test_passes_of_another_model_in_every_step_are_no_surprise():
+    model, other, x = Force(), Force(), torch.randn(5, 3)
+    model.derives = False
+    expected, _ = gradient_norm(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with th.watch(model, steps="manual", of=("values", "gradients")) as watch:
+            for _ in range(6):
+                other(leaf(x)).backward()
+                model(leaf(x)).backward()
+                watch.step()
+                assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
+    assert watch._patience._asks
+
+
+@pytest.mark.usefixtures("_way")
+def test_where_there_are_no_others_a_pass_is_made_to_ask_in_the_first_steps_alone(monkeypatch):
+    model, x, asked = Force(), torch.randn(5, 3), []
+    model.derives = False
+    monkeypatch.setattr(turns, "passes", lambda: asked.append(1) or passes())
+    with th.watch(model, steps="manual", of=("values", "gradients")) as watch:
+        for _ in range(6):
+            model(leaf(x)).backward()
+            watch.step()
+    assert len(asked) == 6
 
 
 @pytest.mark.usefixtures("_way")
@@ -98,7 +134,7 @@ def test_a_part_that_is_called_by_itself_is_hooked_at_once():
     model, x = Force(), torch.randn(5, 3)
     model.derives = False
     with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
-        for _ in range(2):
+        for _ in range(3):
             model(leaf(x)).backward()
             watch.step()
         model.first(x).pow(2).sum().backward()
@@ -108,21 +144,101 @@ def test_a_part_that_is_called_by_itself_is_hooked_at_once():
 
 
 @pytest.mark.usefixtures("_way")
-def test_a_call_that_fails_leaves_nothing_that_disturbs_the_next():
+def test_a_call_that_fails_leaves_nothing_that_disturbs_the_next(monkeypatch):
     model, x = Force(), torch.randn(5, 3)
     model.derives = False
     expected, _ = gradient_norm(model, x)
     with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
-        for _ in range(2):
+        for _ in range(3):
             model(leaf(x)).backward()
             watch.step()
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.randn(5, 4))
+        with monkeypatch.context() as broken:
+            broken.setattr(torch, "tanh", lambda found: found[:, 1:])
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(leaf(x))
         watch.step()
+        assert watch.row("first")["last"]["step"] == 3
         model(leaf(x)).backward()
         watch.step()
         assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
         assert watch.row("second", "gradients")["last"]["count"] == 5
+
+
+class Shortcut(nn.Module):
+    """What is made anew in every call, or, where told so, what there was before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gives = "its own"
+        self.kept = torch.ones(5, 8, requires_grad=True)
+
+    def forward(self, x, *, other):
+        return {"its own": x * 2, "its input": x, "another": other, "a leaf": self.kept}[self.gives]
+
+
+class Around(nn.Module):
+    """A model with such a part, whose input is used once more beside it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part, self.last = nn.Linear(3, 8), Shortcut(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        x, other = self.first(x), torch.tanh(self.first(x + 1))
+        return (self.last(self.part(x, other=other)) + x.sum() + other.sum()).sum()
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("gives", ["its own", "its input", "another", "a leaf"])
+def test_a_part_that_hands_on_what_there_was_has_the_gradient_of_this_use_alone(gives):
+    model, x = Around(), torch.randn(5, 3)
+    through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
+    model.part.gives = gives
+    with th.watch(model, "part", "last", of=("values", "gradients"), steps="manual") as watch:
+        for _ in range(5):
+            model(x).backward()
+            watch.step()
+            found = watch.row("part", "gradients")["last"]["norm"]
+            assert found == pytest.approx(float(through), rel=1e-5)
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("gives", ["another", "a leaf"])
+def test_one_that_did_not_do_so_before_is_told_of(gives):
+    model, x = Around(), torch.randn(5, 3)
+    through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
+    with th.watch(model, "part", "last", of=("values", "gradients"), steps="manual") as watch:
+        for _ in range(4):
+            model(x).backward()
+            watch.step()
+        model.part.gives = gives
+        with pytest.warns(th.TenterhookWarning, match="'part' returned what there was before it was called"):
+            model(x).backward()
+        watch.step()
+        assert watch.row("part", "gradients")["last"]["step"] == 3, "nothing is told of that step"
+        assert watch.row("part")["last"]["step"] == 4
+        for step in (5, 6):
+            model(x).backward()
+            watch.step()
+            last = watch.row("part", "gradients")["last"]
+            assert (last["step"], last["norm"]) == (step, pytest.approx(float(through), rel=1e-5))
+
+
+@pytest.mark.usefixtures("_way")
+def test_a_dropout_that_is_switched_off_hands_its_input_on_without_a_word():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    x = torch.randn(5, 3)
+    through = torch.linalg.vector_norm(model[2].weight.detach().expand(5, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
+            for step in range(8):
+                model.train(step < 4)
+                model(x).sum().backward()
+                watch.step()
+                assert watch.row("1", "gradients")["last"]["norm"] == pytest.approx(float(through), rel=1e-5)
 
 
 class Twice(nn.Module):
@@ -165,12 +281,12 @@ def test_what_a_model_returns_in_a_structure_is_measured_once(monkeypatch):
     ids = torch.randint(0, 50, (2, 8))
     asked = []
 
-    def spied(tensors, *args, **kwargs):
-        asked.append([tensor.data_ptr() for tensor in tensors])
-        return measure(tensors, *args, **kwargs)
+    def spied(each, *args):
+        asked.extend([tensor.data_ptr() for tensor in wanted.tensors] for wanted in each)
+        return measure_together(each, *args)
 
-    measure = measuring.measure
-    monkeypatch.setattr(measuring, "measure", spied)
+    measure_together = parcel.measure_together
+    monkeypatch.setattr(parcel, "measure_together", spied)
     with th.watch(model, of=("values", "gradients")) as watch:
         for _ in range(3):
             output = model(ids, labels=ids)

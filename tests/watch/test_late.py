@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.watch.delivery import AT_ONCE
 from tenterhook.watch.parcel import Parcel
-from tenterhook.watch.session import AT_ONCE
 
 
 class Net(nn.Module):

@@ -167,15 +167,16 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
             call, since = next_call(), sequence_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
-            node = None if tensor is None else tensor.grad_fn
-            if node is not None and not (state["_forward_hooks"] or global_forward_hooks):
+            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
                 kept = (tensor.detach(), tensor._version) if keep else None
-                own = watch(tensor, node, call, since, kept, value, args, kwargs)
+                own = watch(tensor, call, since, kept, value, args, kwargs)
                 if own is not None:
                     if kept is not None:
                         entries[call] = kept if tensor is value else (*kept, len(value) - 1)
                         if call >= keep:
                             entries.pop(call - keep, None)
+                    if own is tensor:
+                        return value
                     return own if tensor is value else (own, *value[1:])
             refuse_traced(module)
             for enter in lane.enters:

@@ -200,7 +200,6 @@ class OutputGradient(_Gradient):
     def watch(  # noqa: C901, PLR0912, PLR0915 - written out, because it runs at every call
         self,
         tensor: Tensor,
-        node: Any,
         call: int,
         since: int,
         kept: tuple[Tensor, int] | None,
@@ -210,10 +209,11 @@ class OutputGradient(_Gradient):
     ) -> Tensor | None:
         """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
 
-        ``node`` has made the tensor. ``kept`` is what the tape keeps of it, or None if only its gradient is wanted.
-        ``value`` is the tensor, or a tuple in which it stands first and alone.
+        ``kept`` is what the tape keeps of it, or None if only its gradient is wanted. ``value`` is the tensor, or a
+        tuple in which it stands first and alone.
         """
-        if self._whole or isinstance(node, PythonNode):
+        node: Any = tensor.grad_fn
+        if node is None or self._whole or isinstance(node, PythonNode):
             return None
         number: int = node._sequence_nr()
         handed_on = number < since or AT_ONCE <= number < AT_ONCE + since

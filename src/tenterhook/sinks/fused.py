@@ -24,11 +24,12 @@ from tenterhook.sinks.slips import Slip
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
 
-__all__ = ["DTYPES", "Block", "Samples", "serves", "to_device", "why_not"]
+__all__ = ["DTYPES", "ROW", "Block", "Samples", "serves", "to_device", "why_not"]
 
 DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 ALIGNED = 16  # Bytes: what a thread reads at a time.
 WARPS = 4
+ROW = 8  # Numbers of a tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
 SLIPS = 3  # Arrays of addresses that may be on their way to the device.
 
 wanted = True
@@ -43,12 +44,17 @@ def why_not(device: torch.device) -> str | None:
         found = Block([torch.Size([5]), torch.Size([70000])], [torch.float32] * 2, device)
         some = torch.arange(70000, dtype=torch.float32, device=device).sub_(1000)
         few = torch.tensor([0.0, 1.0, 2.0, float("nan"), float("inf")]).to(device)
-        table = found.measure([few, some]).cpu().numpy()
+        table = (
+            Slip((2, ROW), torch.float64).memory if device.type == "cuda" else torch.empty(2, ROW, dtype=torch.float64)
+        )
+        found.measure([few, some], table)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 - a missing compiler, driver or package: each has an error of its own
         return f"{type(error).__name__}: {error}"
     true = [[1, (2 / 3) ** 0.5, 0, 2, 5**0.5, 1, 1, 1], [33999.5, 20207.25940, -1000, 68999, 0, 1, 0, 0]]
     true[1][4] = (70000 * (true[1][0] ** 2 + true[1][1] ** 2)) ** 0.5
-    return None if np.allclose(table, true, rtol=1e-5) else f"the first kernel gave {table.tolist()}"
+    return None if np.allclose(table.numpy(), true, rtol=1e-5) else f"the first kernel gave {table.tolist()}"
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
@@ -63,7 +69,6 @@ class Block:
         from tenterhook.sinks import kernels
 
         self._shapes, self.device = shapes, device
-        self._width = kernels.WIDTH.value
         self._put_together = _Kernel(kernels.put_together, len(shapes), WARPS)
         counts = np.array([shape.numel() for shape in shapes], np.int64)
         many = -(-counts // (kernels.TILE.value * kernels.TILES.value))
@@ -90,15 +95,16 @@ class Block:
         self._sampled: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None = None
         self._addresses = _Addresses(device)
 
-    def measure(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One row for each tensor, as ``COLUMNS`` has them from the mean on; it is still on the device."""
-        addresses = self._addresses(tensors)
-        table = torch.empty(len(tensors), self._width, dtype=torch.float64, device=self.device)
+    def measure(self, tensors: Sequence[Tensor], table: Tensor, *, in_a_row: bool = False) -> None:
+        """Write one row for each tensor, as ``COLUMNS`` has them from the mean on, also into pinned memory of the host.
+
+        ``in_a_row``: all of them are known to be contiguous.
+        """
+        addresses = self._addresses(tensors, in_a_row=in_a_row)
         with _on(self.device):
             for measure, rest in self._launches:
                 measure(addresses, self._counts, *rest)
             self._put_together(self._found, self._first, self._last, self._counts, table)
-        return table
 
     def count(self, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
         """Count a sample of each tensor that was just measured in a sketch, under these rows."""
@@ -154,11 +160,11 @@ class Samples:
         """Note what the tensors are now."""
         self._gather(self._before)
 
-    def measure(self) -> Tensor:
-        """A row for what each tensor is now, and then one for how far each has come; what was noted is used up."""
+    def measure(self, table: Tensor) -> None:
+        """Write a row for what each tensor is now, then one for how far each has come; what was noted is used up."""
         self._gather(self._now)
         torch.sub(self._now, self._before, out=self._before)
-        return self._block.measure(self._both)
+        self._block.measure(self._both, table, in_a_row=True)
 
     def count(self, sketch: Sketch, rows: Sequence[int]) -> None:
         """Count samples of what was measured in a sketch, under as many rows."""
@@ -185,7 +191,8 @@ class _Kernel:
     def __call__(self, *args: Any) -> None:
         """Launch it on the current stream of the current device."""
         if self._launch is not None:
-            self._launch(*args)
+            # Of a tensor Triton would ask where it lies, and then the driver whose memory that is.
+            self._launch(*[arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args])
             return
         compiled = self._kernel[(self._programs,)](*args, num_warps=self._warps)
         if compiled is not None:  # Triton's interpreter compiles nothing.
@@ -202,8 +209,11 @@ class _Addresses:
         self._copies: list[Tensor] = []
         self._slips: Iterator[Slip] = iter(())
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
+    def __call__(self, tensors: Sequence[Tensor], *, in_a_row: bool = False) -> Tensor:
+        if in_a_row:
+            found = list(map(Tensor.data_ptr, tensors))
+        else:
+            found = [tensor.data_ptr() if tensor.is_contiguous() else 1 for tensor in tensors]
         if found == self._last and self.array is not None and not self._copies:
             return self.array
         self._last, numbers = found, np.array(found, np.int64)

@@ -15,10 +15,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tenterhook.sinks.fused import ROW
 from tenterhook.sinks.sampling import RUN
 from tenterhook.sinks.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
 
-__all__ = ["FIELDS", "TILE", "TILES", "WIDTH", "bins", "gather", "pieces", "put_together"]
+__all__ = ["FIELDS", "TILE", "TILES", "bins", "gather", "pieces", "put_together"]
 
 TILE, TILES = tl.constexpr(1024), tl.constexpr(32)
 AT_ONCE = tl.constexpr(4)  # Tiles whose reads are under way together.
@@ -26,7 +27,7 @@ MANY = tl.constexpr(128)  # Pieces that are put together at a time.
 TINY, GROW = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 HUGE, SHRINK = tl.constexpr(2.0**60), tl.constexpr(2.0**-100)
 FIELDS = tl.constexpr(8)  # Of a piece: finite elements, mean, squares about it, min, max, zeros, NaN, and one spare.
-WIDTH = tl.constexpr(8)  # Of a tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
+ROW_ = tl.constexpr(ROW)
 RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
 SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
 INFINITE_ = tl.constexpr(INFINITE)
@@ -189,7 +190,7 @@ def put_together(
         square += tl.load(at + 2, mask=there, other=0.0) + tl.load(at, mask=there, other=0.0) * off * off
     spread = tl.sum(square, 0)
     nan = tl.sum(none, 0)
-    line = out + which * WIDTH
+    line = out + which * ROW_
     tl.store(line, mean)
     tl.store(line + 1, tl.sqrt(spread / some))
     tl.store(line + 2, tl.where(finite > 0, tl.min(low, 0), float("nan")))

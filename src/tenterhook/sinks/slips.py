@@ -6,6 +6,7 @@ host longer than to ask for the copy; so they are kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class Slip:
 
     __slots__ = ("array", "event", "memory")
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         with torch.inference_mode(mode=False):  # Whoever is the first to need it, others will write here.
             self.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
         self.array: Any = self.memory.numpy()
@@ -30,7 +31,10 @@ class Slip:
     def copy(self, into: Tensor, found: Tensor) -> None:
         """Copy to this memory or from it, without waiting."""
         into.copy_(found, non_blocking=True)
-        device = into.device if into.is_cuda else found.device
+        self.mark(into.device if into.is_cuda else found.device)
+
+    def mark(self, device: torch.device) -> None:
+        """Have the event tell when everything is done that the device was asked for by now."""
         self.event.record(torch.cuda.current_stream(device))
 
 
@@ -63,10 +67,23 @@ class Post:
 
     def send(self, tensor: Tensor) -> Letter:
         """Begin to copy a tensor, without waiting."""
-        kind = tensor.shape, tensor.dtype, tensor.device
-        if kind not in self._free and len(self._free) >= KINDS:
-            self._free.clear()
-        free = self._free.setdefault(kind, [])
-        slip = free.pop() if free else Slip(tensor.shape, tensor.dtype)
-        slip.copy(slip.memory, tensor)
+
+        def copy(into: Tensor) -> None:
+            into.copy_(tensor, non_blocking=True)
+
+        return self.receive(tensor.shape, tensor.dtype, tensor.device, copy)
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, write: Callable[[Tensor], None]
+    ) -> Letter:
+        """What ``write`` asks a device to write into the memory that it is given."""
+        kind = tuple(shape), dtype, device
+        free = self._free.get(kind)
+        if free is None:
+            if len(self._free) >= KINDS:
+                self._free.clear()
+            free = self._free[kind] = []
+        slip = free.pop() if free else Slip(shape, dtype)
+        write(slip.memory)
+        slip.mark(device)
         return Letter(slip, free)

@@ -71,7 +71,8 @@ class Snapshot:
         here, moved = Measured(self._plan), Measured(self._plan)
         here.shares = moved.shares = self._shares
         for members, kept in self._samples:
-            count, numbers = len(members), Numbers(kept.measure())
+            count = len(members)
+            numbers = self._workspace.numbers(2 * count, kept.device, kept.measure)
             here.add(members, numbers, slice(count))
             moved.add(members, numbers, slice(count, None))
             if sketch is not None:

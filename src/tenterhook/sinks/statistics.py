@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.fused import Block, serves
+from tenterhook.sinks.fused import ROW, Block, serves
+from tenterhook.sinks.likeness import Likeness
 from tenterhook.sinks.slips import Letter, Post
-from tenterhook.sinks.stacks import KEPT, Memory, Norms, Stacks
+from tenterhook.sinks.stacks import Memory, Norms, Stacks
 
 if TYPE_CHECKING:
     from tenterhook.sinks.sketch import Sketch
@@ -35,14 +36,11 @@ __all__ = [
     "Measured",
     "Numbers",
     "Plan",
+    "Wanted",
     "Workspace",
-    "are_plain",
-    "are_strided",
     "hosts",
-    "is_plain",
-    "kinds",
     "measure",
-    "plain",
+    "measure_together",
     "whole",
 ]
 
@@ -53,53 +51,16 @@ COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
 LIMIT = 2**13
 """Elements up to which a tensor is read whole."""
 
-USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
-
+JOINT = 4  # Lists of tensors that are known to be measured together; steps that are alike have one.
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether a tensor can be measured as it is: the quick answer for nearly all."""
-    return type(tensor) is Tensor and tensor.dtype in USUAL and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def are_strided(tensors: Sequence[Any]) -> bool:
-    """Whether these are all plain tensors in a layout with strides."""
-    return set(map(type, tensors)) <= {Tensor} and {tensor.layout for tensor in tensors} <= {torch.strided}
-
-
-def are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether :func:`is_plain` is true of all, in less time than it takes to ask each."""
-    return (
-        are_strided(tensors)
-        and {tensor.dtype for tensor in tensors} <= USUAL
-        and not any([tensor.is_meta for tensor in tensors])  # noqa: C419 - a list is quicker, and it is never so
-    )
-
-
-def plain(tensor: Any) -> Tensor | None:
-    """The real, strided numbers of a tensor, or None where it has none that can be measured."""
-    if type(tensor) is not Tensor:
-        local = getattr(tensor, "to_local", None)  # A DTensor: this process' part of it.
-        if not isinstance(tensor, Tensor):
-            return None
-        tensor = local() if local is not None else tensor
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else None
-        return None if tensor is None else plain(tensor)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    # Wrapped ones belong to a transform of torch.func and are of no use outside it.
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor if tensor.is_floating_point() and not (tensor.is_meta or wrapped or tensor.is_nested) else None
 
 
 class Plan:
     """How some tensors are measured together; it holds as long as they have the same shapes and types."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None, *, times: int = 1) -> None:
-        self.kinds = kinds(tensors)
+        self.like = Likeness(tensors)
         self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
         self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
         ours: dict[torch.device, list[int]] = {}
@@ -112,18 +73,21 @@ class Plan:
             else:
                 others.setdefault((tensor.dtype, tensor.device), []).append(index)
         self.fused = ours  # By device: those that kernels of our own read.
-        shapes = self.kinds[0]
+        shapes = self.like.kinds[0]
         self.stacks = [Stacks(shapes, members, device, limit, times=times) for (_, device), members in others.items()]
         long = [i for members in others.values() for i in members if limit is not None and counts[i] > limit]
         self.sampled = np.zeros(len(tensors), bool)
         self.sampled[long] = True
         self.shares = np.array([counts[i] / (limit or 1) for i in long])
         self.long = np.array(long, int)
+        whole_on = [device for device, members in ours.items() if len(members) == len(tensors)]
+        self.device = whole_on[0] if whole_on else None
+        """where kernels of our own read all of them"""
 
     @functools.cached_property
     def blocks(self) -> list[tuple[list[int], Block]]:
         """What kernels of our own read."""
-        shapes, dtypes, _ = self.kinds
+        shapes, dtypes, _ = self.like.kinds
         return [
             (members, Block([shapes[i] for i in members], [dtypes[i] for i in members], device))
             for device, members in self.fused.items()
@@ -131,26 +95,22 @@ class Plan:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is the plan for these tensors too."""
-        return self.kinds == kinds(tensors)
-
-
-def kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What a plan depends on: shapes, types and devices."""
-    return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
+        return self.like.fits(tensors)
 
 
 class Numbers:
     """Measured numbers on a device, on their way to the host, or there; several may have a part of them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._letter: Letter | None = None
+    def __init__(self, found: Tensor | Letter) -> None:
+        self._letter = found if isinstance(found, Letter) else None
+        self._tensor = None if isinstance(found, Letter) else found
         self._array: Array | None = None
         self._finite: bool | None = None
+        self._counted: bool | None = None
 
     def send(self, post: Post) -> None:
         """Begin to copy them to the host, without waiting; once."""
-        if self._tensor.is_cuda and self._letter is None:
+        if self._tensor is not None and self._tensor.is_cuda and self._letter is None:
             self._letter = post.send(self._tensor)
 
     @property
@@ -160,10 +120,9 @@ class Numbers:
 
     def host(self) -> Tensor:
         """The numbers, on the host."""
-        if self._letter is not None:
-            self._tensor, self._letter = self._letter.read(), None
-        if not self._tensor.is_cpu:
-            self._tensor = self._tensor.cpu()
+        found = self._tensor if self._letter is None else self._letter.read()
+        assert found is not None  # noqa: S101 - it is one or the other
+        self._tensor, self._letter = found if found.is_cpu else found.cpu(), None
         return self._tensor
 
     def array(self) -> Array:
@@ -179,6 +138,12 @@ class Numbers:
             # A sum has it if one of them does. If they are so large that it has it nevertheless, each is asked.
             self._finite = math.isfinite(found.sum()) or bool(found.isfinite().all())
         return self._finite
+
+    def counted(self, part: slice) -> bool:
+        """Whether NaN or Inf were counted in some of the rows that kernels of our own give."""
+        if self._counted is None:
+            self._counted = bool(self.array()[:, NAN - MEAN :].any())
+        return self._counted and bool(self.array()[part, NAN - MEAN :].any())
 
 
 class Measured:
@@ -219,7 +184,7 @@ class Measured:
         if found is None:
             # What kernels of our own have read was counted.
             self._finite = found = (
-                not any(numbers.array()[part, NAN - MEAN :].any() for _, numbers, part in self._tables)
+                not any(numbers.counted(part) for _, numbers, part in self._tables)
                 and all(numbers.finite() for _, numbers, _ in self._stacked)
                 and all(numbers.finite() for _, numbers in self._norms)
             )
@@ -247,8 +212,9 @@ def hosts(each: Sequence[Measured]) -> Array:
     """
     like = each[0]
     found = np.repeat(like.plan.blank[np.newaxis], len(each), 0)
-    for place, (members, _, part) in enumerate(like._tables):
-        found[:, members, MEAN:] = np.stack([one._tables[place][1].array()[part] for one in each])
+    for place, (members, _, _) in enumerate(like._tables):
+        tables = [one._tables[place] for one in each]  # Each may be another part of what was measured together.
+        found[:, members, MEAN:] = np.stack([numbers.array()[part] for _, numbers, part in tables])
     drowned: list[list[int]] = [[] for _ in each]
     with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
         for place, (stacks, _, columns) in enumerate(like._stacked):
@@ -274,6 +240,7 @@ class Workspace:
         self.memory = Memory()
         self.post = Post()
         self._plans: dict[Any, Plan] = {}
+        self._joint: dict[tuple[Plan, ...], Block] = {}
 
     def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> Plan:
         """The plan for some tensors: that of the last time under this name, if it still fits."""
@@ -282,8 +249,65 @@ class Workspace:
             plan = self._plans[name, limit] = Plan(tensors, limit)
         return plan
 
+    def joint(self, plans: Sequence[Plan]) -> Block | None:
+        """What reads the tensors of several plans together, if kernels of our own read all of them on one device."""
+        device = plans[0].device
+        if device is None or any(plan.device != device for plan in plans):
+            return None
+        key = tuple(plans)
+        block = self._joint.get(key)
+        if block is None:
+            if len(self._joint) >= JOINT:
+                self._joint.clear()
+            shapes, dtypes, _ = ([each for plan in plans for each in plan.like.kinds[i]] for i in range(3))
+            block = self._joint[key] = Block(shapes, dtypes, device)
+        return block
+
+    def numbers(self, rows: int, device: torch.device, write: Callable[[Tensor], None]) -> Numbers:
+        """What kernels of our own write for so many tensors: those of a GPU into memory that the host can read."""
+        if device.type == "cuda":
+            return Numbers(self.post.receive((rows, ROW), torch.float64, device, write))
+        table = torch.empty(rows, ROW, dtype=torch.float64, device=device)
+        write(table)
+        return Numbers(table)
+
+
+class Wanted(NamedTuple):
+    """Tensors that ``likeness.plain`` gave, to be measured; see :func:`measure`."""
+
+    tensors: Sequence[Tensor]
+    limit: int | None = LIMIT
+    phase: int = 0
+    rows: Sequence[int] = ()
+    name: str = ""
+    plan: Plan | None = None
+    quick: bool = False
+    in_a_row: bool = False
+    """whether all are known to be contiguous"""
+
 
 @torch.inference_mode()  # Operations start sooner in it, views above all.
+def measure_together(each: Sequence[Wanted], sketch: Sketch | None, workspace: Workspace) -> list[Measured]:
+    """Measure several lists of tensors, where it can be in the launches that one of them takes."""
+    plans = [one.plan or workspace.plan(one.tensors, one.limit, one.name) for one in each]
+    found = [Measured(plan, quick=one.quick) for one, plan in zip(each, plans, strict=True)]
+    block = workspace.joint(plans) if len(each) > 1 and sketch is None else None
+    if block is None:
+        for one, measured in zip(each, found, strict=True):
+            _measure(one, measured, sketch, workspace)
+        return found
+    tensors = [tensor for one in each for tensor in one.tensors]
+    in_a_row = all(one.in_a_row for one in each)
+    numbers = workspace.numbers(
+        len(tensors), block.device, functools.partial(block.measure, tensors, in_a_row=in_a_row)
+    )
+    begin = 0
+    for one, measured in zip(each, found, strict=True):
+        measured.add(slice(None), numbers, slice(begin, begin + len(one.tensors)))
+        begin += len(one.tensors)
+    return found
+
+
 def measure(  # noqa: PLR0913 - each says something else, and most need not be said
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
@@ -296,7 +320,7 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
     plan: Plan | None = None,
     quick: bool = False,
 ) -> Measured:
-    """Measure tensors that :func:`plain` gave, without a word to the host; ``sketch`` takes samples under ``rows``.
+    """Measure tensors that can be, without a word to the host; ``sketch`` takes samples of them under ``rows``.
 
     ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
     who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass
@@ -307,25 +331,29 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
     {'count': 3.0, 'mean': 2.0, 'std': 0.82, 'min': 1.0, 'max': 3.0, 'norm': 3.74, 'zeros': 0.0, 'nan': 0.0,
     'inf': 0.0}
     """
-    workspace = workspace or Workspace()
-    plan = plan or workspace.plan(tensors, limit, name)
-    measured = Measured(plan, quick=quick)
-    for members, block in plan.blocks:
-        ours = [tensors[i] for i in members] if len(members) < len(tensors) else tensors
-        measured.add(members if len(members) < len(tensors) else slice(None), Numbers(block.measure(ours)))
+    wanted = Wanted(tensors, limit, phase, rows, name, plan, quick)
+    return measure_together([wanted], sketch, workspace or Workspace())[0]
+
+
+def _measure(wanted: Wanted, measured: Measured, sketch: Sketch | None, workspace: Workspace) -> None:
+    tensors, rows, phase = wanted.tensors, wanted.rows, wanted.phase
+    for members, block in measured.plan.blocks:
+        few = len(members) < len(tensors)
+        ours = [tensors[i] for i in members] if few else tensors
+        write = functools.partial(block.measure, ours, in_a_row=wanted.in_a_row)
+        measured.add(members if few else slice(None), workspace.numbers(len(ours), block.device, write))
         if sketch is not None:
             block.count(sketch, [rows[i] for i in members], phase)
-    for stacks in plan.stacks:
+    for stacks in measured.plan.stacks:
         fields, parts = stacks.fields(tensors[stacks.order[0]])
         norms: Norms = []
         for stack, into in zip(stacks.all, parts, strict=True):
             matrix = stack.fill(tensors, phase, workspace.memory, norms)
             if sketch is not None:
                 stack.sample(matrix, sketch, rows, phase)
-            stack.reduce(matrix, into, workspace.memory, quick=quick)
+            stack.reduce(matrix, into, workspace.memory, quick=wanted.quick)
         measured.stack(stacks, Numbers(fields.clone()))  # The memory is used again.
         measured.norms(norms)
-    return measured
 
 
 @torch.no_grad()

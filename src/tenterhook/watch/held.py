@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from tenterhook.record.cell import let_free
 if TYPE_CHECKING:
     from tenterhook.watch.observe import Slot
 
-__all__ = ["LATER", "NOTHING", "RETAINED", "Held", "Hooks", "Later", "Retained", "new_held", "set_in"]
+__all__ = ["NOTHING", "RETAINED", "Held", "Hooks", "Pool", "Retained"]
 
 
 class Held:
@@ -57,23 +57,6 @@ class Held:
         self.gradient, self.open = None, False
 
 
-class Later:
-    """Stands for a hook that is put on when the model returns."""
-
-    @staticmethod
-    def take(_slot: Slot, _tensor: Tensor) -> None:
-        """Nothing: the model did not return."""
-
-    @staticmethod
-    def has(_tensor: Tensor) -> bool:
-        """Nothing has come."""
-        return False
-
-    @staticmethod
-    def close() -> None:
-        """Nothing is held."""
-
-
 class Retained:
     """Stands for what autograd keeps."""
 
@@ -97,7 +80,10 @@ class Hooks(dict[Any, Any]):
 
     __slots__ = ("__weakref__", "last")
 
-    last: Held
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Held()
+        super().__setitem__(self.last, self.last.hold)
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         self.pop(self.last, None)
@@ -110,7 +96,33 @@ class Hooks(dict[Any, Any]):
             self[key] = hook
 
 
-set_in: Callable[[dict[Any, Any], Any, Any], None] = dict.__setitem__
-new_held = Held.__new__
-# Where no gradients are wanted; where autograd copies them; where a hook is still to come.
-NOTHING, RETAINED, LATER = Held(), Retained(), Later()
+class Pool:
+    """Hooks that are used again when the graph that they were on is gone.
+
+    To make them takes longer than to put them on, and what is made by the hundred in every step has Python's collector
+    look at all of it. Two steps' hooks are kept: most loops still have the graph of the last step when a step is made.
+    """
+
+    def __init__(self) -> None:
+        self._turns: list[list[Hooks]] = [[], []]
+        self._next = 0
+
+    def turn(self) -> None:
+        """A step is over: the next one begins with the hooks that have rested longest."""
+        self._turns.reverse()
+        self._next = 0
+
+    def get(self) -> Hooks:
+        """Hooks with none but ours, which holds nothing and is not open."""
+        turn, place = self._turns[0], self._next
+        self._next += 1
+        if place == len(turn):
+            turn.append(Hooks())
+        elif getrefcount(turn[place]) != ALONE or len(turn[place]) > 1:  # Somebody's still, or with a hook of theirs.
+            turn[place] = Hooks()
+        return turn[place]
+
+
+_one = [Hooks()]
+ALONE = getrefcount(_one[0])  # References to what only a list has, as it is asked above.
+NOTHING, RETAINED = Held(), Retained()  # Where no gradients are wanted, and where autograd copies them.

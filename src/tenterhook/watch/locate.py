@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
-from tenterhook.sinks.statistics import COLUMNS, plain, whole
+from tenterhook.sinks.likeness import plain
+from tenterhook.sinks.statistics import COLUMNS, whole
 from tenterhook.watch.observe import Seen
 from tenterhook.watch.trace import Line, trace_backward, trace_forward
 

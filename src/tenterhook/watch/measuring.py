@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tenterhook.sinks.statistics import is_plain, measure, plain
+from tenterhook.sinks.likeness import is_plain, plain
+from tenterhook.sinks.statistics import Wanted
 from tenterhook.sites.tensor import number_of
 from tenterhook.watch import locate
 from tenterhook.watch.held import NOTHING
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.observe import NOT_COUNTED, Ledger, Seen, Slot
-from tenterhook.watch.parcel import Layout, Parcel
-from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Steady, Together
+from tenterhook.watch.observe import NOT_COUNTED, TENSOR, Ledger, Log, Seen, Slot
+from tenterhook.watch.parcel import Draft, Layout
+from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Collected, Steady, Together
 from tenterhook.watch.trace import autocast_state
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ class Measuring:
         """Hold no tensor any more."""
         self._steady = {}
 
-    def measure(self, step: int, *, loose: bool) -> Parcel | None:
-        """Measure what the ledger holds; ``loose`` leaves what waits for its gradient."""
+    def drafts(self, step: int, *, loose: bool) -> list[Draft]:
+        """What is to be measured of what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         if not log and not cells:
-            return None
+            return []
         batch = _Batch(self._books)
         if step != self._step:
             self._step, self._times = step, 0
@@ -76,28 +77,28 @@ class Measuring:
                         caught[slot, call] = real
             cell.parts.clear()
         if not batch.tensors:
-            return None
+            return []
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
-        return batch.parcel(self._options.sample, step, explain, f"log {self._times}")
+        return [batch.draft(self._options.sample, step, explain, f"log {self._times}")]
 
-    def _from_log(self, log: list[Any], batch: _Batch) -> None:
+    def _from_log(self, log: Log, batch: _Batch) -> None:
         """Add what the log holds: values, and the gradients that have passed."""
         steady = self._steady.get(self._times)
         found = steady.collect(log, self._units) if steady is not None else None
-        if steady is not None and found is not None:
-            batch.fill(found, steady)
+        if found is not None:
+            batch.fill(found)
             return
         self.odd = True
         values, gradients = "values" in self._options.of, self._ledger.gradients
         self._one_by_one(log, batch, values=values, gradients=gradients)
-        if all(entry[1] in entry[0].rows for entry in log):
+        if all(entry.path in entry.slot.rows for entry in log.entries()):
             steady = Steady(log, batch.kept, values=values)
             if steady.usual and steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
                 self._steady[self._times] = steady
 
-    def _one_by_one(self, log: list[Any], batch: _Batch, *, values: bool, gradients: bool) -> None:
+    def _one_by_one(self, log: Log, batch: _Batch, *, values: bool, gradients: bool) -> None:
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
-        for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log):
+        for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log.entries()):
             if NOT_COUNTED != version != tensor._version:  # A copy that was made in inference mode has none.
                 slot.lost += 1
                 (held or NOTHING).close()
@@ -139,12 +140,13 @@ class _Batch:
         self.index: list[int] = []
         self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
         self._together: Together | None = None
-        self._known = False  # Whether everything is like the last time.
+        self._known = False  # Whether everything is like the last time ...
+        self._in_a_row = False  # ... and contiguous.
 
-    def fill(self, found: list[Tensor], steady: Steady) -> None:
+    def fill(self, found: Collected) -> None:
         """Take the tensors of a log that is like the one before; they come first."""
-        self._together, self._known = steady.joined(found)
-        self.tensors, self.index = self._together.tensors(found), list(self._together.index)
+        self._together, self.tensors, self._known = found
+        self._in_a_row, self.index = self._together.like.in_a_row, list(self._together.index)
         self.sources, self.kept = list(self._together.sources), self._together.kept
         self._ids: list[int] | None = None
 
@@ -201,23 +203,14 @@ class _Batch:
                 self.row_list.append(row)
                 self.index.append(place)
 
-    def parcel(self, limit: int | None, step: int, explain: Any, name: str) -> Parcel:
+    def draft(self, limit: int | None, step: int, explain: Any, name: str) -> Draft:
         books, layout = self._books, self.layout()
         if books.slow:
             books.liken(layout)
-        measured = measure(
-            self.tensors,
-            limit,
-            phase=step * PRIMES[0] % PRIMES[1],
-            sketch=books.sketch,
-            rows=layout.first,
-            workspace=books.workspace,
-            name=name,
-            plan=layout.plan if self._known else None,
-            quick=True,
-        )
-        layout.plan = measured.plan
-        return Parcel(layout, measured, self.tensors, explain)
+        plan, phase = layout.plan if self._known else None, step * PRIMES[0] % PRIMES[1]
+        in_a_row = self._in_a_row and not self.row_list  # Of what was added beside, nothing is known.
+        wanted = Wanted(self.tensors, limit, phase, layout.first, name, plan=plan, quick=True, in_a_row=in_a_row)
+        return Draft(layout, wanted, explain)
 
 
 class _Explain:
@@ -225,7 +218,7 @@ class _Explain:
 
     def __init__(
         self,
-        log: Sequence[Any],
+        log: Log,
         cells: Sequence[Any],
         caught: dict[tuple[Slot, int], Tensor],
         batch: _Batch,
@@ -237,7 +230,7 @@ class _Explain:
 
     def __call__(self, bad: list[int], late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
         sources = [self._batch.sources[self._batch.index[i]] for i in bad]
-        log = [Seen(*entry) for entry in self._log]
+        log = self._log.entries()
         forward = [place for kind, place in sources if kind == VALUE]
         if forward:
             return locate.forward(log, min(forward), self._step, self._autocast, late=late)
@@ -257,14 +250,14 @@ class _Explain:
         if kind == CAUGHT:
             slot, call, _, _ = self._cells[place]
             return slot, call, ()
-        seen = Seen(*self._log[place])
+        seen = self._log.entry(place)
         return seen.slot, seen.call, seen.path
 
     def _arrived(self, call: Seen) -> Tensor | None:
         if call.held is None:
             return self._caught.get((call.slot, call.call))
         # The one of a tensor that several points share is known by the first of them.
-        place = next(i for i, entry in enumerate(self._log) if entry[3] is call.tensor)
+        place = next(i for i, tensor in enumerate(self._log.column(TENSOR)) if tensor is call.tensor)
         found = self._batch.kept.get(place)
         return None if found is None else self._batch.tensors[found]
 
@@ -272,5 +265,5 @@ class _Explain:
         kind, place = source
         if kind == CAUGHT:
             return int(self._cells[place][3])
-        node: Any = self._log[place][3].grad_fn
+        node: Any = self._log.entry(place).tensor.grad_fn
         return number_of(node) if node is not None else 0

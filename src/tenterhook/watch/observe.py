@@ -15,7 +15,7 @@ gradients are caught by the hooks that recording uses.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,12 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import TenterhookWarning
 from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
-from tenterhook.sinks.statistics import plain
+from tenterhook.sinks.likeness import plain
 from tenterhook.sites.tensor import is_older, number_of, own_alias
 from tenterhook.sites.wrapped import settled
-from tenterhook.watch.held import LATER, NOTHING, RETAINED, Held, Hooks, Later, Retained, new_held, set_in
+from tenterhook.watch.held import NOTHING, RETAINED, Held, Hooks, Pool, Retained
 
-__all__ = ["CaughtGradient", "Gradient", "Ledger", "Seen", "Slot", "Value", "heal"]
+__all__ = ["CaughtGradient", "Gradient", "Ledger", "Log", "Seen", "Slot", "Value", "heal"]
 
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
@@ -49,6 +49,11 @@ LOST = (
     "code that this was to come. From the next watched step on they are copied as they pass."
 )
 
+HANDED_ON = (
+    "{address!r} returned what there was before it was called, as it had not done before, and its gradient could not "
+    "be told from that of other uses. From the next watched step on it is."
+)
+
 SPOILT = (
     "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
     "From the next watched step on they are copied as they pass."
@@ -60,7 +65,7 @@ class Slot:
 
     __slots__ = (
         "address", "careful", "copies", "looks", "lost", "module", "path", "point", "retains", "rows", "seen", "size",
-        "spoilt", "taken",
+        "spoilt", "taken", "trusted",
     )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
@@ -71,6 +76,7 @@ class Slot:
         self.seen = False
         self.size = 0  # Bytes of a value, as it was last measured ...
         self.retains = False  # ... and whether autograd may copy its gradient.
+        self.trusted = False  # Whether it is known by now, and makes what it returns.
         self.lost = 0  # Values that were changed in place before they were measured.
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
@@ -104,7 +110,7 @@ def heal(slots: Sequence[Slot]) -> None:
 
 
 class Seen(NamedTuple):
-    """An entry of the log: one tensor of what passed in one call. The hot path appends plain tuples in this order."""
+    """An entry of the log: one tensor of what passed in one call."""
 
     slot: Slot
     path: Path
@@ -113,8 +119,38 @@ class Seen(NamedTuple):
     version: int
     args: Any
     kwargs: Any
-    held: Held | Retained | Later | None
+    held: Held | Retained | None
     """what holds its gradient when a backward pass has brought it"""
+
+
+class Log(list[Any]):
+    """The fields of all entries, one behind the other: no object is made for an entry that would have to be collected.
+
+    Whoever writes to it adds the fields of a :class:`Seen`, in their order. Where nothing holds the gradient yet, the
+    number of the operation that came next when the call began stands for it, until the model returns.
+    """
+
+    __slots__ = ()
+
+    def columns(self) -> Iterator[list[Any]]:
+        """Each field of all entries."""
+        return (self[field::WIDTH] for field in range(WIDTH))
+
+    def column(self, field: int) -> list[Any]:
+        """One field of all entries."""
+        return self[field::WIDTH]
+
+    def entries(self) -> list[Seen]:
+        """The entries, as one would like to have them."""
+        return [self.entry(place) for place in range(len(self) // WIDTH)]
+
+    def entry(self, place: int) -> Seen:
+        """One of them."""
+        return Seen(*self[place * WIDTH : (place + 1) * WIDTH])
+
+
+WIDTH = len(Seen._fields)
+TENSOR, HELD = Seen._fields.index("tensor"), Seen._fields.index("held")
 
 
 class Ledger:
@@ -123,7 +159,8 @@ class Ledger:
     def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool, every: int) -> None:
         self.on, self.gradients = True, gradients
         self.retains = gradients and every == 1  # Whether autograd copies small gradients, and no hook holds them.
-        self.log: list[Any] = []
+        self.log = Log()
+        self.pool = Pool()
         self.cells: list[tuple[Slot, int, Cell, int]] = []
         self.given: dict[tuple[Slot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
@@ -134,18 +171,27 @@ class Ledger:
     def catch_up(self) -> bool:
         """The model returns: hold the gradients of all that has passed since it was called; gives whether any has."""
         self.later, log, found = False, self.log, False
-        for place, (slot, path, call, tensor, version, args, kwargs, held) in enumerate(log):
-            if held is LATER:
-                found = True
-                self.held -= slot.size
-                node = tensor.grad_fn if tensor._version == version else None
-                held = NOTHING if node is None else _hold(tensor, node, slot, self)  # noqa: PLW2901
-                log[place] = (slot, path, call, tensor, version, args, kwargs, held)
+        slots, _, _, tensors, versions, _, _, helds = log.columns()
+        for place, since in enumerate(helds):
+            if type(since) is not int:
+                continue
+            found, slot, tensor = True, slots[place], tensors[place]
+            self.held -= slot.size
+            helds[place] = NOTHING
+            if tensor._version == versions[place]:
+                node = tensor.grad_fn
+                if node is not None and number_of(node) >= since:
+                    helds[place] = _hold(tensor, node, slot, self)
+                else:
+                    slot.trusted = False
+                    warnings.warn(HANDED_ON.format(address=slot.address), TenterhookWarning, stacklevel=2)
+        log[HELD::WIDTH] = helds
         return found
 
     def just_had(self, tensor: Tensor) -> bool:
         """Whether one of the last entries is of this very tensor: a model's output is mostly that of its last part."""
-        return any(entry[3] is tensor for entry in self.log[-LATELY:])
+        begin = max(0, len(self.log) - LATELY * WIDTH)
+        return any(found is tensor for found in self.log[begin + TENSOR :: WIDTH])
 
     def count(self, size: int) -> None:
         """Note memory that is held outside of the short way, and empty the log where it is too much."""
@@ -154,21 +200,27 @@ class Ledger:
             self.loose = 0
             self.spill()
 
-    def take(self, *, loose: bool) -> tuple[list[Any], list[tuple[Slot, int, Cell, int]]]:
+    def take(self, *, loose: bool) -> tuple[Log, list[tuple[Slot, int, Cell, int]]]:
         """Give what has been written; ``loose`` leaves what waits for a backward pass."""
-        log, cells = self.log, self.cells
         if not loose:
             self._forget()
+            if self.later:  # The model did not return.
+                self.catch_up()
+        log, cells = self.log, self.cells
+        self.log = Log()
         if loose:
-            self.log = [entry for entry in log if entry[-1] is not None]
-            return [entry for entry in log if entry[-1] is None], cells
-        self.log, self.cells = [], []
+            given = Log()
+            for entry in log.entries():
+                (given if entry.held is None else self.log).extend(entry)
+            return given, cells
+        self.cells = []
         self.held = self.loose = 0
+        self.pool.turn()
         return log, cells
 
     def drop(self) -> None:
         """Forget everything; what is still on a graph holds nothing any more."""
-        for *_, held in self.take(loose=False)[0]:
+        for held in self.take(loose=False)[0].column(HELD):
             if held is not None:
                 held.close()
 
@@ -217,7 +269,7 @@ class Value:
         if since is not None and not slot.careful and ledger.held <= ledger.hold and _are_own(found, since):
             for path, tensor in found:
                 held = _hold(tensor, tensor.grad_fn, slot, ledger)
-                ledger.log.append((slot, path, context.call, tensor, tensor._version, args, kwargs, held))
+                ledger.log.extend((slot, path, context.call, tensor, tensor._version, args, kwargs, held))
             slot.taken = context.call
             return
         size = 0
@@ -232,8 +284,7 @@ class Value:
                 version = real._version
                 if not ledger.just_had(real):
                     real = real.detach()
-            entry = Seen(slot, path, context.call, real, version, args, kwargs, None)
-            ledger.log.append(entry)
+            ledger.log.extend((slot, path, context.call, real, version, args, kwargs, None))
             size += real.nbytes
         ledger.count(size)
 
@@ -257,18 +308,26 @@ class Gradient(OutputGradient):
 def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
     """One entry in the log, and a hook for the gradient; a closure, because it runs at every call."""
 
-    def watch(
-        tensor: Tensor, node: Any, call: int, since: int, _kept: None, _value: Any, args: Any, kwargs: Any
-    ) -> Tensor | None:
+    def watch(tensor: Tensor, call: int, since: int, _kept: None, _value: Any, args: Any, kwargs: Any) -> Tensor | None:
         if slot.careful or ledger.held > ledger.hold:
             return None
-        version = tensor._version
-        if number_of(node) < since:  # A module that hands its input on: its gradient is that of this use alone.
+        # To ask who made the tensor takes longer than all else here. It can wait where the answer is known.
+        if ledger.later and slot.trusted and not (args and tensor is args[0]):
+            if ledger.on and transform() is None:
+                ledger.held += slot.size
+                ledger.log.extend((slot, (), call, tensor, tensor._version, args, kwargs, since))
+            return tensor
+        version, node = tensor._version, tensor.grad_fn
+        if node is None:
+            return None
+        own = number_of(node) >= since
+        slot.trusted = own and slot.size > 0
+        if not own:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and transform() is None:
             held = _hold(tensor, node, slot, ledger)
-            ledger.log.append((slot, (), call, tensor, version, args, kwargs, held))
+            ledger.log.extend((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
 
     return watch
@@ -279,11 +338,8 @@ def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
     return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - quicker
 
 
-def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained | Later:
-    """See to it that the gradient of a tensor, which ``node`` has made, is held, now or when the model returns."""
-    if ledger.later and slot.size:
-        ledger.held += slot.size
-        return LATER
+def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retained:
+    """See to it that the gradient of a tensor, which ``node`` has made, is held."""
     if slot.retains and ledger.retains:
         ledger.held += slot.size
         tensor.retain_grad()
@@ -294,15 +350,14 @@ def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retai
     ledger.held += slot.size
     if not ledger.gradients:
         return NOTHING
-    held = new_held(Held)
-    held.gradient, held.open, held.copies = None, True, slot.copies
     if hooks is None:
-        hooks = tensor._backward_hooks = Hooks()
+        hooks = tensor._backward_hooks = ledger.pool.get()
         node._register_hook_dict(tensor)
-        hooks.last = held
-        set_in(hooks, held, held.hold)
+        held: Held = hooks.last
     else:
+        held = Held()
         hooks[held] = held.hold
+    held.gradient, held.open, held.copies = None, True, slot.copies
     return held
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
+from tenterhook.sinks.likeness import are_plain, plain
 from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Measured, are_plain, are_strided, measure, plain, whole
+from tenterhook.sinks.statistics import COLUMNS, Wanted, whole
 from tenterhook.watch.books import Kind
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.parcel import Layout, Parcel
+from tenterhook.watch.parcel import Draft, Explain, Layout, Parcel, measured
 
 if TYPE_CHECKING:
     from tenterhook.watch.books import Books
@@ -49,7 +50,7 @@ class Parameters:
     closes: bool
     """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
 
-    def before(self, *, closes: bool) -> list[Parcel]:
+    def before(self, *, closes: bool) -> list[Draft]:
         """The optimizer is about to step, with a closure or without; only the first time in a step counts."""
         if self._asked:
             return []
@@ -57,9 +58,9 @@ class Parameters:
         if self._books.slow and "updates" in self._options.of:
             self._take()
         self.closes = closes
-        return [] if closes else self.measure_gradients()
+        return [] if closes else self.gradients()
 
-    def measure_gradients(self) -> list[Parcel]:
+    def gradients(self) -> list[Draft]:
         """What the backward passes of this step have accumulated by now."""
         if "gradients" not in self._options.of:
             return []
@@ -70,29 +71,29 @@ class Parameters:
             found = [found[i] for i in which]
         if not found:
             return []
-        parcel = self._parcel("gradients", which, found)
         # After an earlier backward pass of the same step, what is there now is its sum with this one.
-        parcel.replaces, self._measured = self._measured, True
-        return [parcel]
+        again, self._measured = self._measured, True
+        return [self._draft("gradients", which, found)._replace(replaces=again)]
 
     def after(self) -> list[Parcel]:
         """The step is over."""
         # A closure may have changed them after its backward pass.
-        return [*(self.measure_gradients() if self.closes else ()), *self._after()]
-
-    def _after(self) -> list[Parcel]:
-        if not self._tensors or not self._books.slow:
-            return []
+        drafts = self.gradients() if self.closes else []
         if self._taken and self._snapshot is not None:
-            self._taken = False
-            rows, ways = self._row_list("parameters"), self._row_list("updates")
-            here, moved = self._snapshot.moved(self._books.sketch, rows, ways)
-            found = {"parameters": here, "updates": moved}
-            every = range(len(self._tensors))
-            return [self._sent(kind, every, found[kind], self._tensors) for kind in _BOTH if kind in self._options.of]
-        if "parameters" in self._options.of:
-            return [self._parcel("parameters", range(len(self._tensors)), self._tensors)]
-        return []
+            return [*measured(drafts, self._books), *self._moved(self._snapshot)]
+        if self._tensors and self._books.slow and "parameters" in self._options.of:
+            drafts.append(self._draft("parameters", range(len(self._tensors)), self._tensors))
+        return measured(drafts, self._books)
+
+    def _moved(self, snapshot: Snapshot) -> list[Parcel]:
+        self._taken = False
+        rows, ways = self._row_list("parameters"), self._row_list("updates")
+        every = range(len(self._tensors))
+        return [
+            Parcel(self._layout(kind, every), found, self._tensors, self._explain(kind, every, self._tensors))
+            for kind, found in zip(_BOTH, snapshot.moved(self._books.sketch, rows, ways), strict=True)
+            if kind in self._options.of
+        ]
 
     def let_go(self) -> None:
         """Hold no tensor any more."""
@@ -109,25 +110,17 @@ class Parameters:
             self._rows[kind] = [self._books.row(kind, label) for label in self._labels]
         return self._rows[kind]
 
-    def _parcel(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Parcel:
-        books, layout = self._books, self._layout(kind, which)
-        known = layout.plan if layout.plan is not None and are_strided(found) and layout.plan.fits(found) else None
-        if known is None and not are_plain(found):
+    def _draft(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Draft:
+        layout = self._layout(kind, which)
+        plan = layout.plan if layout.plan is not None and layout.plan.fits(found) else None
+        if plan is None and not are_plain(found):
             real = [(i, plain(tensor)) for i, tensor in zip(which, found, strict=True)]
             which = tuple(i for i, tensor in real if tensor is not None)
             found, layout = [tensor for _, tensor in real if tensor is not None], self._layout(kind, which)
-        measured = measure(
-            found,
-            self._limit,
-            sketch=books.sketch,
-            rows=layout.first,
-            workspace=books.workspace,
-            name=kind,
-            plan=known,
-            quick=kind == "gradients",
-        )
-        layout.plan = measured.plan
-        return self._sent(kind, which, measured, found)
+        in_a_row = plan is not None and plan.like.in_a_row
+        quick = kind == "gradients"
+        wanted = Wanted(found, self._limit, 0, layout.first, kind, plan=plan, quick=quick, in_a_row=in_a_row)
+        return Draft(layout, wanted, self._explain(kind, which, found))
 
     def _layout(self, kind: Kind, which: Sequence[int]) -> Layout:
         found = self._layouts.get((kind, which))
@@ -136,7 +129,7 @@ class Parameters:
             found = self._layouts[kind, which] = Layout([rows[i] for i in which])
         return found
 
-    def _sent(self, kind: Kind, which: Sequence[int], measured: Measured, tensors: Sequence[Tensor]) -> Parcel:
+    def _explain(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Explain:
         labels = self._labels
 
         def explain(bad: list[int], _late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
@@ -147,7 +140,7 @@ class Parameters:
                 report.reason = "Everything that passed in this step was finite; the update was not."
             return report
 
-        return Parcel(self._layout(kind, which), measured, tensors, explain)
+        return explain
 
 
 def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from tenterhook.sinks.statistics import (
     Array,
     Measured,
     Plan,
+    Wanted,
     hosts,
+    measure_together,
     whole,
 )
 from tenterhook.watch.locate import NonFiniteReport
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from tenterhook.sinks.slips import Post
     from tenterhook.watch.books import Books
 
-__all__ = ["Layout", "Parcel", "read_together"]
+__all__ = ["Draft", "Layout", "Parcel", "measured", "read_together"]
 
 Explain = Callable[[list[int], bool], NonFiniteReport]
 
@@ -72,18 +74,45 @@ class Layout:
         return row if self.index is None else int(self.index[row])
 
 
+class Draft(NamedTuple):
+    """Tensors that are to be measured, the rows that they belong to, and what is told if one is not finite."""
+
+    layout: Layout
+    wanted: Wanted
+    explain: Explain
+    replaces: bool = False
+    """whether it stands in the place of what the same step has brought for its rows before"""
+
+
+def measured(drafts: Sequence[Draft], books: Books) -> list[Parcel]:
+    """Measure what was drafted."""
+    if not drafts:
+        return []
+    found = measure_together([draft.wanted for draft in drafts], books.sketch, books.workspace)
+    parcels = []
+    for draft, numbers in zip(drafts, found, strict=True):
+        draft.layout.plan = numbers.plan
+        parcels.append(Parcel(draft.layout, numbers, draft.wanted.tensors, draft.explain, replaces=draft.replaces))
+    return parcels
+
+
 class Parcel:
     """The numbers of some tensors, and what is told if one is not finite."""
 
-    def __init__(self, layout: Layout, measured: Measured, tensors: Sequence[Tensor], explain: Explain) -> None:
-        self._layout, self._measured = layout, measured
+    def __init__(
+        self,
+        layout: Layout,
+        measured: Measured,
+        tensors: Sequence[Tensor],
+        explain: Explain,
+        *,
+        replaces: bool = False,
+    ) -> None:
+        self._layout, self._measured, self._replaces = layout, measured, replaces
         self._tensors: Sequence[Tensor] | None = tensors
         self._explain: Explain | None = explain
-        self.late = self.replaces = False
+        self.late = False
         self._table: Array | None = None
-
-    replaces: bool
-    """whether it stands in the place of what the same step has brought for its rows before"""
 
     def send(self, post: Post) -> None:
         """Let the numbers come while training goes on."""
@@ -123,7 +152,7 @@ class Parcel:
         if layout.index is not None:
             table = table[layout.index]
         bad = [] if self._measured.finite() else self._odd(table)
-        if self.replaces:
+        if self._replaces:
             books.replace(layout.rows)
         books.add(layout.rows, table, layout.sampled(self._measured.sampled))
         if not bad:

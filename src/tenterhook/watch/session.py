@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -26,26 +25,23 @@ from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
 from tenterhook.watch.blackbox import Ring
 from tenterhook.watch.books import Books
+from tenterhook.watch.delivery import Delivery
 from tenterhook.watch.findings import Findings
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.measuring import Measuring
-from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value, heal
+from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
 from tenterhook.watch.parameters import Parameters
-from tenterhook.watch.parcel import Parcel, read_together
-from tenterhook.watch.results import Options, Results, about
+from tenterhook.watch.parcel import Draft, measured
+from tenterhook.watch.results import Options, about
 from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
 
 __all__ = ["Watch"]
-
-MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
-# Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
-AT_ONCE = 8
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class Watch(Results, Session):
+class Watch(Delivery, Session):
     """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` give plain data."""
 
     verb = "watch"
@@ -70,16 +66,16 @@ class Watch(Results, Session):
         self._slots: list[Slot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
-        self._waiting = 0  # Calls that were not measured yet.
+        self._one_call = False  # Whether the last step had one, as most have where the next one has.
+        self._waiting = 0  # Calls that were not measured yet ...
+        self._puts_off = False  # ... although their backward pass is over.
         self._looking = False  # Whether modules are called to find out where a NaN was born.
         self._attached = True
         self._queued = -1
         self._slow_at: int | None = None
         self._parked: list[tuple[Lane, Tap | None]] = []
         self._server: Any = None
-        self._parcels: list[Parcel] = []
-        self._coming: list[tuple[int, list[Parcel]]] = []  # Steps whose numbers are on their way ...
-        self._ready: list[tuple[int, list[Parcel]]] = []  # ... and those that wait for more, to be published with them.
+        self._parcels, self._coming, self._ready = [], [], []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._late = self._device == "cuda" and options.on_nan != "raise"
         self._patience = Patience(self._ledger, self._device)
@@ -205,8 +201,11 @@ class Watch(Results, Session):
             self._end()
         self._calls += 1
         if self._attached:
+            if self._puts_off:  # The update that was to come did not.
+                self._measure()
             self._waiting += 1
             self._drain()
+            self._lighten()
             self._measuring.entered(self._device)
             self._patience.called(self.steps)
 
@@ -226,20 +225,24 @@ class Watch(Results, Session):
     def backward_begins(self) -> None:
         """A backward pass has come to what the model returned."""
         task = torch._C._current_graph_task_id()
+        self._patience.passed(task, self.steps)
         if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
             self._queued = task
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if self._waiting <= 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
-            self._measure()
-        if (not self._optimizers or self._parameters.closes) and self._attached and self._ledger.on:
-            self._take(*self._parameters.measure_gradients())
+        last = not self._optimizers or self._parameters.closes  # Then nobody tells of an update that is to come.
+        more = self._parameters.gradients() if last and self._attached and self._ledger.on else []
+        if self._waiting > 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
+            self._take(*measured(more, self._books))
+        elif self._late and self._one_call and not last:
+            self._puts_off = True  # Until the update, when gradients of parameters are measured too.
+        else:
+            self._measure(*more)
 
     def _before_update(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._attached and self._ledger.on:
-            self._measure()
-            self._take(*self._parameters.before(closes=any(map(callable, (*args, *kwargs.values())))))
+            self._measure(*self._parameters.before(closes=any(map(callable, (*args, *kwargs.values())))))
 
     def _after_update(self, *_: Any) -> None:
         self._end()
@@ -258,6 +261,7 @@ class Watch(Results, Session):
             self._take(*self._parameters.after())
             self._hand_in()
         self.steps += begun
+        self._one_call = self._calls == 1
         self._calls = 0
         if partly:
             self._settle()
@@ -272,109 +276,13 @@ class Watch(Results, Session):
     # -- what a step brought ------------------------------------------------------------------------------------------
 
     def _spill(self) -> None:
-        self._take(self._measuring.measure(self.steps, loose=True))
+        self._take(*measured(self._measuring.drafts(self.steps, loose=True), self._books))
 
-    def _measure(self) -> None:
+    def _measure(self, *more: Draft) -> None:
+        """Measure what has passed, and what else there is, which costs less than one after the other."""
         self._shared.clear()
-        self._waiting = 0
-        self._take(self._measuring.measure(self.steps, loose=False))
-
-    def _take(self, *parcels: Parcel | None) -> None:
-        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.parcel`."""
-        for parcel in parcels:
-            if parcel is None:
-                continue
-            if self._late:
-                parcel.send(self._books.workspace.post)
-                self._parcels.append(parcel)
-            elif parcel.settle():
-                self._parcels.append(parcel)
-            else:
-                self._publish_ready()
-                for before in self._parcels:
-                    self._open(before)
-                self._parcels = []
-                self._check(self._open(parcel), self.steps)
-
-    def _open(self, parcel: Parcel) -> NonFiniteReport | None:
-        self._ledger.on, self._looking = False, True
-        try:
-            return parcel.open(self._books)
-        finally:
-            self._ledger.on, self._looking = self._attached, False
-
-    def _hand_in(self) -> None:
-        """The step is complete: it is published when its numbers have arrived, mostly together with others."""
-        self._coming.append((self.steps, self._parcels))
-        self._parcels = []
-        if self._measuring.odd:
-            self._measuring.odd = False
-            heal(self._slots)
-        self._drain(let_go=False)
-
-    def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
-        """Look at the numbers that have arrived, and let go of the tensors of those that have not."""
-        while self._coming:
-            step, parcels = self._coming[0]
-            if not wait and len(self._coming) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
-                break
-            del self._coming[0]
-            self._ready.append((step, parcels))
-            if not all([parcel.settle() for parcel in parcels]) or len(self._ready) >= self._at_once:  # noqa: C419
-                self._publish_ready()
-        if let_go:
-            for _, parcels in self._coming:
-                for parcel in parcels:
-                    parcel.let_go()
-
-    @property
-    def _at_once(self) -> int:
-        """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
-        told = self._options.sinks or self._ring is not None or self._server is not None
-        return 1 if told or self.steps < AT_ONCE or self._findings.units.looking else AT_ONCE
-
-    def _publish_ready(self) -> None:
-        ready, self._ready = self._ready, []
-        read_together(parcel for _, parcels in ready for parcel in parcels)
-        for step, parcels in ready:
-            for parcel in parcels:
-                self._check(self._open(parcel), step)
-            self._publish(step)
-
-    def _check(self, found: NonFiniteReport | None, step: int) -> None:
-        if found is None:
-            return
-        found.step = step
-        if self.nonfinite_steps[-1:] != [step]:
-            self.nonfinite_steps.append(step)
-        if self.nonfinite is not None:
-            return
-        self.nonfinite = found
-        if self._ring is not None:
-            self._ring.say(str(found))
-        if self._options.on_nan == "raise" and self._raising:
-            error = NonFinite(str(found))
-            error.report = found
-            raise error
-        if self._options.on_nan != "record":
-            warnings.warn(str(found), TenterhookWarning, stacklevel=2)
-
-    def _publish(self, step: int) -> None:
-        page = self._books.close_step(step)
-        if page is None:
-            return
-        new = self._findings.judge(page, self._parameters.names, self._slots, self._books.alike)
-        if self._ring is not None:
-            self._ring.write(page)
-            for finding in new:
-                self._ring.say(str(finding))
-        for sink in self._options.sinks:
-            sink.write(page, new, self._books)
-
-    def _settle(self, *, wait: bool = True) -> None:
-        if get_ident() == self.owner:  # Others see what is published.
-            self._drain(wait=wait, let_go=wait)
-            self._publish_ready()
+        self._waiting, self._puts_off = 0, False
+        self._take(*measured([*self._measuring.drafts(self.steps, loose=False), *more], self._books))
 
     # -- in the model, or not -----------------------------------------------------------------------------------------
 

@@ -7,19 +7,19 @@ same shapes, and nothing is out of the ordinary, only the tensors have to be col
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from tenterhook.sinks.statistics import are_plain, are_strided, kinds
+from tenterhook.sinks.likeness import Likeness, are_plain
 from tenterhook.watch.held import Held
-from tenterhook.watch.observe import NOT_COUNTED
+from tenterhook.watch.observe import NOT_COUNTED, Log
 from tenterhook.watch.parcel import Layout
 
 if TYPE_CHECKING:
     from tenterhook.watch.findings import Units
 
-__all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "Steady", "Together"]
+__all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "Collected", "Steady", "Together"]
 
 VALUE, KEPT = range(2)  # Where a measured tensor comes from.
 GRADIENT = 1  # In a pair of rows.
@@ -46,6 +46,7 @@ class Together:
         self.index = [self.places[ref] for ref in steady.refs]
         self.sources = [steady.sources[place] for place in unique]
         self.kept = {source[1]: self.places[i] for i, source in enumerate(steady.sources) if source[0] == KEPT}
+        self.like = Likeness(self.tensors(found))
         self._rows = steady.rows
         self._layouts: dict[Extra, Layout] = {(): Layout(steady.rows, self.index)}
 
@@ -53,7 +54,7 @@ class Together:
         """Whether the same of these are one. If others are too, they are measured apart, which is as right."""
         return all([found[place] is found[first] for place, first in self._pairs])  # noqa: C419 - a list is quicker
 
-    def tensors(self, found: list[Tensor]) -> list[Tensor]:
+    def tensors(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor once."""
         return [found[place] for place in self._unique]
 
@@ -68,50 +69,57 @@ class Together:
         return found, False
 
 
+class Collected(NamedTuple):
+    """The tensors of a log, each once, and whether the same of them were one the last time."""
+
+    together: Together
+    tensors: list[Tensor]
+    known: bool
+
+
 class Steady:
     """What a log brought: ``rows``, each with its place among the values and then the gradients that it refers to.
 
     ``came`` are the entries whose gradients came: what is not used has none, step by step.
     """
 
-    def __init__(self, log: Sequence[Any], came: Collection[int], *, values: bool) -> None:
-        slots, paths, _, tensors, _, _, _, helds = zip(*log, strict=True)
+    def __init__(self, log: Log, came: Collection[int], *, values: bool) -> None:
+        slots, paths, _, tensors, _, _, _, helds = log.columns()
         self._slots, self._paths, self._holders = slots, paths, list(map(type, helds))
-        self._kinds = kinds(tensors)
-        # Whatever is measured is like this too: autograd gives a gradient the shape and the type of its tensor.
         self.usual = are_plain(tensors)
-        firsts, self._twins = _firsts(log)
+        firsts, self._twins = _firsts(tensors, helds)
         self._values = firsts if values else []
         kept = [place for place in firsts if place in came]
         self._silent = [place for place in firsts if place not in came and helds[place] is not None]
         self._held = [place for place in kept if type(helds[place]) is Held]
         self._retained = [place for place in kept if type(helds[place]) is not Held]
         self._closing = [place for place, held in enumerate(helds) if type(held) is Held]
+        # Autograd gives a gradient the shape and the type of its tensor.
+        self._like = Likeness([tensors[place] for place in (*self._values, *self._held, *self._retained)])
         self.sources = [(VALUE, place) for place in self._values]
         self.sources += [(KEPT, place) for place in (*self._held, *self._retained)]
         where = {source: index for index, source in enumerate(self.sources)}
         self.rows: list[int] = []
         self.refs: list[int] = []
         twins = dict(self._twins)
-        for place, entry in enumerate(log):
-            for kind, row in zip((VALUE, KEPT), entry[0].rows[entry[1]], strict=True):
+        for place, (slot, path) in enumerate(zip(slots, paths, strict=True)):
+            for kind, row in zip((VALUE, KEPT), slot.rows[path], strict=True):
                 found = where.get((kind, twins.get(place, place)))
                 if found is not None and (kind == VALUE or helds[place] is not None):
                     self.rows.append(row)
                     self.refs.append(found)
-        self.together: Together | None = None
+        self._together: Together | None = None
         self._looks: tuple[int, list[int]] = -1, []
 
-    def collect(self, log: Sequence[Any], units: Units) -> list[Tensor] | None:
-        """The tensors of a log that is like the one before; None where it is not, and nothing is taken then."""
-        slots, paths, _, tensors, versions, _, _, helds = zip(*log, strict=True)
+    def collect(self, log: Log, units: Units) -> Collected | None:
+        """What is in a log that is like the one before; None where it is not, and nothing is taken then."""
+        slots, paths, _, tensors, versions, _, _, helds = log.columns()
         same = (
             slots == self._slots
             and NOT_COUNTED not in versions  # Of an inference tensor there is no version to ask for.
-            and [tensor._version for tensor in tensors] == list(versions)
+            and [tensor._version for tensor in tensors] == versions
             and list(map(type, helds)) == self._holders
             and paths == self._paths
-            and kinds(tensors) == self._kinds
             and all([tensors[place] is tensors[first] for place, first in self._twins])  # noqa: C419 - see above
         )
         if not same:
@@ -119,11 +127,13 @@ class Steady:
         holders = [helds[place] for place in self._held]
         gradients: list[Any] = [held.gradient for held in holders]
         gradients += [tensors[place].grad for place in self._retained]
-        if not are_strided(gradients):  # One that did not come is none.
-            return None
         if any([helds[place].has(tensors[place]) for place in self._silent]):  # noqa: C419 - see above
             return None
-        if [held.version for held in holders] != [gradient._version for gradient in gradients[: len(holders)]]:
+        collected = self._joined([tensors[place] for place in self._values] + gradients)
+        # What has no gradient has no version of it either.
+        if collected is None or [held.version for held in holders] != [
+            gradient._version for gradient in gradients[: len(holders)]
+        ]:
             return None
         for place in self._closing:
             helds[place].gradient, helds[place].open = None, False  # As they close, without a call for each.
@@ -131,27 +141,31 @@ class Steady:
             self._looks = units.choice, [place for place in self._values if slots[place].looks]
         for place in self._looks[1]:
             units.look(slots[place], tensors[place])
-        return [tensors[place] for place in self._values] + gradients
+        return collected
 
-    def joined(self, found: list[Tensor]) -> tuple[Together, bool]:
-        """Which of the collected tensors are one, and whether it was so the last time."""
-        if self.together is not None and self.together.holds(found):
-            return self.together, True
-        self.together = Together(self, found)
-        return self.together, False
+    def _joined(self, found: list[Any]) -> Collected | None:
+        """Each of the collected tensors once, if all are as they should be; a gradient that did not come is not."""
+        together = self._together
+        if together is not None and together.holds(found):
+            tensors = together.tensors(found)
+            return Collected(together, tensors, known=True) if together.like.fits(tensors) else None
+        if not self._like.fits(found):
+            return None
+        self._together = together = Together(self, found)
+        return Collected(together, together.tensors(found), known=False)
 
 
-def _firsts(log: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
+def _firsts(tensors: Sequence[Tensor], helds: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
     """The entries whose tensors come by for the first time, and the others beside them: a module and its last child."""
     firsts: list[int] = []
     twins: list[tuple[int, int]] = []
     known: dict[int, int] = {}
-    for place, entry in enumerate(log):
-        first = known.get(id(entry[3]))
+    for place, (tensor, held) in enumerate(zip(tensors, helds, strict=True)):
+        first = known.get(id(tensor))
         if first is not None:
             twins.append((place, first))
             continue
         firsts.append(place)
-        if entry[7] is not None:
-            known[id(entry[3])] = place
+        if held is not None:
+            known[id(tensor)] = place
     return firsts, twins

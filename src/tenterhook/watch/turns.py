@@ -27,6 +27,12 @@ INSIDE = (
     "a backward pass ran while the model was called, for the first time in step {step}, and its gradients are missing "
     "from what this watch tells of that step. From the next one on they are measured."
 )
+PERHAPS = (
+    "a backward pass that did not begin at what the model returns ran before that of step {step}, as none did in the "
+    "steps before. If it ran while the model was called, its gradients are missing from what this watch tells of that "
+    "step. From the next one on they are measured."
+)
+ENOUGH = 6  # Passes without a gap: two of ours that ask, and one of the loop's, in each of two steps.
 
 
 def park(lanes: Iterable[Lane]) -> list[tuple[Lane, Tap | None]]:
@@ -58,18 +64,26 @@ def unpark(parked: Iterable[tuple[Lane, Tap | None]]) -> None:
 
 
 class Patience:
-    """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called."""
+    """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called.
+
+    Autograd numbers its passes. At a call and at its return the number is asked for, by a small pass of our own; that
+    takes a while, and in most loops there is no pass but the one that begins at what the model returned. Once that was
+    so for two steps, the number of that one pass is enough to see that it still is.
+    """
 
     def __init__(self, ledger: Ledger, device: str) -> None:
         self._ledger, self._lasts = ledger, ledger.gradients and device in PATIENT
-        self._passes = -1
+        self._last = -1  # The number of the last pass that is known ...
+        self._known = 0  # ... and how many before it are, without a gap.
+        self._asks = True  # Whether the number is asked for.
+        self._hooked = False  # Whether hooks came late since the last pass.
 
     def called(self, step: int) -> None:
         """The model is called; if it was called and has not returned, by itself."""
         if self._ledger.later:
             self.returned(step)
-        elif self._lasts:
-            self._has_passed()
+        elif self._lasts and self._asks:
+            self._follows(passes())
         self._ledger.later = self._lasts
 
     def returned(self, step: int) -> None:
@@ -77,15 +91,30 @@ class Patience:
         if not self._lasts:
             return
         late = self._ledger.catch_up()
-        if self._has_passed():
+        self._hooked = self._hooked or late
+        if self._asks and not self._follows(passes()):
             self._lasts = False
             if late:
                 warnings.warn(INSIDE.format(step=step), TenterhookWarning, stacklevel=2)
 
-    def _has_passed(self) -> bool:
-        """Whether a backward pass was made since this was asked before."""
-        before, self._passes = self._passes, passes()
-        return self._passes != before + 1
+    def passed(self, number: int, step: int) -> None:
+        """A backward pass begins at what the model returned."""
+        if not self._lasts or number == self._last:
+            return
+        follows = self._follows(number)
+        if self._asks:
+            self._asks = self._known < ENOUGH
+        elif not follows:  # The other pass may have been anywhere.
+            self._lasts = False
+            if self._hooked:
+                warnings.warn(PERHAPS.format(step=step), TenterhookWarning, stacklevel=2)
+        self._hooked = False
+
+    def _follows(self, number: int) -> bool:
+        """Whether a pass is the next one after the last that is known."""
+        follows = number == self._last + 1
+        self._last, self._known = number, self._known + 1 if follows else 0
+        return follows
 
 
 class Begins:

@@ -1,0 +1,157 @@
+"""From measured numbers to the pages of a watch: what happens when they are there, and while they are on their way."""
+
+from __future__ import annotations
+
+import warnings
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from tenterhook.errors import NonFinite, TenterhookWarning
+from tenterhook.watch.observe import heal
+from tenterhook.watch.parcel import Parcel, read_together
+from tenterhook.watch.results import Results
+
+if TYPE_CHECKING:
+    from tenterhook.watch.blackbox import Ring
+    from tenterhook.watch.locate import NonFiniteReport
+    from tenterhook.watch.measuring import Measuring
+    from tenterhook.watch.observe import Ledger, Slot
+    from tenterhook.watch.parameters import Parameters
+
+__all__ = ["Delivery"]
+
+MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
+# Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
+AT_ONCE = 8
+
+
+class Delivery(Results):
+    """The part of a watch that takes parcels in, and publishes steps."""
+
+    owner: int
+    _attached: bool
+    _late: bool
+    _ledger: Ledger
+    _looking: bool
+    _measuring: Measuring
+    _parameters: Parameters
+    _raising: bool
+    _ring: Ring | None
+    _slots: list[Slot]
+
+    _parcels: list[Parcel]
+    """what the present step has brought"""
+    _coming: list[tuple[int, list[Parcel]]]
+    """steps whose numbers are on their way ..."""
+    _ready: list[tuple[int, list[Parcel]]]
+    """... and those that wait for more, to be published with them"""
+
+    def _take(self, *parcels: Parcel) -> None:
+        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.parcel`."""
+        for parcel in parcels:
+            if self._late:
+                parcel.send(self._books.workspace.post)
+                self._parcels.append(parcel)
+            else:
+                self._look_at(parcel)
+
+    def _look_at(self, parcel: Parcel) -> None:
+        """The numbers are there: they wait for those of the whole step if all are finite, and are told of if not."""
+        if parcel.settle():
+            self._parcels.append(parcel)
+            return
+        self._publish_ready()
+        for before in self._parcels:
+            self._open(before)
+        self._parcels = []
+        self._check(self._open(parcel), self.steps)
+
+    def _lighten(self) -> None:
+        """The model is called again in a step: what it was called for before need not be held any longer."""
+        before, self._parcels = self._parcels, []
+        for parcel in before:
+            if parcel.arrived and not self._coming:  # Steps before this one come first.
+                self._look_at(parcel)
+            else:
+                parcel.let_go()
+                self._parcels.append(parcel)
+
+    def _open(self, parcel: Parcel) -> NonFiniteReport | None:
+        self._ledger.on, self._looking = False, True
+        try:
+            return parcel.open(self._books)
+        finally:
+            self._ledger.on, self._looking = self._attached, False
+
+    def _hand_in(self) -> None:
+        """The step is complete: it is published when its numbers have arrived, mostly together with others."""
+        self._coming.append((self.steps, self._parcels))
+        self._parcels = []
+        if self._measuring.odd:
+            self._measuring.odd = False
+            heal(self._slots)
+        self._drain(let_go=False)
+
+    def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
+        """Look at the numbers that have arrived, and let go of the tensors of those that have not."""
+        while self._coming:
+            step, parcels = self._coming[0]
+            if not wait and len(self._coming) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
+                break
+            del self._coming[0]
+            self._ready.append((step, parcels))
+            if not all([parcel.settle() for parcel in parcels]) or len(self._ready) >= self._at_once:  # noqa: C419
+                self._publish_ready()
+        if let_go:
+            for _, parcels in self._coming:
+                for parcel in parcels:
+                    parcel.let_go()
+
+    @property
+    def _at_once(self) -> int:
+        """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
+        told = self._options.sinks or self._ring is not None or self._server is not None
+        return 1 if told or self.steps < AT_ONCE or self._findings.units.looking else AT_ONCE
+
+    def _publish_ready(self) -> None:
+        ready, self._ready = self._ready, []
+        read_together(parcel for _, parcels in ready for parcel in parcels)
+        for step, parcels in ready:
+            for parcel in parcels:
+                self._check(self._open(parcel), step)
+            self._publish(step)
+
+    def _check(self, found: NonFiniteReport | None, step: int) -> None:
+        if found is None:
+            return
+        found.step = step
+        if self.nonfinite_steps[-1:] != [step]:
+            self.nonfinite_steps.append(step)
+        if self.nonfinite is not None:
+            return
+        self.nonfinite = found
+        if self._ring is not None:
+            self._ring.say(str(found))
+        if self._options.on_nan == "raise" and self._raising:
+            error = NonFinite(str(found))
+            error.report = found
+            raise error
+        if self._options.on_nan != "record":
+            warnings.warn(str(found), TenterhookWarning, stacklevel=2)
+
+    def _publish(self, step: int) -> None:
+        page = self._books.close_step(step)
+        if page is None:
+            return
+        new = self._findings.judge(page, self._parameters.names, self._slots, self._books.alike)
+        if self._ring is not None:
+            self._ring.write(page)
+            for finding in new:
+                self._ring.say(str(finding))
+        for sink in self._options.sinks:
+            sink.write(page, new, self._books)
+
+    def _settle(self, *, wait: bool = True) -> None:
+        if get_ident() == self.owner:  # Others see what is published.
+            self._drain(wait=wait, let_go=wait)
+            self._publish_ready()
