@@ -156,7 +156,7 @@ def compare(device: torch.device) -> None:
             torch.randn(640, 64, device=device).t(),
             torch.randn(65, device=device)[1:],
             torch.randn(1, 8, device=device).expand(4, 8),
-            torch.randn(32768, device=device),
+            torch.randn(65536, device=device),
             torch.randn(5_000_011, device=device),
         ]
         found = [tensor.to(dtype) for tensor in found]

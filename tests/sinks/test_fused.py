@@ -45,7 +45,7 @@ def tensors(dtype):
         torch.randn(64, 64).t(),
         torch.randn(65)[1:],  # It begins at an odd place.
         torch.randn(1, 8).expand(4, 8),
-        torch.randn(32768),  # A piece exactly.
+        torch.randn(65536),  # A piece exactly.
     ]
     found = [tensor.to(dtype) for tensor in found]
     found[0][0, 0], found[5][2, 5], found[5][0, 0] = float("-inf"), float("nan"), float("inf")

@@ -21,7 +21,7 @@ from tenterhook.sinks.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
 
 __all__ = ["FIELDS", "TILE", "TILES", "bins", "gather", "pieces", "put_together"]
 
-TILE, TILES = tl.constexpr(1024), tl.constexpr(32)
+TILE, TILES = tl.constexpr(1024), tl.constexpr(64)
 AT_ONCE = tl.constexpr(4)  # Tiles whose reads are under way together.
 MANY = tl.constexpr(128)  # Pieces that are put together at a time.
 TINY, GROW = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
