@@ -21,7 +21,7 @@ from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
 from tenterhook.sinks.likeness import plain
 from tenterhook.sinks.statistics import COLUMNS, whole
-from tenterhook.watch.observe import Seen
+from tenterhook.watch.log import Seen
 from tenterhook.watch.trace import Line, trace_backward, trace_forward
 
 __all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]

@@ -18,7 +18,8 @@ from tenterhook.sites.tensor import number_of
 from tenterhook.watch import locate
 from tenterhook.watch.held import NOTHING
 from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.observe import NOT_COUNTED, TENSOR, Ledger, Log, Seen, Slot
+from tenterhook.watch.log import NOT_COUNTED, TENSOR, Log, Seen
+from tenterhook.watch.observe import Ledger, Slot
 from tenterhook.watch.parcel import Draft, Layout
 from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Collected, Steady, Together
 from tenterhook.watch.trace import autocast_state

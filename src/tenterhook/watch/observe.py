@@ -15,8 +15,8 @@ gradients are caught by the hooks that recording uses.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ from tenterhook.sinks.likeness import plain
 from tenterhook.sites.tensor import is_older, number_of, own_alias
 from tenterhook.sites.wrapped import settled
 from tenterhook.watch.held import NOTHING, RETAINED, Held, Hooks, Pool, Retained
+from tenterhook.watch.log import HELD, NOT_COUNTED, TENSOR, WIDTH, Log
 
-__all__ = ["CaughtGradient", "Gradient", "Ledger", "Log", "Seen", "Slot", "Value", "heal"]
+__all__ = ["CaughtGradient", "Gradient", "Ledger", "Slot", "Value", "heal"]
 
 graph_task = torch._C._current_graph_task_id
 transform = torch._C._functorch.peek_interpreter_stack
-NOT_COUNTED = -1  # The version of a copy: nobody else has it.
 NO_CALL = -1
 NOT_GIVEN = None, None, None
 LATELY = 8
@@ -107,50 +107,6 @@ def heal(slots: Sequence[Slot]) -> None:
     if lost:
         count = sum(slot.lost for slot in lost)
         warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
-
-
-class Seen(NamedTuple):
-    """An entry of the log: one tensor of what passed in one call."""
-
-    slot: Slot
-    path: Path
-    call: int
-    tensor: Tensor
-    version: int
-    args: Any
-    kwargs: Any
-    held: Held | Retained | None
-    """what holds its gradient when a backward pass has brought it"""
-
-
-class Log(list[Any]):
-    """The fields of all entries, one behind the other: no object is made for an entry that would have to be collected.
-
-    Whoever writes to it adds the fields of a :class:`Seen`, in their order. Where nothing holds the gradient yet, the
-    number of the operation that came next when the call began stands for it, until the model returns.
-    """
-
-    __slots__ = ()
-
-    def columns(self) -> Iterator[list[Any]]:
-        """Each field of all entries."""
-        return (self[field::WIDTH] for field in range(WIDTH))
-
-    def column(self, field: int) -> list[Any]:
-        """One field of all entries."""
-        return self[field::WIDTH]
-
-    def entries(self) -> list[Seen]:
-        """The entries, as one would like to have them."""
-        return [self.entry(place) for place in range(len(self) // WIDTH)]
-
-    def entry(self, place: int) -> Seen:
-        """One of them."""
-        return Seen(*self[place * WIDTH : (place + 1) * WIDTH])
-
-
-WIDTH = len(Seen._fields)
-TENSOR, HELD = Seen._fields.index("tensor"), Seen._fields.index("held")
 
 
 class Ledger:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tenterhook.sinks.likeness import Likeness, are_plain
 from tenterhook.watch.held import Held
-from tenterhook.watch.observe import NOT_COUNTED, Log
+from tenterhook.watch.log import NOT_COUNTED, Log
 from tenterhook.watch.parcel import Layout
 
 if TYPE_CHECKING:
