@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.watch.parameters import Parameters
 
 
 def net():
@@ -126,6 +127,44 @@ def test_a_nan_in_a_closure_is_raised():
         return loss
 
     with pytest.raises(th.NonFinite), th.watch(model, optimizer=optimizer, on_nan="raise"):
+        optimizer.step(closure)
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(("on_nan", "times"), [("raise", 2), ("warn", 1), ("record", 1)])
+def test_gradients_of_a_closure_are_measured_before_the_update_only_if_that_can_stop_it(on_nan, times, monkeypatch):
+    model, asked = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    drafts = Parameters.gradients
+    monkeypatch.setattr(Parameters, "gradients", lambda found: (asked.append(1), drafts(found))[1])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with th.watch(model, optimizer=optimizer, on_nan=on_nan) as w:
+        for step in range(3):
+            asked.clear()
+            optimizer.step(closure)
+            assert len(asked) == times
+            assert w.row("0.weight", "gradients")["last"]["step"] == step
+
+
+def test_a_nan_that_only_the_gradient_of_a_parameter_has_stops_a_closure():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(th.NonFinite, match=r"0\.weight"), th.watch(model, optimizer=optimizer, on_nan="raise"):
         optimizer.step(closure)
     assert torch.equal(model[0].weight, before)
 

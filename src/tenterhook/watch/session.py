@@ -231,7 +231,8 @@ class Watch(Delivery, Session):
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        last = not self._optimizers or self._parameters.closes  # Then nobody tells of an update that is to come.
+        # Nobody will tell of an update, or it is under way and has to be stopped.
+        last = not self._optimizers or (self._parameters.closes and self._options.on_nan == "raise")
         more = self._parameters.gradients() if last and self._attached and self._ledger.on else []
         if self._waiting > 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
             self._take(*measured(more, self._books))
