@@ -184,3 +184,25 @@ def test_a_long_tape_is_cut_short_when_drawn():
 def test_gradients_that_were_not_asked_for_are_told(tape):
     with pytest.raises(th.NoBackward, match="grad=True"):
         tape.grad["0"]
+
+
+def test_a_table_tells_of_finite_values_and_counts_the_others():
+    model = nn.Sequential(nn.Identity())
+    with th.record(model, "0") as tape:
+        model(torch.tensor([1.0, 3.0, torch.nan, torch.inf, torch.inf, 0.0]))
+        model(torch.tensor([torch.inf, torch.inf]))
+        model(torch.tensor([2, 4]))
+    titles = [column.title for column in tape.table().columns]
+    cells = [dict(zip(titles, row.cells, strict=True)) for row in tape.table().rows]
+    assert (cells[0]["mean"], cells[0]["min"], cells[0]["max"], cells[0]["zeros"]) == ("1.3", "0", "3", "17%")
+    assert cells[0]["NaN, Inf"] == "1 NaN, 2 Inf"
+    assert (cells[1]["mean"], cells[1]["max"], cells[1]["NaN, Inf"]) == ("–", "–", "2 Inf")
+    assert (cells[2]["mean"], cells[2]["NaN, Inf"]) == ("3", "")
+
+
+def test_a_table_of_finite_values_has_no_column_for_others():
+    model = nn.Sequential(nn.Identity())
+    with th.record(model, "0") as tape:
+        model(torch.ones(3))
+    assert "NaN, Inf" not in [column.title for column in tape.table().columns]
+    assert {len(row.cells) for row in tape.table().rows} == {len(tape.table().columns)}

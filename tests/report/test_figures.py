@@ -7,6 +7,7 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook._look.card import Card
+from tenterhook._look.figure import figure
 
 
 @pytest.fixture
@@ -77,3 +78,18 @@ def test_without_matplotlib_there_is_the_table_and_how_to_get_the_rest(tape, mon
     drawn = tape.look("0")._repr_html_()
     assert "1×4×2×2" in drawn
     assert "tenterhook[page]" in drawn
+
+
+def test_a_constant_has_a_narrow_bar_where_it_is():
+    for value in (1.0, -1e-10, 0.0):
+        axes = figure([("v", torch.full((4, 5), value))]).subfigs[1].axes[0]
+        (bar,) = axes.patches
+        assert bar.get_x() + bar.get_width() / 2 == pytest.approx(value)
+        low, high = axes.get_xlim()
+        assert low < bar.get_x() < bar.get_x() + bar.get_width() < high
+        assert bar.get_width() < (high - low) / 5
+
+
+def test_what_is_not_finite_is_said_and_not_drawn_as_a_blank():
+    left = figure([("v", torch.full((4, 5), torch.inf))]).subfigs[0]
+    assert [text.get_text() for text in left.texts if text.get_text() != "v"] == ["nothing finite to draw"]

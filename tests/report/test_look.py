@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tenterhook._look.layout import lay_out, quantised
-from tenterhook._look.numbers import numbers
+from tenterhook._look.numbers import moments, numbers
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 
@@ -40,8 +40,44 @@ def test_what_is_no_number_is_counted_apart():
     found = numbers(torch.tensor([1.0, 3.0, torch.nan, torch.inf, -torch.inf, 0.0]))
     assert (found.nans, found.infs, found.zeros, found.mean, found.low, found.high) == (1, 2, 1, 4 / 3, 0.0, 3.0)
     assert sum(found.histogram) == 3
-    nothing = numbers(torch.tensor([torch.nan]))
-    assert (nothing.count, nothing.nans, nothing.histogram) == (1, 1, ())
+
+
+@pytest.mark.parametrize("values", [[torch.nan], [torch.inf] * 3, []])
+def test_where_nothing_is_finite_there_are_no_moments(values):
+    found = numbers(torch.tensor(values))
+    assert (found.count, found.nans + found.infs, found.histogram) == (len(values), len(values), ())
+    assert np.isnan([found.mean, found.std, found.low, found.high, found.norm, found.rms]).all()
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-35, 1e-22, 1e18, 1e35, 1e200])
+def test_numbers_hold_for_sizes_whose_squares_are_none(size):
+    values = torch.randn(1000, dtype=torch.float64) * size
+    found, plain = numbers(values if abs(np.log10(size)) > 38 else values.float()), values / size
+    assert found.std == pytest.approx(plain.std().item() * size, rel=1e-5)
+    assert found.norm == pytest.approx(plain.norm().item() * size, rel=1e-5)
+    expected, _ = np.histogram(plain.numpy(), bins=len(found.histogram))
+    assert np.abs(np.array(found.histogram) - expected).sum() <= 4
+
+
+def test_counts_are_exact_beyond_what_a_float_counts():
+    values = torch.zeros(2**24 + 2**20)
+    values[:5] = 1
+    assert sum(numbers(values).histogram) == values.numel()
+
+
+def test_the_scale_of_a_picture_is_not_that_of_one_column():
+    values = torch.rand(16384, 64)
+    values[:, 0] *= 1e-3
+    low, high = numbers(values).scale
+    assert low < 0.01
+    assert high > 0.95
+
+
+def test_moments_are_the_numbers_without_what_a_picture_needs():
+    values = torch.tensor([1.0, 3.0, torch.nan])
+    found, whole = moments(values), numbers(values)
+    assert (found.mean, found.std, found.nans, found.histogram) == (whole.mean, whole.std, 1, ())
+    assert moments(torch.empty(2, device="meta")) is None
 
 
 def test_the_largest_floats_have_a_histogram():

@@ -65,7 +65,10 @@ def _maps(box: Any, layout: Layout, *, signed: bool) -> None:
     values = layout.values.float()
     count, height, width = values.shape
     finite = values[values.isfinite()]
-    low, high = (float(end) for end in torch.aminmax(finite)) if finite.numel() else (0.0, 1.0)
+    if not finite.numel():
+        _words(box, "nothing finite to draw")
+        return
+    low, high = (float(end) for end in torch.aminmax(finite))
     if signed:
         low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
     look = {"cmap": "RdBu_r" if signed else "viridis", "vmin": low, "vmax": high, "interpolation": "nearest"}
@@ -74,6 +77,8 @@ def _maps(box: Any, layout: Layout, *, signed: bool) -> None:
         drawn = axes.imshow(values[0].numpy(), aspect="auto" if width > 2 * height else "equal", **look)
         axes.set_xlabel(layout.axes[2])
         axes.set_ylabel(layout.axes[1])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         box.colorbar(drawn, ax=axes)
         return
     across = min(count, math.ceil(math.sqrt(count * 2.4 * height / width)))
@@ -96,9 +101,11 @@ def _histogram(box: Any, tensor: Tensor) -> None:
         _words(box, "no values")
         return
     axes = box.subplots()
-    width = (found.high - found.low) / len(found.histogram) or 1.0
+    width = (found.high - found.low) / len(found.histogram)
     places = [found.low + (number + 0.5) * width for number in range(len(found.histogram))]
-    axes.bar(places, found.histogram, width=width)
+    axes.bar(places, found.histogram, width=width or abs(found.low) / 10 or 1.0)
+    if not width:  # All are one value: a narrow bar at it.
+        axes.set_xlim(found.low - (abs(found.low) or 5.0), found.low + (abs(found.low) or 5.0))
     axes.set_title(f"mean {found.mean:.3g}, std {found.std:.3g}", fontsize=8)
     axes.tick_params(labelsize=8)
 

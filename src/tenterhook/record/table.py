@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from tenterhook._draw import Column, Row, Table
+from tenterhook._look.numbers import moments
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.errors import TenterhookError
 
@@ -27,8 +28,10 @@ COLUMNS = (
     Column("min", right=True),
     Column("max", right=True),
     Column("zeros", right=True),
+    Column("NaN, Inf", right=True),
     Column("|grad|", right=True),
 )
+ODD = [column.title for column in COLUMNS].index("NaN, Inf")
 SHOWN = 400
 
 
@@ -39,7 +42,11 @@ def table(tape: Tape, chosen: list[str] | None = None) -> Table:
     rows = [row for address in addresses[:SHOWN] for row in read(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
     title = f"tape: {len(tape)} values, {len(tape.grad)} gradients" if chosen is None else ""
-    return Table(title, COLUMNS, tuple(rows), (*more, *failed(tape)))
+    columns: tuple[Column, ...] = COLUMNS
+    if not any(row.cells[ODD] for row in rows):  # As it should be: nobody needs to read that.
+        columns = COLUMNS[:ODD] + COLUMNS[ODD + 1 :]
+        rows = [replace(row, cells=row.cells[:ODD] + row.cells[ODD + 1 :]) for row in rows]
+    return Table(title, columns, tuple(rows), (*more, *failed(tape)))
 
 
 def failed(tape: Tape) -> tuple[str, ...]:
@@ -66,11 +73,11 @@ def _rows(tape: Tape, address: str) -> list[Row]:
     try:
         value = tape[address]
     except TenterhookError as error:
-        return [Row((address, kind, f"unreadable: {type(error).__name__}", *[""] * 6), style="dim")]
+        return [Row((address, kind, f"unreadable: {type(error).__name__}", *[""] * 7), style="dim")]
     gradients = dict(tensors(tape.grad[address])) if address in tape.grad else {}
     found = list(tensors(value))
     if not found:
-        return [Row((address, kind, describe(value), *[""] * 6))]
+        return [Row((address, kind, describe(value), *[""] * 7))]
     return [
         Row((address + show_path(path), kind, _shape(tensor), *_numbers(tensor), _norm(gradients.get(path))))
         for path, tensor in found
@@ -80,7 +87,7 @@ def _rows(tape: Tape, address: str) -> list[Row]:
 def _gradient_rows(tape: Tape, address: str) -> list[Row]:
     kind = tape.grad._tracks[tape.grad._find(address)[0]].kind
     return [
-        Row((address + show_path(path), kind, _shape(gradient), *[""] * 5, _norm(gradient)))
+        Row((address + show_path(path), kind, _shape(gradient), *[""] * 6, _norm(gradient)))
         for path, gradient in tensors(tape.grad[address])
     ]
 
@@ -92,20 +99,19 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _numbers(tensor: Tensor) -> tuple[str, ...]:
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or is_fake(tensor):
-        return ("",) * 5
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return ("",) * 5
-    values = tensor.detach().double()
-    zeros = (values == 0).double().mean().item()
-    spread = values.std().item() if values.numel() > 1 else 0.0
-    numbers = (values.mean().item(), spread, values.min().item(), values.max().item())
-    return (*(_number(number) for number in numbers), f"{zeros:.0%}" if zeros else "")
+    """The cells of one tensor: what its finite values are like, how many are zero, and how many are not finite."""
+    found = moments(tensor)
+    if found is None or not found.count:
+        return ("",) * 6
+    odd = [f"{count:,} {name}" for count, name in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
+    told = (found.mean, found.std, found.low, found.high)
+    zeros = f"{found.zeros / found.count:.0%}" if found.zeros else ""
+    return (*(_number(number) for number in told), zeros, ", ".join(odd))
 
 
 def _norm(gradient: Any) -> str:
-    return _number(torch.linalg.vector_norm(gradient.double()).item()) if isinstance(gradient, Tensor) else ""
+    return f"{torch.linalg.vector_norm(gradient.double()).item():.2g}" if isinstance(gradient, Tensor) else ""
 
 
 def _number(number: float) -> str:
-    return f"{number:.2g}" if math.isfinite(number) else str(number)
+    return f"{number:.2g}" if math.isfinite(number) else "–"
