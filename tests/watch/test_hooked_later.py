@@ -1,5 +1,6 @@
 """A watch puts its hooks on when the model returns: what that could miss, and does not."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_backward_pass_inside_the_forward_is_seen_in_every_step(times):
 
 
 SURE = "a backward pass ran while the model was called, for the first time in step {}"
-PERHAPS = "a backward pass that did not begin at what the model returns ran before that of step {}"
+PERHAPS = "a backward pass that did not begin at what the model returned ran in or after its call in step {}"
 
 
 @pytest.mark.usefixtures("_way")
@@ -117,6 +118,57 @@ def test_where_there_are_no_others_a_pass_is_made_to_ask_in_the_first_steps_alon
             model(leaf(x)).backward()
             watch.step()
     assert len(asked) == 6
+
+
+class Field(Force):
+    """One that gives the derivative itself, in which no backward pass begins any more."""
+
+    def forward(self, x):
+        energy = self.second(torch.tanh(self.first(x))).sum()
+        return torch.autograd.grad(energy, x)[0] if self.derives else energy
+
+
+@pytest.mark.usefixtures("_way")
+def test_one_inside_the_forward_is_told_of_also_if_none_follows():
+    model, x = Field(), torch.randn(5, 3)
+    model.derives = False
+    with th.watch(model, steps="call", of=("values", "gradients")) as watch:
+        for _ in range(6):
+            model(leaf(x)).backward()
+        model.derives = True
+        model(leaf(x))
+        with pytest.warns(th.TenterhookWarning, match=PERHAPS.format(6)):
+            model(leaf(x))
+        model(leaf(x))
+    assert list(watch.series("first", "norm", "gradients")) == [0, 1, 2, 3, 4, 5, 7, 8]
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_passes_of_steps_between_are_no_surprise(calls):
+    model, x = Force(), torch.randn(5, 3)
+    model.derives = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with th.watch(model, steps="manual", of=("values", "gradients"), every=3) as watch:
+            for _ in range(20):
+                for _ in range(calls):
+                    model(leaf(x)).backward()
+                watch.step()
+    assert watch._patience._lasts
+    assert len(watch.series("first", "norm", "gradients")) == 7
+
+
+@pytest.mark.usefixtures("_way")
+def test_one_inside_the_forward_is_told_of_also_after_steps_between():
+    model, x = Force(), torch.randn(5, 3)
+    model.derives = False
+    with th.watch(model, steps="manual", of=("values", "gradients"), every=2) as watch:
+        for step in range(10):
+            model.derives = step >= 8
+            with pytest.warns(th.TenterhookWarning, match=SURE.format(8)) if step == 8 else contextlib.nullcontext():
+                model(leaf(x)).backward()
+            watch.step()
 
 
 @pytest.mark.usefixtures("_way")
@@ -195,7 +247,7 @@ def test_a_part_that_hands_on_what_there_was_has_the_gradient_of_this_use_alone(
     model, x = Around(), torch.randn(5, 3)
     through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
     model.part.gives = gives
-    with th.watch(model, "part", "last", of=("values", "gradients"), steps="manual") as watch:
+    with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
         for _ in range(5):
             model(x).backward()
             watch.step()
@@ -208,7 +260,7 @@ def test_a_part_that_hands_on_what_there_was_has_the_gradient_of_this_use_alone(
 def test_one_that_did_not_do_so_before_is_told_of(gives):
     model, x = Around(), torch.randn(5, 3)
     through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
-    with th.watch(model, "part", "last", of=("values", "gradients"), steps="manual") as watch:
+    with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
         for _ in range(4):
             model(x).backward()
             watch.step()
@@ -218,7 +270,8 @@ def test_one_that_did_not_do_so_before_is_told_of(gives):
         watch.step()
         assert watch.row("part", "gradients")["last"]["step"] == 3, "nothing is told of that step"
         assert watch.row("part")["last"]["step"] == 4
-        for step in (5, 6):
+        for step in range(5, 12):
+            model.part.gives = gives if step % 3 else "its own"  # It may do so in some steps and not in others.
             model(x).backward()
             watch.step()
             last = watch.row("part", "gradients")["last"]

@@ -64,8 +64,8 @@ class Slot:
     """A point that is watched, with the rows of its tensors and what is known of it by now."""
 
     __slots__ = (
-        "address", "careful", "copies", "looks", "lost", "module", "path", "point", "retains", "rows", "seen", "size",
-        "spoilt", "taken", "trusted",
+        "address", "careful", "copies", "fickle", "looks", "lost", "module", "path", "point", "retains", "rows", "seen",
+        "size", "spoilt", "taken", "trusted",
     )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
@@ -76,7 +76,8 @@ class Slot:
         self.seen = False
         self.size = 0  # Bytes of a value, as it was last measured ...
         self.retains = False  # ... and whether autograd may copy its gradient.
-        self.trusted = False  # Whether it is known by now, and makes what it returns.
+        self.fickle = False  # Whether it was seen to return what there was before its call ...
+        self.trusted = False  # ... or is known by now to make what it returns.
         self.lost = 0  # Values that were changed in place before they were measured.
         self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
         self.spoilt = 0  # Gradients of which that is true.
@@ -133,14 +134,15 @@ class Ledger:
                 continue
             found, slot, tensor = True, slots[place], tensors[place]
             self.held -= slot.size
-            helds[place] = NOTHING
-            if tensor._version == versions[place]:
-                node = tensor.grad_fn
-                if node is not None and number_of(node) >= since:
-                    helds[place] = _hold(tensor, node, slot, self)
-                else:
-                    slot.trusted = False
-                    warnings.warn(HANDED_ON.format(address=slot.address), TenterhookWarning, stacklevel=2)
+            node = tensor.grad_fn
+            if tensor._version != versions[place]:
+                helds[place] = NOTHING
+            elif node is not None and number_of(node) >= since:
+                helds[place] = _hold(tensor, node, slot, self)
+            else:
+                helds[place] = None
+                slot.trusted, slot.fickle = False, True
+                warnings.warn(HANDED_ON.format(address=slot.address), TenterhookWarning, stacklevel=2)
         log[HELD::WIDTH] = helds
         return found
 
@@ -277,7 +279,8 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
         if node is None:
             return None
         own = number_of(node) >= since
-        slot.trusted = own and slot.size > 0
+        slot.fickle = slot.fickle or not own
+        slot.trusted = slot.size > 0 and not slot.fickle
         if not own:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
             node = tensor.grad_fn

@@ -225,7 +225,7 @@ class Watch(Delivery, Session):
     def backward_begins(self) -> None:
         """A backward pass has come to what the model returned."""
         task = torch._C._current_graph_task_id()
-        self._patience.passed(task, self.steps)
+        self._patience.passed(task)
         if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
             self._queued = task
             queue_callback(self._backward_ends)
@@ -303,6 +303,7 @@ class Watch(Delivery, Session):
         if not self._attached:
             unpark(self._parked)
             self._attached = self._ledger.on = True
+            self._patience.resumed()
 
 
 def _nothing() -> None:

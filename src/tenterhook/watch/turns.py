@@ -28,9 +28,9 @@ INSIDE = (
     "from what this watch tells of that step. From the next one on they are measured."
 )
 PERHAPS = (
-    "a backward pass that did not begin at what the model returns ran before that of step {step}, as none did in the "
-    "steps before. If it ran while the model was called, its gradients are missing from what this watch tells of that "
-    "step. From the next one on they are measured."
+    "a backward pass that did not begin at what the model returned ran in or after its call in step {step}, as none "
+    "did in the steps before. If it ran while the model was called, its gradients are missing from what this watch "
+    "tells of that step. From the next one on they are measured."
 )
 ENOUGH = 6  # Passes without a gap: two of ours that ask, and one of the loop's, in each of two steps.
 
@@ -68,22 +68,29 @@ class Patience:
 
     Autograd numbers its passes. At a call and at its return the number is asked for, by a small pass of our own; that
     takes a while, and in most loops there is no pass but the one that begins at what the model returned. Once that was
-    so for two steps, the number of that one pass is enough to see that it still is.
+    so for two steps, the number of that one pass is enough to see that it still is. Where that pass did not come, and
+    after steps that nobody watched, the number is asked for again.
     """
 
     def __init__(self, ledger: Ledger, device: str) -> None:
         self._ledger, self._lasts = ledger, ledger.gradients and device in PATIENT
-        self._last = -1  # The number of the last pass that is known ...
+        self._last: int | None = None  # The number of the last pass that is known ...
         self._known = 0  # ... and how many before it are, without a gap.
         self._asks = True  # Whether the number is asked for.
-        self._hooked = False  # Whether hooks came late since the last pass.
+        self._hooked: int | None = None  # The step in which hooks came late, for a pass that has not begun yet.
+
+    def resumed(self) -> None:
+        """Steps went by that nobody watched."""
+        self._last, self._hooked = None, None
 
     def called(self, step: int) -> None:
         """The model is called; if it was called and has not returned, by itself."""
         if self._ledger.later:
             self.returned(step)
-        elif self._lasts and self._asks:
-            self._follows(passes())
+        elif self._lasts and (self._asks or self._last is None or self._hooked is not None):
+            follows = self._follows(passes())
+            if not (follows or self._asks):
+                self._give_up()
         self._ledger.later = self._lasts
 
     def returned(self, step: int) -> None:
@@ -91,30 +98,35 @@ class Patience:
         if not self._lasts:
             return
         late = self._ledger.catch_up()
-        self._hooked = self._hooked or late
+        if late and self._hooked is None:
+            self._hooked = step
         if self._asks and not self._follows(passes()):
             self._lasts = False
             if late:
                 warnings.warn(INSIDE.format(step=step), TenterhookWarning, stacklevel=2)
 
-    def passed(self, number: int, step: int) -> None:
+    def passed(self, number: int) -> None:
         """A backward pass begins at what the model returned."""
         if not self._lasts or number == self._last:
             return
         follows = self._follows(number)
         if self._asks:
             self._asks = self._known < ENOUGH
-        elif not follows:  # The other pass may have been anywhere.
-            self._lasts = False
-            if self._hooked:
-                warnings.warn(PERHAPS.format(step=step), TenterhookWarning, stacklevel=2)
-        self._hooked = False
+        elif not follows:
+            self._give_up()
+        self._hooked = None
+
+    def _give_up(self) -> None:
+        """There was another pass, which may have been anywhere."""
+        self._lasts = False
+        if self._hooked is not None:
+            warnings.warn(PERHAPS.format(step=self._hooked), TenterhookWarning, stacklevel=2)
 
     def _follows(self, number: int) -> bool:
         """Whether a pass is the next one after the last that is known."""
-        follows = number == self._last + 1
-        self._last, self._known = number, self._known + 1 if follows else 0
-        return follows
+        last, self._last = self._last, number
+        self._known = self._known + 1 if number - 1 == last else 0
+        return last is None or number - 1 == last
 
 
 class Begins:
