@@ -304,3 +304,36 @@ def test_a_gradient_is_held_as_it_is_unless_that_would_alter_how_a_sum_lies(shap
     held.hold(gradient)
     assert (held.gradient is not gradient) is copied
     assert torch.equal(held.gradient, gradient)
+
+
+class Both(nn.Module):
+    """What it made, beside what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+
+    def forward(self, x, other):
+        return self.own(x), other
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.pair, self.which = nn.Linear(4, 4), Both(), 0
+
+    def forward(self, x):
+        return self.pair(x, self.first(x))[self.which].sum()
+
+
+def test_gradients_stand_under_the_place_of_their_tensor_also_if_they_come_alone():
+    model = Chooses()
+    with th.watch(model, of=("values", "gradients"), steps="manual") as w:
+        for step in range(6):
+            model.which = step % 2
+            model(torch.randn(3, 4)).backward()
+            w.step()
+    assert list(w.series("pair[0]", "norm", "gradients")) == [0, 2, 4]
+    assert list(w.series("pair[1]", "norm", "gradients")) == [1, 3, 5]
+    assert "pair" not in {row["address"] for row in w.rows()}

@@ -202,3 +202,169 @@ def test_quantiles_leave_out_what_is_not_finite(bad):
     row = w.row(":return")
     assert sum(row["histogram"]["counts"]) == 28
     assert -1.07 < row["quantiles"]["0.01"] < row["quantiles"]["0.99"] < 1.07
+
+
+def norm(tensor):
+    return pytest.approx(torch.linalg.vector_norm(tensor.detach()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "both cleared first"])
+def test_each_of_several_optimizers_has_the_gradients_that_it_gets(together):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"makes": nn.Linear(4, 4), "judges": nn.Linear(4, 1), "rests": nn.Linear(2, 2)})
+    makes, judges = model["makes"], model["judges"]
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (judges, makes))
+    with th.watch(model, optimizer=[first, second]) as w:
+        for _ in range(4):
+            x = torch.randn(3, 4)
+            first.zero_grad()
+            if together:
+                second.zero_grad()
+            judges(makes(x).detach()).square().mean().backward()
+            judged = norm(judges.weight.grad)
+            first.step()
+            second.zero_grad()
+            (1 - judges(makes(x))).square().mean().backward()
+            made = norm(makes.weight.grad)
+            second.step()
+            assert w.row("judges.weight", "gradients")["last"]["norm"] == judged
+            assert w.row("makes.weight", "gradients")["last"]["norm"] == made
+    assert w.row("makes.weight", "gradients")["steps"] == w.row("judges.weight", "gradients")["steps"] == 4
+
+
+@pytest.mark.parametrize("how", ["filled", "moved", "doubled", "by the optimizer"])
+def test_parameters_are_followed_when_their_memory_is_replaced(how):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    class Replaces(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+
+    kind = Replaces if how == "by the optimizer" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+    with th.watch(model, optimizer=optimizer, slow=1) as w:
+        for step in range(4):
+            if step == 2 and how == "filled":
+                nn.utils.vector_to_parameters(torch.ones(5), model.parameters())
+            elif step == 2 and how == "moved":
+                model.weight.data = model.weight.data.clone()
+            elif step == 2 and how == "doubled":
+                model.double()
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            model(torch.ones(3, 4, dtype=model.weight.dtype)).sum().backward()
+            optimizer.step()
+            assert w.row("weight", "updates")["last"]["norm"] == norm(model.weight - before)
+            assert w.row("weight", "parameters")["last"]["norm"] == norm(model.weight)
+            assert w.row("weight", "updates")["last"]["step"] == step
+
+
+def test_complex_parameters_are_measured_whole():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with th.watch(model, optimizer=optimizer) as w:
+        model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
+        optimizer.step()
+    rows = {kind: w.row("weight", kind) for kind in ("parameters", "updates", "gradients")}
+    assert rows["parameters"]["norm"] == norm(model.weight)
+    assert rows["updates"]["norm"] == norm(model.weight - before)
+    assert {row["count"] for row in rows.values()} == {32}
+
+
+def test_an_optimizer_that_calls_the_step_of_its_base_makes_one_step():
+    class Mine(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # From now on the hooks of an AdamW are called by both.
+    model = nn.Linear(4, 1)
+    optimizer = Mine(model.parameters())
+    with th.watch(model, optimizer=optimizer, slow=3) as w:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert w.steps == 10
+    assert list(w.series("weight", "norm", "updates")) == [0, 3, 6, 9]
+
+
+def test_a_model_without_memory_can_be_called():
+    model = nn.Linear(4, 1, device="meta")
+    with th.watch(model) as w:
+        model(torch.randn(3, 4, device="meta"))
+    assert w.rows() == []
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_two_watches_have_the_gradients_of_values_each(every):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with th.watch(model, optimizer=optimizer) as one, th.watch(model, "0", every=every, optimizer=optimizer) as other:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(64, 64)).sum().backward()
+            optimizer.step()
+    mine, theirs = (w.series("0", "norm", "gradients") for w in (one, other))
+    assert list(mine) == list(range(6))
+    assert theirs == pytest.approx({step: mine[step] for step in range(0, 6, every)})
+
+
+def test_rows_that_a_sparse_gradient_has_twice_are_added_up():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with th.watch(model, optimizer=optimizer) as w:
+        model(torch.tensor([1, 1, 2])).sum().backward()
+        optimizer.step()
+    row = w.row("weight", "gradients")
+    assert (row["norm"], row["max"], row["count"]) == (pytest.approx(20**0.5), 2, 8)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_two_backward_passes_through_one_graph_are_added_up(inplace):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with th.watch(model, optimizer=optimizer) as w:
+        loss = model(torch.ones(3, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+    row = w.row("2", "gradients")
+    assert (row["count"], row["norm"]) == (3, pytest.approx(12**0.5))
+
+
+def test_an_update_that_is_not_finite_is_not_told_as_the_parameter():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with th.watch(model, optimizer=optimizer, on_nan="record") as w:
+        model(torch.ones(3, 4)).sum().backward()
+        model.weight.grad[0, 0] = math.inf
+        optimizer.step()
+    row = w.row("weight", "updates")
+    assert row["inf"] == row["count"] == 16  # How many were cannot be told.
+    assert w.row("weight", "parameters")["inf"] == 1
+
+
+def test_gradients_that_change_before_their_numbers_are_read_are_told_as_they_were():
+    class Shrinks(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(0.01)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 8)
+    optimizer = Shrinks(model.parameters(), lr=0.1)
+    with th.watch(model, optimizer=optimizer) as w:
+        w._late = True  # As it is on a GPU.
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()  # All numbers of the bias' gradient are 3.
+            optimizer.step()
+    assert list(w.series("bias", "norm", "gradients").values()) == pytest.approx([3 * 8**0.5] * 4)

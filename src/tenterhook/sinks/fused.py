@@ -156,6 +156,10 @@ class Samples:
         self._both = [memory[o : o + w] for memory in (self._now, self._before) for o, w in where]
         self._block = Block([part.shape for part in self._both], [torch.float32] * len(self._both), device)
 
+    def follow(self, tensors: Sequence[Tensor]) -> None:
+        """Look at other tensors, of the same shapes and type, from now on."""
+        self._tensors = tensors
+
     def take(self) -> None:
         """Note what the tensors are now."""
         self._gather(self._before)

@@ -50,7 +50,8 @@ def plain(tensor: Any) -> Tensor | None:
             return None
         tensor = local() if local is not None else tensor
     if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else None
+        # A row that was used twice is there twice, until it is coalesced.
+        tensor = tensor.detach().coalesce().values() if tensor.layout is torch.sparse_coo else None
         return None if tensor is None else plain(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach().resolve_conj())

@@ -41,6 +41,16 @@ class Snapshot:
                 shares.append(kept.shares)
         self._shares = np.concatenate(long), np.concatenate(shares)
 
+    def follow(self, tensors: Sequence[Tensor]) -> bool:
+        """Look at other tensors from now on, and compare them with what was noted; False if they are not like these."""
+        if not self._plan.fits(tensors):
+            return False
+        self.tensors = list(tensors)
+        self._views = self._sampled()
+        for members, kept in self._samples:
+            kept.follow([self.tensors[i] for i in members])
+        return True
+
     @torch.no_grad()
     def _sampled(self) -> list[Tensor]:
         """The tensors, and of long ones the places that are read; but a copy of one would not follow it."""

@@ -192,6 +192,11 @@ class Measured:
 
     _finite: bool | None = None
 
+    @property
+    def may_be_read_again(self) -> bool:
+        """Whether some may have to be read once more, because squares do not tell their spread."""
+        return self._quick and bool(self._stacked)
+
     def may_drown(self) -> bool:
         """Whether there may be rows whose spread cannot be told; see ``drowned``."""
         return self._quick and any(stacks.may_drown(each.host()) for stacks, each, _ in self._stacked)

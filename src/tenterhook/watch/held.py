@@ -78,10 +78,11 @@ class Retained:
 class Hooks(dict[Any, Any]):
     """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
 
-    __slots__ = ("__weakref__", "last")
+    __slots__ = ("__weakref__", "last", "owner")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object) -> None:
         super().__init__()
+        self.owner = owner  # Several watches may be open on a model.
         self.last = Held()
         super().__setitem__(self.last, self.last.hold)
 
@@ -104,6 +105,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
+        self.owner = object()
         self._turns: list[list[Hooks]] = [[], []]
         self._next = 0
 
@@ -117,12 +119,12 @@ class Pool:
         turn, place = self._turns[0], self._next
         self._next += 1
         if place == len(turn):
-            turn.append(Hooks())
+            turn.append(Hooks(self.owner))
         elif getrefcount(turn[place]) != ALONE or len(turn[place]) > 1:  # Somebody's still, or with a hook of theirs.
-            turn[place] = Hooks()
+            turn[place] = Hooks(self.owner)
         return turn[place]
 
 
-_one = [Hooks()]
+_one = [Hooks(None)]
 ALONE = getrefcount(_one[0])  # References to what only a list has, as it is asked above.
 NOTHING, RETAINED = Held(), Retained()  # Where no gradients are wanted, and where autograd copies them.

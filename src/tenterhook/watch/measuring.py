@@ -65,22 +65,28 @@ class Measuring:
             self._times += 1
             self._from_log(log, batch)
         caught: dict[tuple[Slot, int], Tensor] = {}
-        for place, (slot, call, cell, _) in enumerate(cells):
+        for place, (slot, call, cell, _, alone) in enumerate(cells):
             for path, found in cell.parts.items():
-                for gradient, version in found:
-                    if gradient._version != version:
-                        slot.spoilt += 1
-                        self.odd = True
-                    real = plain(gradient) if gradient._version == version else None
-                    if real is not None:
-                        row = batch.rows(slot, path if len(cell.parts) > 1 else ())[GRADIENT]
-                        batch.add(row, real, (CAUGHT, place))
-                        caught[slot, call] = real
+                real = self._summed(slot, found)
+                if real is not None:
+                    batch.add(batch.rows(slot, () if alone else path)[GRADIENT], real, (CAUGHT, place))
+                    caught[slot, call] = real
             cell.parts.clear()
         if not batch.tensors:
             return []
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
         return [batch.draft(self._options.sample, step, explain, f"log {self._times}")]
+
+    def _summed(self, slot: Slot, found: Sequence[tuple[Tensor, int]]) -> Tensor | None:
+        """What the backward passes of a step have brought for one tensor; None if any of it was changed since."""
+        if any(gradient._version != version for gradient, version in found):
+            slot.spoilt += 1
+            self.odd = True
+            return None
+        total = found[0][0]
+        for gradient, _ in found[1:]:
+            total = total + gradient
+        return plain(total)
 
     def _from_log(self, log: Log, batch: _Batch) -> None:
         """Add what the log holds: values, and the gradients that have passed."""
@@ -249,7 +255,7 @@ class _Explain:
     def _whose(self, source: tuple[int, int]) -> tuple[Slot, int, Any]:
         kind, place = source
         if kind == CAUGHT:
-            slot, call, _, _ = self._cells[place]
+            slot, call, *_ = self._cells[place]
             return slot, call, ()
         seen = self._log.entry(place)
         return seen.slot, seen.call, seen.path

@@ -118,7 +118,7 @@ class Ledger:
         self.retains = gradients and every == 1  # Whether autograd copies small gradients, and no hook holds them.
         self.log = Log()
         self.pool = Pool()
-        self.cells: list[tuple[Slot, int, Cell, int]] = []
+        self.cells: list[tuple[Slot, int, Cell, int, bool]] = []
         self.given: dict[tuple[Slot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
         self.hold, self.held, self.loose = hold, 0, 0
@@ -158,7 +158,7 @@ class Ledger:
             self.loose = 0
             self.spill()
 
-    def take(self, *, loose: bool) -> tuple[Log, list[tuple[Slot, int, Cell, int]]]:
+    def take(self, *, loose: bool) -> tuple[Log, list[tuple[Slot, int, Cell, int, bool]]]:
         """Give what has been written; ``loose`` leaves what waits for a backward pass."""
         if not loose:
             self._forget()
@@ -304,7 +304,7 @@ def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retai
         tensor.retain_grad()
         return RETAINED
     hooks: Any = tensor._backward_hooks
-    if type(hooks) is Hooks:  # A module and its last child share their output.
+    if type(hooks) is Hooks and hooks.owner is ledger.pool.owner:  # A module and its last child share their output.
         return hooks.last
     ledger.held += slot.size
     if not ledger.gradients:
@@ -360,7 +360,7 @@ class _Parts(dict[Path, Any]):
 
 
 def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, context: Context) -> Any:
-    """Let a recording's action open its cell, and note the cell with its place in the backward pass."""
+    """Let a recording's action open its cell, and note it with its place in the backward pass, and if it is alone."""
     before = action.entries.get(context.call)
     result = apply(value, context)
     cell = action.entries.get(context.call)
@@ -369,5 +369,6 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
         number = max((number_of(edge[0]) for edge in cell.edges if hasattr(edge[0], "_sequence_nr")), default=0)
-        action._ledger.cells.append((action._slot, context.call, cell, number))
+        alone = type(value) is Tensor or len(list(tensors(value))) == 1  # It needs no path.
+        action._ledger.cells.append((action._slot, context.call, cell, number, alone))
     return result

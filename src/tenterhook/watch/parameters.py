@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.parcel import Draft, Explain, Layout, Parcel, measured
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from tenterhook.watch.books import Books
     from tenterhook.watch.results import Options
 
@@ -27,58 +29,83 @@ _BOTH: tuple[Kind, ...] = ("parameters", "updates")
 class Parameters:
     """The parameters of the watched modules and of all beneath them, and those that were named themselves."""
 
-    def __init__(self, model: nn.Module, points: Sequence[Point], books: Books, options: Options) -> None:
-        self._books, self._options = books, options
+    def __init__(
+        self,
+        model: nn.Module,
+        points: Sequence[Point],
+        books: Books,
+        options: Options,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._books, self._options, self._optimizers = books, options, optimizers
         # Parameters are many, and they change slowly: a part of the places is enough.
         self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
         self.names = set(named)
         self._labels = list(named)
-        self._tensors = [tensor.detach() for tensor in named.values()]
         self._parameters = list(named.values())
+        self._tensors: list[Tensor] = []
+        self._where: list[int] = []
         self._snapshot: Snapshot | None = None
-        self._taken = self._asked = self._measured = self.closes = False
+        self._taken = self.closes = False
+        self._asked: list[Optimizer] = []
+        self._measured: set[int] = set()  # Parameters whose gradients the present step has brought.
         self._rows: dict[Kind, list[int]] = {}
         self._layouts: dict[tuple[Kind, Sequence[int]], Layout] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
-        self._taken = self._asked = self._measured = self.closes = False
+        self._taken = self.closes = False
+        self._asked = []
+        self._measured.clear()
         if at_once and self._books.slow and "updates" in self._options.of:
             self._take()
 
     closes: bool
     """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
 
-    def before(self, *, closes: bool) -> list[Draft]:
-        """The optimizer is about to step, with a closure or without; only the first time in a step counts."""
-        if self._asked:
+    def before(self, optimizer: Optimizer, *, closes: bool) -> list[Draft]:
+        """An optimizer is about to step, with a closure or without; only its first time in a step counts."""
+        if optimizer in self._asked:
             return []
-        self._asked = True
-        if self._books.slow and "updates" in self._options.of:
+        self._asked.append(optimizer)
+        if len(self._asked) == 1 and self._books.slow and "updates" in self._options.of:
             self._take()
         self.closes = closes
-        return [] if closes else self.gradients()
+        return [] if closes else self.gradients(self._part(optimizer))
 
-    def gradients(self) -> list[Draft]:
-        """What the backward passes of this step have accumulated by now."""
+    def _part(self, optimizer: Optimizer) -> Sequence[int] | None:
+        """Which parameters are an optimizer's, where there are several; the first one has those of none too."""
+        if len(self._optimizers) <= 1:
+            return None
+        each = {id(one): {id(p) for group in one.param_groups for p in group["params"]} for one in self._optimizers}
+        own, every = each[id(optimizer)], set().union(*each.values())
+        first = len(self._asked) == 1
+        found = enumerate(self._parameters)
+        return tuple(i for i, parameter in found if id(parameter) in own or (first and id(parameter) not in every))
+
+    def gradients(self, part: Sequence[int] | None = None) -> list[Draft]:
+        """What the backward passes of this step have accumulated by now, for all parameters or a part of them."""
         if "gradients" not in self._options.of:
             return []
-        found: list[Any] = [parameter.grad for parameter in self._parameters]
-        which: Sequence[int] = range(len(found))
+        which: Sequence[int] = range(len(self._parameters)) if part is None else part
+        found: list[Any] = [self._parameters[i].grad for i in which]
         if not set(map(type, found)) <= {Tensor}:  # Or something is None.
-            which = tuple(i for i in which if found[i] is not None)
-            found = [found[i] for i in which]
+            which = tuple(i for i, gradient in zip(which, found, strict=True) if gradient is not None)
+            found = [gradient for gradient in found if gradient is not None]
         if not found:
             return []
         # After an earlier backward pass of the same step, what is there now is its sum with this one.
-        again, self._measured = self._measured, True
+        again = not self._measured.isdisjoint(which)
+        self._measured.update(which)
         return [self._draft("gradients", which, found)._replace(replaces=again)]
 
     def after(self) -> list[Parcel]:
         """The step is over."""
         # A closure may have changed them after its backward pass.
         drafts = self.gradients() if self.closes else []
+        if self._books.slow:
+            self._follow()
         if self._taken and self._snapshot is not None:
             return [*measured(drafts, self._books), *self._moved(self._snapshot)]
         if self._tensors and self._books.slow and "parameters" in self._options.of:
@@ -89,17 +116,32 @@ class Parameters:
         self._taken = False
         rows, ways = self._row_list("parameters"), self._row_list("updates")
         every = range(len(self._tensors))
+        # Of an update nothing is left but its numbers: where it is not finite, how much of it is not cannot be told.
+        left = {"parameters": self._tensors, "updates": None}
         return [
-            Parcel(self._layout(kind, every), found, self._tensors, self._explain(kind, every, self._tensors))
+            Parcel(self._layout(kind, every), found, left[kind], self._explain(kind, every, self._tensors))
             for kind, found in zip(_BOTH, snapshot.moved(self._books.sketch, rows, ways), strict=True)
             if kind in self._options.of
         ]
+
+    def _follow(self) -> None:
+        """Look where the parameters lie: their memory may have been replaced, by ``.data`` or ``model.to``."""
+        where = [parameter.data_ptr() if type(parameter) is nn.Parameter else 0 for parameter in self._parameters]
+        if where == self._where and all(where):
+            return
+        found = [plain(parameter.detach()) for parameter in self._parameters]
+        if any(tensor is None for tensor in found):  # They have no numbers any more.
+            return
+        self._where, self._tensors = where, cast("list[Tensor]", found)
+        if self._snapshot is not None and not self._snapshot.follow(self._tensors):
+            self._snapshot, self._taken = None, False
 
     def let_go(self) -> None:
         """Hold no tensor any more."""
         self._snapshot, self._tensors, self._parameters = None, [], []
 
     def _take(self) -> None:
+        self._follow()
         if self._snapshot is None:
             self._snapshot = Snapshot(self._tensors, self._limit, self._books.workspace)
         self._snapshot.take()

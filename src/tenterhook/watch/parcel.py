@@ -103,20 +103,23 @@ class Parcel:
         self,
         layout: Layout,
         measured: Measured,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | None,
         explain: Explain,
         *,
         replaces: bool = False,
     ) -> None:
         self._layout, self._measured, self._replaces = layout, measured, replaces
-        self._tensors: Sequence[Tensor] | None = tensors
+        self._tensors = tensors
         self._explain: Explain | None = explain
         self.late = False
+        self._versions: list[int] | None = None
         self._table: Array | None = None
 
     def send(self, post: Post) -> None:
         """Let the numbers come while training goes on."""
         self.late = True
+        if self._tensors is not None and self._measured.may_be_read_again:
+            self._versions = [tensor._version for tensor in self._tensors]
         for numbers in self._measured.numbers:
             numbers.send(post)
 
@@ -142,6 +145,8 @@ class Parcel:
         table = self._measured.host()
         if self._tensors is not None:
             for place in self._measured.drowned:
+                if self._versions is not None and self._tensors[place]._version != self._versions[place]:
+                    continue  # It is something else by now.
                 exact = self._tensors[place].detach().double()
                 table[place, [STD, NORM]] = float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))
         return table

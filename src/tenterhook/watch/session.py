@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cached_property
@@ -33,7 +34,7 @@ from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Val
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.parcel import Draft, measured
 from tenterhook.watch.results import Options, about
-from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
+from tenterhook.watch.turns import Begins, Call, Patience, Return, is_inner, park, unpark
 
 __all__ = ["Watch"]
 
@@ -59,7 +60,7 @@ class Watch(Delivery, Session):
         self._books = Books(options.pages)
         self._findings = Findings(options.thresholds)
         self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
-        self._parameters = Parameters(model, points, self._books, options)
+        self._parameters = Parameters(model, points, self._books, options, optimizers)
         self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
         self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
         self._hooks: list[Any] = []
@@ -241,12 +242,14 @@ class Watch(Delivery, Session):
         else:
             self._measure(*more)
 
-    def _before_update(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._attached and self._ledger.on:
-            self._measure(*self._parameters.before(closes=any(map(callable, (*args, *kwargs.values())))))
+    def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._attached and self._ledger.on and not is_inner(optimizer, sys._getframe(1)):
+            closes = any(map(callable, (*args, *kwargs.values())))
+            self._measure(*self._parameters.before(optimizer, closes=closes))
 
-    def _after_update(self, *_: Any) -> None:
-        self._end()
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if not is_inner(optimizer, sys._getframe(1)):
+            self._end()
 
     def _begin(self) -> None:
         """A watched step begins."""

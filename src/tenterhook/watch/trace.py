@@ -84,8 +84,10 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def autocast_state(device: str) -> tuple[str, bool, torch.dtype]:
-    """How autocast stands now."""
+def autocast_state(device: str) -> tuple[str, bool, torch.dtype] | None:
+    """How autocast stands now, on a device that has it."""
+    if not torch.amp.is_autocast_available(device):
+        return None
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 

@@ -17,10 +17,14 @@ from tenterhook.record.cell import passes
 from tenterhook.sites.wrapped import in_transform
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.optim import Optimizer
+
     from tenterhook.watch.observe import Ledger
     from tenterhook.watch.session import Watch
 
-__all__ = ["Begins", "Call", "Patience", "Return", "park", "unpark"]
+__all__ = ["Begins", "Call", "Patience", "Return", "is_inner", "park", "unpark"]
 
 PATIENT = frozenset(["cuda"])  # Devices whose hooks are put on when the model returns.
 INSIDE = (
@@ -61,6 +65,19 @@ def unpark(parked: Iterable[tuple[Lane, Tap | None]]) -> None:
         else:
             lane.tap = tap
             tap.put_in()
+
+
+def is_inner(optimizer: Optimizer, frame: FrameType) -> bool:
+    """Whether an optimizer's step was called by its own step, as a subclass does; ``frame`` is where hooks are called.
+
+    PyTorch wraps ``step`` in each class that has one, so that hooks run for each of them.
+    """
+    code, outer = frame.f_code, frame.f_back
+    while outer is not None:
+        if outer.f_code is code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
 class Patience:
