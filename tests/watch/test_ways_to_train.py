@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.watch import observe, turns
 from tenterhook.watch.parameters import Parameters
 
 
@@ -368,3 +369,38 @@ def test_gradients_that_change_before_their_numbers_are_read_are_told_as_they_we
             model(torch.randn(3, 4)).sum().backward()  # All numbers of the bias' gradient are 3.
             optimizer.step()
     assert list(w.series("bias", "norm", "gradients").values()) == pytest.approx([3 * 8**0.5] * 4)
+
+
+class Scales(nn.Module):
+    def forward(self, x):
+        y = x.tanh()
+        y.register_hook(lambda gradient: gradient * 2)
+        return y
+
+
+class Hooked(nn.Module):
+    """Has hooks on what a module returns, from before its return and from after it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scales, self.last = nn.Linear(4, 4), Scales(), nn.Linear(4, 1)
+
+    def forward(self, x):
+        y = self.scales(self.first(x))
+        y.register_hook(lambda gradient: gradient * 3)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("small", [0, 2**15], ids=["by hooks", "by autograd"])
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_gradient_is_told_as_it_flows_on_after_the_hooks_of_others(small, patient, monkeypatch):
+    monkeypatch.setattr(observe, "SMALL", small)
+    monkeypatch.setattr(turns, "PATIENT", {"cpu"} if patient else frozenset())
+    model = Hooked()
+    with th.watch(model, of=("values", "gradients"), steps="manual") as w:
+        for _ in range(4):
+            model(torch.ones(3, 4)).sum().backward()
+            w.step()
+    true = 6 * torch.linalg.vector_norm(model.last.weight.detach().expand(3, 4)).item()
+    assert list(w.series("scales", "norm", "gradients").values()) == pytest.approx([true] * 4, rel=1e-5)

@@ -314,8 +314,9 @@ def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retai
         node._register_hook_dict(tensor)
         held: Held = hooks.last
     else:
-        held = Held()
-        hooks[held] = held.hold
+        held, place = Held(), tensor.output_nr
+        # With hooks of others, ours need not stay the last of the tensor; those of the operation are called after all.
+        node.register_prehook(lambda gradients: held.hold(gradients[place]))
     held.gradient, held.open, held.copies = None, True, slot.copies
     return held
 
