@@ -94,6 +94,44 @@ def pixel(page, x, y, card=".maps >> nth=0"):
     return tuple(canvas.evaluate(read, [x, y]))
 
 
+def ink(page, canvas):
+    """The columns of a chart, as shares of its width, between which more than its frame and its text is drawn."""
+    read = """(canvas) => {
+        const { width, height } = canvas;
+        const copy = new OffscreenCanvas(width, height).getContext("2d");
+        copy.drawImage(canvas, 0, 0);
+        const { data } = copy.getImageData(0, 0, width, height);
+        const found = [];
+        for (let at = 0; at < data.length; at += 4) {
+            const parts = [data[at], data[at + 1], data[at + 2]];
+            if (data[at + 3] > 200 && Math.max(...parts) - Math.min(...parts) > 90) found.push((at / 4) % width);
+        }
+        const end = (pick) => found.reduce((a, b) => pick(a, b)) / width;
+        return found.length ? [end(Math.min), end(Math.max)] : null;
+    }"""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return page.locator(canvas).first.evaluate(read)
+
+
+def seconds_to_draw(page):
+    """How long the page was busy until it could be used, or is in drawing itself anew: the longer of the two."""
+    again = """async () => {
+        const began = performance.now();
+        TH.theme.toggle();
+        await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+        return performance.now() - began;
+    }"""
+    return max(float(page.locator("html").get_attribute("data-ready")), page.evaluate(again)) / 1000
+
+
+def through(values, address="0"):
+    """A tape of values that pass unchanged."""
+    model = nn.Sequential(nn.Identity())
+    with th.record(model, address) as tape:
+        model(values)
+    return tape
+
+
 def ready(page):
     page.wait_for_selector('.maps .pictures[data-ready="yes"]')
 
@@ -373,3 +411,80 @@ def test_five_thousand_points_stay_quick(show, tmp_path):
     expect(page.locator("h2")).to_contain_text("99.48")
     ready(page)
     assert time.perf_counter() - began < 5
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("factor", [1e-11, 1e-6, 1e9])
+def test_gradients_and_values_of_every_size_are_drawn_at_once(show, tmp_path, factor):
+    model = nn.Sequential(*(Times(factor) for _ in range(4)))
+    write_tapes(tmp_path / "page.html", tape_of(model, torch.randn(2, 4, requires_grad=True)))
+    page = show(tmp_path / "page.html")
+    assert seconds_to_draw(page) < 2
+    for key in ("value", "gradient"):
+        left, right = ink(page, f'.depth[data-key="{key}"] canvas')
+        assert right - left > 0.5
+    assert ink(page, ".histogram canvas") is not None
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-35, 1e-26, 1e-22, 1e-18, 1.0, 1e18, 1e30, 3e38])
+def test_histograms_of_every_size_are_drawn_at_once(show, tmp_path, size):
+    write_tapes(tmp_path / "page.html", through(torch.linspace(-1, 1, 64).reshape(4, 16) * size))
+    page = show(tmp_path / "page.html")
+    assert seconds_to_draw(page) < 2
+    for now in ("linear", "log"):
+        left, right = ink(page, ".histogram canvas")
+        assert right - left > 0.6
+        page.locator(".cards .toggle", has_text=now).click()
+
+
+def test_ticks_stand_at_round_numbers_over_the_whole_range_of_floats(show, file):
+    page = show(file)
+    ticks = """([low, high]) => {
+        const chart = { width: 400, height: 104 };
+        const of = (axis, ...range) => axis.values(chart, axis.splits(chart, 1, ...range));
+        const [linear, powers] = [TH.axes.linear(1, { size: 40 }), TH.axes.logarithmic({ size: 40 })];
+        return [of(linear, low, high), of(powers, Math.log10(low), Math.log10(high))];
+    }"""
+    assert page.evaluate(ticks, [0.9, 1.1])[0] == ["0.9", "1", "1.1"]
+    assert page.evaluate(ticks, [1000.001, 1000.002])[0] == ["1000.001", "1000.0015", "1000.002"]
+    assert page.evaluate(ticks, [1e-44, 5.0])[1] == ["1e-40", "1e-20", "1"]
+    assert page.evaluate(ticks, [3e-8, 3e-5])[1] == ["1e-7", "1e-6", "1e-5"]
+    assert page.evaluate(ticks, [0.15, 0.6])[1] == ["0.2", "0.5"]
+    assert page.evaluate("TH.axes.linear(TH.axes.unitOf([-2e-35, 3.4e-35]), { size: 40 }).label") == "× 1e-35"
+
+
+def test_a_chart_that_cannot_be_drawn_leaves_the_others_alone(show, file):
+    page = show(file)
+    page.evaluate("""() => {
+        const whole = uPlot;
+        let made = 0;
+        uPlot = function (...given) {
+            made += 1;
+            if (made === 1) throw new Error("no ink");
+            return new whole(...given);
+        };
+        uPlot.paths = whole.paths;
+    }""")
+    page.locator("#theme").click()
+    expect(page.locator('.depth[data-key="value"]')).to_contain_text("This chart could not be drawn: no ink")
+    assert page.locator('.depth[data-key="gradient"] canvas').count() == 1
+    expect(page.locator(".histogram canvas")).to_have_count(2)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, -3.0, 1e-10, 1e30])
+def test_the_histogram_of_one_value_is_a_narrow_bar_in_the_middle(show, tmp_path, value):
+    write_tapes(tmp_path / "page.html", through(torch.full((4, 16), value)))
+    page = show(tmp_path / "page.html")
+    left, right = ink(page, ".histogram canvas")
+    assert 0.4 < (left + right) / 2 < 0.7
+    assert right - left < 0.08
+    page.locator(".histogram .u-over").hover()
+    expect(page.locator("#tip")).to_contain_text(": 64")
