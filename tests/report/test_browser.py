@@ -308,6 +308,18 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
     assert first["y"] == second["y"]
     assert first["x"] + first["width"] <= second["x"]
     expect(page.locator("#detail")).to_contain_text("apart by 2 of the size of the first")
+    titles = page.locator(".histograms h3").all_inner_texts()
+    assert [title.split("\n")[0] for title in titles] == [
+        f"Histogram, {name} {what}" for what in ("value", "gradient") for name in ("before", "after")
+    ]
+    tops = [card.bounding_box()["y"] for card in page.locator(".histograms .card").all()]
+    assert tops[0] == tops[1] < tops[2] == tops[3]
+    before, after = (ink(page, f".histogram >> nth={at} >> canvas") for at in (0, 1))
+    assert after[1] - after[0] > 2.5 * (before[1] - before[0])  # On one axis, three times as far.
+    for key in ("value", "gradient"):
+        marks = page.locator(f'.depth[data-key="{key}"] .run')
+        assert marks.all_inner_texts() == ["before", "after"]
+        assert len({mark.locator("i").get_attribute("style") for mark in marks.all()}) == 2
     row(page, "stem").click()
     expect(page.locator("#detail")).to_contain_text("The two runs are equal here.")
 
@@ -488,3 +500,28 @@ def test_the_histogram_of_one_value_is_a_narrow_bar_in_the_middle(show, tmp_path
     assert right - left < 0.08
     page.locator(".histogram .u-over").hover()
     expect(page.locator("#tip")).to_contain_text(": 64")
+
+
+@pytest.mark.parametrize("width", [360, 420, 800, 1400])
+def test_nothing_is_cut_off_on_narrow_and_wide_screens(show, file, tmp_path, width):
+    tape = tape_of(nn.Sequential(*(Times(1e-11) for _ in range(4))), torch.randn(2, 4, requires_grad=True))
+    write_tapes(tmp_path / "two.html", {"before": tape, "after": tape})
+    for each in (file, tmp_path / "two.html"):
+        page = show(each)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(200)
+        for part in ("document.documentElement", "document.getElementById('main')"):
+            assert page.evaluate(f"{part}.scrollWidth <= {part}.clientWidth")
+        for box in (button.bounding_box() for button in page.locator(".toggle").all()):
+            assert box["x"] + box["width"] <= width
+        if each == file or width > 600:  # Four columns are wider than a telephone: they scroll in their card.
+            assert page.locator(".numbers").evaluate("(card) => card.scrollWidth <= card.clientWidth")
+
+
+def test_on_a_narrow_screen_a_short_tree_takes_no_more_room_than_it_needs(show, tmp_path):
+    write_tapes(tmp_path / "page.html", through(torch.randn(2, 3)))
+    page = show(tmp_path / "page.html")
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.wait_for_timeout(100)
+    assert page.locator("#tree").bounding_box()["height"] == 24
+    assert page.locator(".row").count() == 1

@@ -46,23 +46,32 @@ TH.charts = (() => {
 
   const bar = (from, width, count) => ({ from, width, count });
 
-  // What is drawn: bars from the lowest value to the highest; of one value, a narrow one with room on both sides of it.
-  const binned = ({ low, high, histogram: counts }, unit) => {
-    const [from, to] = [low / unit, high / unit];
-    const width = (to - from) / counts.length;
-    if (width > 0) return { range: [from, to], bars: counts.map((count, at) => bar(from + at * width, width, count)) };
-    const reach = Math.abs(from) / 2 || 1;
-    const narrow = reach / 16;
-    const beside = [-1.5, -0.5, 0.5].map((at) => bar(from + at * narrow, narrow, 0));
-    beside[1].count = counts.reduce((sum, count) => sum + count, 0);
-    return { range: [from - reach, from + reach], bars: beside };
+  // One range for several, with a little room at its ends; none where the bars of one would be too thin to be seen.
+  const shared = (several) => {
+    const low = Math.min(...several.map((seen) => seen.low));
+    const high = Math.max(...several.map((seen) => seen.high));
+    const thin = several.some((seen) => seen.high > seen.low && (seen.high - seen.low) * 20 < high - low);
+    const room = (high - low) / 50;
+    return thin || !room ? null : [low - room, high + room];
   };
 
-  const histogram = (box, seen, colour, log) => {
-    const unit = unitOf([seen.low, seen.high]);
-    const { range, bars } = binned(seen, unit);
+  // What is drawn: bars from the lowest value to the highest; of one value, a narrow one with room on both sides of it.
+  const binned = ({ low, high, histogram: counts }, wanted) => {
+    const width = (high - low) / counts.length;
+    if (width > 0) return { range: wanted || [low, high], bars: counts.map((count, at) => bar(low + at * width, width, count)) };
+    const reach = Math.abs(low) / 2 || 1;
+    const range = wanted || [low - reach, low + reach];
+    const narrow = (range[1] - range[0]) / 32;
+    const bars = [-1.5, -0.5, 0.5].map((at) => bar(low + at * narrow, narrow, 0));
+    bars[1].count = counts.reduce((sum, count) => sum + count, 0);
+    return { range, bars };
+  };
+
+  const histogram = (box, seen, { colour, log, shared: wanted }) => {
+    const { range, bars } = binned(seen, wanted);
+    const unit = unitOf([seen.low, seen.high, ...(wanted || [])]);
     const told = ({ from, width, count }) =>
-      seen.low === seen.high ? `${TH.number(seen.low, 5)}: ${TH.count(count)}` : `${TH.number(from * unit)} to ${TH.number((from + width) * unit)}: ${TH.count(count)}`;
+      seen.low === seen.high ? `${TH.number(seen.low, 5)}: ${TH.count(count)}` : `${TH.number(from)} to ${TH.number(from + width)}: ${TH.count(count)}`;
     const counts = bars.map(({ count }) => count);
     const upwards = log ? (_u, _min, max) => [-0.3, (max ?? 0) + 0.1] : (_u, _min, max) => [0, max || 1];
     make(
@@ -70,7 +79,7 @@ TH.charts = (() => {
       {
         height: unit === 1 ? 176 : 190,
         cursor: { points: { show: false }, drag: { x: false, y: false }, y: false },
-        scales: { x: { time: false, range }, y: { range: upwards } },
+        scales: { x: { time: false, range: scaled(range, unit) }, y: { range: upwards } },
         axes: [linear(unit, { size: 26 }), log ? logarithmic({ size: 46, least: 0 }) : linear(unitOf(counts), { size: 46 })],
         series: [
           {},
@@ -93,7 +102,7 @@ TH.charts = (() => {
           ],
         },
       },
-      [bars.map(({ from, width }) => from + width / 2), log ? exponents(counts) : scaled(counts, unitOf(counts))],
+      [bars.map(({ from, width }) => (from + width / 2) / unit), log ? exponents(counts) : scaled(counts, unitOf(counts))],
     );
     box.addEventListener("mouseleave", () => TH.tip(null, ""));
   };
@@ -131,6 +140,15 @@ TH.charts = (() => {
 
   // ---- the depth of the model ---------------------------------------------------------------------------------------
 
+  const PALETTES = { value: ["--value", "--third"], gradient: ["--gradient", "--fourth"], apart: ["--accent"] };
+
+  const legend = (names, palette) =>
+    names.map((name, run) => {
+      const mark = TH.el("i");
+      mark.style.background = palette[run];
+      return TH.el("span", { class: "run" }, mark, name);
+    });
+
   const depth = (box, label, key, read, names) => {
     const steps = TH.shownSteps();
     // Half a step of room at both ends, so that the first and the last one can be seen and hit.
@@ -138,7 +156,7 @@ TH.charts = (() => {
     const padded = (ys) => [null, ...exponents(ys), null];
     const stepAt = (idx) => (idx === null || idx === undefined ? null : Math.max(0, Math.min(steps.length - 1, idx - 1)));
     const series = names.map((_, run) => steps.map((each) => read(each, run)));
-    const palette = key === "value" ? [TH.css("--value"), TH.css("--third")] : [TH.css("--gradient"), TH.css("--fourth")];
+    const palette = PALETTES[key].map(TH.css);
     const bad = steps.map((each) => {
       const part = each.parts.find(Boolean);
       const seen = key === "value" ? part?.numbers : part?.gradient?.numbers;
@@ -156,7 +174,7 @@ TH.charts = (() => {
       chart.ctx.stroke();
       chart.ctx.restore();
     };
-    const holder = TH.el("div", { class: "depth", "data-key": key }, TH.el("div", { class: "axis-title" }, label));
+    const holder = TH.el("div", { class: "depth", "data-key": key }, TH.el("div", { class: "axis-title" }, label, names.length > 1 ? legend(names, palette) : []));
     box.append(holder);
     const chart = make(
       holder,
@@ -219,5 +237,5 @@ TH.charts = (() => {
   };
   TH.listeners.push(() => depths.forEach(({ chart }) => chart.redraw(false, false)));
 
-  return { histogram, lines, depth, clear, forget };
+  return { histogram, shared, lines, depth, clear, forget };
 })();

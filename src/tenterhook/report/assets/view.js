@@ -60,7 +60,6 @@
     if (!TH.passed.length) return;
     const names = TH.runs.length ? TH.runs : ["value"];
     const card = el("section", { class: "card", id: "depth" }, el("h3", {}, "Down the depth of the model", insideToggle()));
-    if (names.length > 1) card.append(el("p", { class: "runs" }, names.map((name, run) => el("span", { class: `run run${run}` }, name))));
     overview.append(card);
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
@@ -138,7 +137,18 @@
       ),
     );
 
-  const histogramCard = ({ title, seen, key, run }) => {
+  // Two tapes stand beside each other, and on one axis, unless one of them would be a mere line there.
+  const histograms = (columns) => {
+    const keys = TH.runs.length > 1 ? ["value", "gradient"] : [null];
+    const ordered = keys.flatMap((key) => {
+      const alike = columns.filter((each) => !key || each.key === key);
+      const shared = key && alike.length > 1 ? TH.charts.shared(alike.map(({ seen }) => seen)) : null;
+      return alike.map((each) => histogramCard({ ...each, title: `Histogram, ${each.title}`, shared }));
+    });
+    return el("div", { class: `histograms${TH.runs.length > 1 ? " pairs" : ""}` }, ordered);
+  };
+
+  const histogramCard = ({ title, seen, key, run, shared }) => {
     const box = el("div", { class: "histogram" });
     const card = el(
       "section",
@@ -147,7 +157,7 @@
       box,
     );
     const colour = TH.css(key === "gradient" ? (run ? "--fourth" : "--gradient") : run ? "--third" : "--value");
-    requestAnimationFrame(() => box.isConnected && TH.charts.histogram(box, seen, colour, log));
+    requestAnimationFrame(() => box.isConnected && TH.charts.histogram(box, seen, { colour, log, shared }));
     return card;
   };
 
@@ -221,7 +231,7 @@
         seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
         ...texts,
         apart !== undefined && apart !== null ? el("p", { class: "text" }, apart ? `The two runs are apart by ${TH.number(apart)} of the size of the first.` : "The two runs are equal here.") : null,
-        columns.length ? el("div", { class: "cards" }, numbersCard(columns), columns.filter(({ seen: each }) => each.histogram.length).map((each) => histogramCard({ ...each, title: `Histogram, ${each.title}` }))) : null,
+        columns.length ? el("div", { class: "cards" }, numbersCard(columns), histograms(columns.filter(({ seen: each }) => each.histogram.length))) : null,
         ...seen.map((each) => (each.part.shape ? tokensCard(point, each) : null)),
         pictureCards("Values", seen.map(({ part, name, run }) => ({ seen: part, name, run })), false),
         pictureCards("Gradients", seen.map(({ part, name, run }) => ({ seen: part.gradient, name, run })), true),
