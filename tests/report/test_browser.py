@@ -1,6 +1,7 @@
 """The page in a real Chromium, opened from disk with the network off."""
 
 import os
+import re
 import shutil
 import time
 
@@ -124,10 +125,10 @@ def seconds_to_draw(page):
     return max(float(page.locator("html").get_attribute("data-ready")), page.evaluate(again)) / 1000
 
 
-def through(values, address="0"):
-    """A tape of values that pass unchanged."""
-    model = nn.Sequential(nn.Identity())
-    with th.record(model, address) as tape:
+def through(values, model=None, selector="0"):
+    """A tape of values that pass, unchanged where no model is given."""
+    model = model or nn.Sequential(nn.Identity())
+    with th.record(model, selector) as tape:
         model(values)
     return tape
 
@@ -525,3 +526,111 @@ def test_on_a_narrow_screen_a_short_tree_takes_no_more_room_than_it_needs(show, 
     page.wait_for_timeout(100)
     assert page.locator("#tree").bounding_box()["height"] == 24
     assert page.locator(".row").count() == 1
+
+
+def test_masked_cells_have_the_colour_of_the_end_of_the_scale_in_every_map(show, tmp_path):
+    torch.manual_seed(0)
+    values = torch.rand(1, 4, 4, 4) + torch.arange(4.0).reshape(4, 1, 1)
+    values[0, :, 0, 3] = torch.finfo(torch.float32).min
+    write_tapes(tmp_path / "page.html", through(values))
+    page = show(tmp_path / "page.html")
+    ready(page)
+    tile = float(page.locator('input[type="range"]').first.input_value())
+    across = int(page.locator(".maps canvas").last.bounding_box()["width"] // tile)
+    for at in range(4):
+        left, top = (tile + 3) * (at % across), (tile + 3) * (at // across)
+        assert pixel(page, left + tile * 7 / 8, top + tile / 8) == LOWEST
+    page.locator(".pictures canvas").hover(position={"x": tile * 7 / 8, "y": tile / 8})
+    expect(page.locator("#tip")).to_contain_text("below -1e30")
+
+
+@pytest.mark.parametrize(
+    ("ends", "shown"),
+    [
+        ((-0.038123, 0.038123), ["-0.0381", "0.0381"]),
+        ((-2.12e-35, 3.4e-35), ["-2.12e-35", "3.4e-35"]),
+        ((2.65e-6, 1.5e6), ["2.65e-6", "1.5e6"]),
+    ],
+)
+def test_the_ends_of_the_scale_can_be_read_whole(show, tmp_path, ends, shown):
+    write_tapes(tmp_path / "page.html", through(torch.tensor(ends).repeat(4, 2)))
+    page = show(tmp_path / "page.html")
+    ready(page)
+    for bound, text in zip(page.locator(".bound").all(), shown, strict=True):
+        assert bound.input_value() == text
+        assert bound.evaluate("(field) => field.scrollWidth <= field.clientWidth")
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"), [([torch.nan], "NaN"), ([torch.inf], "Inf"), ([torch.inf, torch.nan], "NaN Inf")]
+)
+def test_the_badge_says_what_is_no_number(show, tmp_path, bad, text):
+    values = torch.ones(2, 4)
+    values[0, : len(bad)] = torch.tensor(bad)
+    write_tapes(tmp_path / "page.html", through(values))
+    expect(row(show(tmp_path / "page.html"), "0").locator(".badge")).to_have_text(text)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y = y + 1
+        return y
+
+
+def test_of_several_lines_none_is_claimed_unless_the_address_names_it(show, tmp_path):
+    first = Twice.forward.__code__.co_firstlineno + 1
+    write_tapes(tmp_path / "name.html", through(torch.ones(2, 3), Twice(), ":y"))
+    page = show(tmp_path / "name.html")
+    page.locator(".chips button", has_text="#1").click()
+    expect(page.locator(".source")).to_contain_text(f"test_browser.py, lines {first}, {first + 1}")
+    expect(page.locator(".source")).to_contain_text("does not say which")
+    write_tapes(tmp_path / "place.html", through(torch.ones(2, 3), Twice(), ":y[1]"))
+    page = show(tmp_path / "place.html")
+    expect(page.locator(".source")).to_contain_text(f"test_browser.py:{first + 1}")
+    assert page.locator(".source code").count() == 1
+
+
+def test_attention_has_heads_queries_and_keys_and_a_head_is_enlarged_by_a_click(show, tmp_path):
+    tape = through(torch.rand(1, 4, 5, 5))
+    tape.notes["tokens"] = ["The", " cat", " sat", " down", "."]
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    ready(page)
+    expect(page.locator(".maps .note")).to_have_text("4 heads of 5×5")
+    canvas = page.locator(".pictures canvas")
+    canvas.hover(position={"x": 50, "y": 10})
+    expect(page.locator("#tip")).to_contain_text('head 0, query 0 "The", key 1 " cat"')
+    canvas.click(position={"x": 5, "y": 5})
+    expect(page.locator(".large-holder")).to_have_attribute("data-title", re.compile("^head 0, "))
+    tile = float(page.locator('input[type="range"]').first.input_value())
+    large = page.locator("canvas.large").bounding_box()
+    assert min(large["width"] - 96, large["height"] - 78) > 1.5 * tile
+
+
+def test_the_strip_of_a_line_stands_below_its_values(show, tmp_path):
+    values = torch.zeros(3, 1, 4)
+    values[0, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    write_tapes(tmp_path / "page.html", tape_of(nn.Identity(), values.requires_grad_()))
+    page = show(tmp_path / "page.html")
+    page.wait_for_selector(".strip[style]")
+    expect(page.locator(".vector .note").first).to_have_text("example 0 of 3")
+    plot, strip = (page.locator(f".vector >> nth=0 >> {part}").bounding_box() for part in (".u-over", ".strip"))
+    assert strip["x"] == pytest.approx(plot["x"], abs=1)
+    assert strip["width"] == pytest.approx(plot["width"], abs=1)
+    assert page.locator(".vector").count() == 2
+    of = """(canvas) => {
+        const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
+        copy.drawImage(canvas, 0, 0);
+        const count = [0, 0];
+        const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+        for (let at = 0; at < data.length; at += 4) {
+            if (data[at + 3] < 200) continue;
+            if (data[at + 2] > data[at] + 60) count[0] += 1;
+            if (data[at] > data[at + 2] + 60) count[1] += 1;
+        }
+        return count;
+    }"""
+    blue, orange = (page.locator(f".vector >> nth={at} >> .u-wrap canvas").evaluate(of) for at in (0, 1))
+    assert blue[0] > 50 > blue[1]
+    assert orange[1] > 50 > orange[0]

@@ -32,12 +32,6 @@ TH.axes = (() => {
   // How many ticks an axis has room for: labels stand beside each other on the first axis, one above the other on others.
   const room = (chart, at) => Math.max(2, at ? chart.height / 30 : (chart.width - 60) / 54);
 
-  // All its digits and no zeros behind them.
-  const brief = (value) => {
-    const rounded = Number(value.toPrecision(3));
-    return rounded >= 1e5 || rounded < 1e-3 ? rounded.toExponential().replace("e+", "e") : String(rounded);
-  };
-
   // ---- linear axes --------------------------------------------------------------------------------------------------
 
   // The power of ten that values are divided by, where their labels would be long without.
@@ -55,7 +49,7 @@ TH.axes = (() => {
   };
 
   const linear = (unit, { size, label = "", ...more }) => {
-    const text = [label, unit === 1 ? "" : `× ${brief(unit)}`].filter(Boolean).join(" ");
+    const text = [label, unit === 1 ? "" : `× ${TH.brief(unit)}`].filter(Boolean).join(" ");
     return base({
       size,
       label: text || undefined,
@@ -93,7 +87,7 @@ TH.axes = (() => {
     base({
       size,
       splits: (...given) => powers(...given).filter((each) => each >= least),
-      values: (_u, splits) => splits.map((each) => brief(10 ** each)),
+      values: (_u, splits) => splits.map((each) => TH.brief(10 ** each)),
     });
 
   const aroundPowers = (_u, min, max) => {

@@ -114,6 +114,10 @@ TH.charts = (() => {
     const palette = chart.colours || colours();
     const across = unitOf(chart.x);
     const unit = chart.log ? 1 : unitOf(names.flatMap((name) => chart.series[name]));
+    const ends = (_u, min, max) => {
+      const room = chart.room / across || (max > min ? 0 : 1);
+      return min === chart.x[0] / across && max === chart.x.at(-1) / across ? [min - room, max + room] : [min, max];
+    };
     const drawn = (ys) => (chart.log ? exponents(ys) : scaled(ys, unit));
     make(
       box,
@@ -121,7 +125,8 @@ TH.charts = (() => {
         height: chart.height || 180,
         legend: { show: names.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
-        scales: { x: { time: false }, y: { range: chart.log ? aroundPowers : around } },
+        scales: { x: { time: false, range: ends }, y: { range: chart.log ? aroundPowers : around } },
+        hooks: chart.drawn ? { draw: [(made) => chart.drawn(Object.assign(made, { across }))] } : {},
         axes: [linear(across, { size: 26, label: chart.x_label }), chart.log ? logarithmic({ size: 52 }) : linear(unit, { size: 52 })],
         series: [
           { label: chart.x_label || "x", value: (_u, x) => (x === null ? "" : String(Number((x * across).toPrecision(6)))) },

@@ -178,13 +178,28 @@
     );
   };
 
+  // A name may be given a value in several places, and a tape does not say which of them a call was.
+  const WHICH = "Each of these lines gives it a value, and the tape does not say which of them did here. An address with a place does, such as [1] for the second.";
+
+  const sourceCard = ({ where, source }) => {
+    const several = source.length > 1;
+    const lines = source.map(([line]) => line).join(", ");
+    return el(
+      "section",
+      { class: "card source" },
+      source.map(([line, text]) => el("code", {}, el("i", {}, line), text)),
+      el("span", { class: "note" }, several ? `${where.slice(0, where.lastIndexOf(":"))}, lines ${lines}` : where),
+      several ? el("span", { class: "note" }, WHICH) : null,
+    );
+  };
+
   const pictureCards = (title, items, signed) => {
     const drawn = items
       .filter(({ seen }) => seen && seen.picture !== null && seen.picture !== undefined)
       .map(({ seen, name, run }) => ({ seen, name, run, number: seen.picture, picture: TH.data.pictures[seen.picture] }));
     const there = drawn.filter((item) => item.picture);
     if (!there.length) return drawn.length ? el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "note" }, "No picture: the page would have become larger than allowed.")) : null;
-    if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there);
+    if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there, (signed ? ["--gradient", "--fourth"] : ["--value", "--third"]).map(TH.css));
     const of = (pick, best) => best(...there.map(({ seen }) => (seen.numbers ? pick(seen.numbers) : 0)));
     const scale = {
       low: of((seen) => seen.scale[0], Math.min), high: of((seen) => seen.scale[1], Math.max),
@@ -224,7 +239,7 @@
     detail.replaceChildren(
       ...[
         heading(point, call, seen[0]?.part),
-        point.where ? el("section", { class: "card source" }, point.source.map(([line, text]) => el("code", {}, el("i", {}, line), text)), el("span", { class: "note" }, point.where)) : null,
+        point.where ? sourceCard(point) : null,
         chips(point.calls.map((each) => [`#${each}`, each]), call, (each) => TH.choose(point, each)),
         chips(parts.map((each, at) => [each.path || "value", at]), place, (at) => TH.choose(point, call, at)),
         point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
