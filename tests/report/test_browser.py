@@ -634,3 +634,24 @@ def test_the_strip_of_a_line_stands_below_its_values(show, tmp_path):
     blue, orange = (page.locator(f".vector >> nth={at} >> .u-wrap canvas").evaluate(of) for at in (0, 1))
     assert blue[0] > 50 > blue[1]
     assert orange[1] > 50 > orange[0]
+
+
+def test_many_findings_of_a_kind_are_folded(show, tmp_path):
+    slow = [{"text": f"vanishing gradient at '{at}'", "kind": "vanishing gradient"} for at in range(9)]
+    other = [{"text": "dead units at '3'", "kind": "dead units"}, {"text": "the loss is NaN"}]
+    write(tmp_path / "page.html", Page("a watch", remarks=[*slow[:5], *other, *slow[5:]]))
+    page = show(tmp_path / "page.html")
+    seen = page.locator(".remarks li:visible")
+    assert seen.all_inner_texts() == [each["text"] for each in (*slow[:3], *other)]
+    page.locator("summary", has_text="and 6 more: vanishing gradient").click()
+    assert seen.count() == 11
+
+
+def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):
+    write_tapes(tmp_path / "page.html", through(torch.full((2, 4), torch.nan)))
+    page = show(tmp_path / "page.html")
+    expect(page.locator(".remarks li")).to_have_text("0: the first value with NaN, 8 of 8")
+    assert page.locator(".sizes").count() == 0  # No size is known.
+    page = show(file)
+    expect(page.locator(".sizes")).to_contain_text("valuesgradientssize (rms)")
+    expect(page.locator("#depth")).to_contain_text("modules, in the order in which values passed")

@@ -51,7 +51,7 @@ class Page:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     remarks: Sequence[Mapping[str, str]] = ()
-    """each a ``text`` and, where there is one, the ``address`` that it is about"""
+    """each a ``text`` and, where there is one, the ``address`` that it is about; many of one ``kind`` are folded"""
     runs: Sequence[str] = ()
     """the names of the tapes, if the points are of any"""
     tokens: Sequence[Sequence[str]] = ()

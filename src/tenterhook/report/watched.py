@@ -24,9 +24,9 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
     """The page of a watch, before it is written."""
     rows = watch.rows()
     facts = {"model": type(watch.model).__name__, "steps": str(watch.steps), "findings": str(len(watch.findings))}
-    remarks = [{"text": str(finding), "address": finding.address} for finding in watch.findings]
+    remarks = [{"text": str(finding), "kind": finding.kind} for finding in watch.findings]
     if watch.nonfinite is not None:
-        remarks.insert(0, {"text": str(watch.nonfinite), "address": watch.nonfinite.address})
+        remarks.insert(0, {"text": str(watch.nonfinite)})
     charts = []
     for kind, (name, statistic) in CHARTS.items():
         addresses = _spread([row["address"] for row in rows if row["kind"] == kind])

@@ -123,6 +123,14 @@ TH.tree = (() => {
       }),
     );
 
+  const legend = () => {
+    const any = (key) => TH.passed.some(({ parts }) => parts.some((part) => measure(part, key)));
+    const names = [["value", "values"], ["gradient", "gradients"]].filter(([key]) => any(key));
+    if (!names.length) return;
+    const marks = names.map(([key, name]) => TH.el("span", {}, TH.el("i", { class: key }), name));
+    document.getElementById("side").append(TH.el("div", { class: "sizes" }, marks, "size (rms), on a log scale"));
+  };
+
   const drawRow = (node, place) => {
     const { point } = node;
     const part = point && firstPart(point);
@@ -256,6 +264,7 @@ TH.tree = (() => {
     if (node) reveal(node);
     else draw();
   });
+  legend();
   layout();
   return { step, focus: () => box.focus(), search: () => query.focus() };
 })();

@@ -38,18 +38,30 @@
     );
   };
 
-  const remarksCard = () =>
-    TH.data.remarks.length
-      ? el(
-          "section",
-          { class: "card remarks" },
-          el("h3", {}, "What stands out"),
-          el("ul", {}, TH.data.remarks.map((remark) => {
-            const [point] = TH.find(remark.address || "");
-            return el("li", {}, point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, remark.address) : remark.address || "", " ", remark.text);
-          })),
-        )
-      : null;
+  const remarkLine = ({ address = "", text }) => {
+    const [point] = TH.find(address);
+    const name = point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, address) : address;
+    return el("li", {}, address ? [name, ": "] : [], text);
+  };
+
+  const FEW = 3;
+
+  // Remarks of one kind stand together, where the first of them is; of many, the first few.
+  const remarksCard = () => {
+    if (!TH.data.remarks.length) return null;
+    const kinds = new Map();
+    TH.data.remarks.forEach((remark, at) => {
+      const kind = remark.kind || at;
+      kinds.set(kind, [...(kinds.get(kind) || []), remark]);
+    });
+    const lists = [...kinds.values()].map((remarks) => {
+      const cut = remarks.length > FEW + 1 ? FEW : remarks.length;
+      const rest = remarks.slice(cut);
+      const more = rest.length ? el("details", {}, el("summary", {}, `and ${TH.count(rest.length)} more: ${rest[0].kind}`), el("ul", {}, rest.map(remarkLine))) : null;
+      return [el("ul", {}, remarks.slice(0, cut).map(remarkLine)), more];
+    });
+    return el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), lists.flat());
+  };
 
   const insideToggle = () =>
     TH.passed.length > TH.shownSteps().length || TH.everything
@@ -63,7 +75,9 @@
     overview.append(card);
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
+    const order = TH.everything ? "points, in the order in which values passed →" : "modules, in the order in which values passed →";
     if (names.length > 1) TH.charts.depth(card, "apart, as a share of the size", "apart", (each) => each.apart ?? null, ["apart"]);
+    card.append(el("div", { class: "axis-title" }, order));
   };
 
   const tableCard = (table) =>
