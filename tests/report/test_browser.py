@@ -407,6 +407,10 @@ def test_charts_and_tables_alone_make_a_page(show, tmp_path):
     assert page.locator(".chart canvas").count() == 1
     expect(page.locator("table.rows td").first).to_have_text("dead units")
     assert not page.locator("#side").is_visible()
+    assert not page.locator(".keys").is_visible()
+    page.locator("#theme").click()
+    left, right = ink(page, ".chart canvas")
+    assert right - left > 0.8
 
 
 def test_five_thousand_points_stay_quick(show, tmp_path):

@@ -2,7 +2,7 @@
 // Charts, drawn by uPlot: the depth of the model, histograms, lines.
 
 TH.charts = (() => {
-  let depths = []; // The charts of the whole model, which stay while points are chosen.
+  let lasting = []; // The charts of the overview, which stay while points are chosen.
   let alive = []; // Charts of the part of the page that is drawn anew, to be taken down before.
 
   const colours = () => [TH.css("--value"), TH.css("--gradient"), TH.css("--third"), TH.css("--fourth")];
@@ -12,7 +12,7 @@ TH.charts = (() => {
   const floor = (chart) => chart.scales.y.min;
 
   // One chart that cannot be drawn leaves the others alone: it is drawn at once, so that its error comes from here.
-  const make = (box, options, data, lasting) => {
+  const make = (box, options, data, stays) => {
     let chart;
     try {
       const attach = (made, start) => {
@@ -33,7 +33,7 @@ TH.charts = (() => {
       watch.disconnect();
       chart.destroy();
     };
-    (lasting ? depths : alive).push({ chart, end });
+    (stays ? lasting : alive).push({ chart, end });
     return chart;
   };
 
@@ -109,7 +109,7 @@ TH.charts = (() => {
 
   // ---- lines --------------------------------------------------------------------------------------------------------
 
-  const lines = (box, chart) => {
+  const lines = (box, chart, stays = false) => {
     const names = Object.keys(chart.series);
     const palette = chart.colours || colours();
     const across = unitOf(chart.x);
@@ -140,6 +140,7 @@ TH.charts = (() => {
         ],
       },
       [scaled(chart.x, across), ...names.map((name) => drawn(chart.series[name]))],
+      stays,
     );
   };
 
@@ -237,10 +238,10 @@ TH.charts = (() => {
   };
 
   const forget = () => {
-    depths.forEach(({ end }) => end());
-    depths = [];
+    lasting.forEach(({ end }) => end());
+    lasting = [];
   };
-  TH.listeners.push(() => depths.forEach(({ chart }) => chart.redraw(false, false)));
+  TH.listeners.push(() => lasting.forEach(({ chart }) => chart.redraw(false, false)));
 
   return { histogram, shared, lines, depth, clear, forget };
 })();

@@ -117,7 +117,7 @@
     for (const chart of TH.data.charts) {
       const box = el("div", { class: "line" });
       overview.append(el("section", { class: "card chart" }, el("h3", {}, chart.title), box));
-      TH.charts.lines(box, chart);
+      TH.charts.lines(box, chart, true);
     }
     overview.append(...TH.data.tables.map(tableCard));
   };
