@@ -475,6 +475,8 @@ def test_ticks_stand_at_round_numbers_over_the_whole_range_of_floats(show, file)
     assert page.evaluate(ticks, [1e-44, 5.0])[1] == ["1e-40", "1e-20", "1"]
     assert page.evaluate(ticks, [3e-8, 3e-5])[1] == ["1e-7", "1e-6", "1e-5"]
     assert page.evaluate(ticks, [0.15, 0.6])[1] == ["0.2", "0.5"]
+    steps = "TH.axes.linear(1, { size: 40, whole: true }).splits({ width: 1400, height: 104 }, 0, 0, 4)"
+    assert page.evaluate(steps) == [0, 1, 2, 3, 4]
     assert page.evaluate("TH.axes.linear(TH.axes.unitOf([-2e-35, 3.4e-35]), { size: 40 }).label") == "× 1e-35"
 
 
@@ -659,3 +661,12 @@ def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(s
     page = show(file)
     expect(page.locator(".sizes")).to_contain_text("valuesgradientssize (rms)")
     expect(page.locator("#depth")).to_contain_text("modules, in the order in which values passed")
+
+
+def test_many_lines_have_colours_of_their_own(show, tmp_path):
+    chart = Chart(
+        "norms", list(range(5)), {f"layer {at}": [at + 1.0] * 5 for at in range(12)}, x_label="step", log=True
+    )
+    write(tmp_path / "page.html", Page("a watch", charts=[chart]))
+    markers = show(tmp_path / "page.html").locator(".u-marker")
+    assert len(set(markers.evaluate_all("(all) => all.map((each) => each.style.border)")) - {""}) == 12

@@ -48,12 +48,14 @@ TH.axes = (() => {
     return splits.map((value) => String(Number(value.toFixed(digits))));
   };
 
-  const linear = (unit, { size, label = "", ...more }) => {
+  // Where values are whole numbers, so are the ticks.
+  const linear = (unit, { size, label = "", whole = false, ...more }) => {
     const text = [label, unit === 1 ? "" : `× ${TH.brief(unit)}`].filter(Boolean).join(" ");
+    const least = whole ? 1 / unit : 0;
     return base({
       size,
       label: text || undefined,
-      splits: (chart, at, min, max) => between(min, max, stepOf(max - min, room(chart, at))),
+      splits: (chart, at, min, max) => between(min, max, Math.max(least, stepOf(max - min, room(chart, at)))),
       values: (_u, splits) => written(splits),
       ...more,
     });

@@ -5,7 +5,11 @@ TH.charts = (() => {
   let lasting = []; // The charts of the overview, which stay while points are chosen.
   let alive = []; // Charts of the part of the page that is drawn anew, to be taken down before.
 
-  const colours = () => [TH.css("--value"), TH.css("--gradient"), TH.css("--third"), TH.css("--fourth")];
+  // Of many lines, neighbours have neighbouring colours: they are places along the model.
+  const colours = (count) => {
+    const few = ["--value", "--gradient", "--third", "--fourth"].map(TH.css);
+    return count <= few.length ? few : Array.from({ length: count }, (_, at) => `hsl(${Math.round(220 + (300 * at) / count)} 65% 52%)`);
+  };
 
   const { linear, logarithmic, around, aroundPowers, unitOf, scaled, exponents } = TH.axes;
   const hidden = { show: false };
@@ -80,7 +84,7 @@ TH.charts = (() => {
         height: unit === 1 ? 176 : 190,
         cursor: { points: { show: false }, drag: { x: false, y: false }, y: false },
         scales: { x: { time: false, range: scaled(range, unit) }, y: { range: upwards } },
-        axes: [linear(unit, { size: 26 }), log ? logarithmic({ size: 46, least: 0 }) : linear(unitOf(counts), { size: 46 })],
+        axes: [linear(unit, { size: 26 }), log ? logarithmic({ size: 46, least: 0 }) : linear(unitOf(counts), { size: 46, whole: true })],
         series: [
           {},
           {
@@ -111,7 +115,7 @@ TH.charts = (() => {
 
   const lines = (box, chart, stays = false) => {
     const names = Object.keys(chart.series);
-    const palette = chart.colours || colours();
+    const palette = chart.colours || colours(names.length);
     const across = unitOf(chart.x);
     const unit = chart.log ? 1 : unitOf(names.flatMap((name) => chart.series[name]));
     const ends = (_u, min, max) => {
@@ -127,7 +131,7 @@ TH.charts = (() => {
         cursor: { y: false, drag: { x: true, y: false } },
         scales: { x: { time: false, range: ends }, y: { range: chart.log ? aroundPowers : around } },
         hooks: chart.drawn ? { draw: [(made) => chart.drawn(Object.assign(made, { across }))] } : {},
-        axes: [linear(across, { size: 26, label: chart.x_label }), chart.log ? logarithmic({ size: 52 }) : linear(unit, { size: 52 })],
+        axes: [linear(across, { size: 26, label: chart.x_label, whole: chart.x.every(Number.isInteger) }), chart.log ? logarithmic({ size: 52 }) : linear(unit, { size: 52 })],
         series: [
           { label: chart.x_label || "x", value: (_u, x) => (x === null ? "" : String(Number((x * across).toPrecision(6)))) },
           ...names.map((name, place) => ({
