@@ -1,6 +1,7 @@
 """The page in a real Chromium, opened from disk with the network off."""
 
 import os
+import re
 import shutil
 import time
 
@@ -92,6 +93,44 @@ def pixel(page, x, y, card=".maps >> nth=0"):
         return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
     }"""
     return tuple(canvas.evaluate(read, [x, y]))
+
+
+def ink(page, canvas):
+    """The columns of a chart, as shares of its width, between which more than its frame and its text is drawn."""
+    read = """(canvas) => {
+        const { width, height } = canvas;
+        const copy = new OffscreenCanvas(width, height).getContext("2d");
+        copy.drawImage(canvas, 0, 0);
+        const { data } = copy.getImageData(0, 0, width, height);
+        const found = [];
+        for (let at = 0; at < data.length; at += 4) {
+            const parts = [data[at], data[at + 1], data[at + 2]];
+            if (data[at + 3] > 200 && Math.max(...parts) - Math.min(...parts) > 90) found.push((at / 4) % width);
+        }
+        const end = (pick) => found.reduce((a, b) => pick(a, b)) / width;
+        return found.length ? [end(Math.min), end(Math.max)] : null;
+    }"""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return page.locator(canvas).first.evaluate(read)
+
+
+def seconds_to_draw(page):
+    """How long the page was busy until it could be used, or is in drawing itself anew: the longer of the two."""
+    again = """async () => {
+        const began = performance.now();
+        TH.theme.toggle();
+        await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+        return performance.now() - began;
+    }"""
+    return max(float(page.locator("html").get_attribute("data-ready")), page.evaluate(again)) / 1000
+
+
+def through(values, model=None, selector="0"):
+    """A tape of values that pass, unchanged where no model is given."""
+    model = model or nn.Sequential(nn.Identity())
+    with th.record(model, selector) as tape:
+        model(values)
+    return tape
 
 
 def ready(page):
@@ -270,6 +309,18 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
     assert first["y"] == second["y"]
     assert first["x"] + first["width"] <= second["x"]
     expect(page.locator("#detail")).to_contain_text("apart by 2 of the size of the first")
+    titles = page.locator(".histograms h3").all_inner_texts()
+    assert [title.split("\n")[0] for title in titles] == [
+        f"Histogram, {name} {what}" for what in ("value", "gradient") for name in ("before", "after")
+    ]
+    tops = [card.bounding_box()["y"] for card in page.locator(".histograms .card").all()]
+    assert tops[0] == tops[1] < tops[2] == tops[3]
+    before, after = (ink(page, f".histogram >> nth={at} >> canvas") for at in (0, 1))
+    assert after[1] - after[0] > 2.5 * (before[1] - before[0])  # On one axis, three times as far.
+    for key in ("value", "gradient"):
+        marks = page.locator(f'.depth[data-key="{key}"] .run')
+        assert marks.all_inner_texts() == ["before", "after"]
+        assert len({mark.locator("i").get_attribute("style") for mark in marks.all()}) == 2
     row(page, "stem").click()
     expect(page.locator("#detail")).to_contain_text("The two runs are equal here.")
 
@@ -356,6 +407,10 @@ def test_charts_and_tables_alone_make_a_page(show, tmp_path):
     assert page.locator(".chart canvas").count() == 1
     expect(page.locator("table.rows td").first).to_have_text("dead units")
     assert not page.locator("#side").is_visible()
+    assert not page.locator(".keys").is_visible()
+    page.locator("#theme").click()
+    left, right = ink(page, ".chart canvas")
+    assert right - left > 0.8
 
 
 def test_five_thousand_points_stay_quick(show, tmp_path):
@@ -373,3 +428,245 @@ def test_five_thousand_points_stay_quick(show, tmp_path):
     expect(page.locator("h2")).to_contain_text("99.48")
     ready(page)
     assert time.perf_counter() - began < 5
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("factor", [1e-11, 1e-6, 1e9])
+def test_gradients_and_values_of_every_size_are_drawn_at_once(show, tmp_path, factor):
+    model = nn.Sequential(*(Times(factor) for _ in range(4)))
+    write_tapes(tmp_path / "page.html", tape_of(model, torch.randn(2, 4, requires_grad=True)))
+    page = show(tmp_path / "page.html")
+    assert seconds_to_draw(page) < 2
+    for key in ("value", "gradient"):
+        left, right = ink(page, f'.depth[data-key="{key}"] canvas')
+        assert right - left > 0.5
+    assert ink(page, ".histogram canvas") is not None
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-35, 1e-26, 1e-22, 1e-18, 1.0, 1e18, 1e30, 3e38])
+def test_histograms_of_every_size_are_drawn_at_once(show, tmp_path, size):
+    write_tapes(tmp_path / "page.html", through(torch.linspace(-1, 1, 64).reshape(4, 16) * size))
+    page = show(tmp_path / "page.html")
+    assert seconds_to_draw(page) < 2
+    for now in ("linear", "log"):
+        left, right = ink(page, ".histogram canvas")
+        assert right - left > 0.6
+        page.locator(".cards .toggle", has_text=now).click()
+
+
+def test_ticks_stand_at_round_numbers_over_the_whole_range_of_floats(show, file):
+    page = show(file)
+    ticks = """([low, high]) => {
+        const chart = { width: 400, height: 104 };
+        const of = (axis, ...range) => axis.values(chart, axis.splits(chart, 1, ...range));
+        const [linear, powers] = [TH.axes.linear(1, { size: 40 }), TH.axes.logarithmic({ size: 40 })];
+        return [of(linear, low, high), of(powers, Math.log10(low), Math.log10(high))];
+    }"""
+    assert page.evaluate(ticks, [0.9, 1.1])[0] == ["0.9", "1", "1.1"]
+    assert page.evaluate(ticks, [1000.001, 1000.002])[0] == ["1000.001", "1000.0015", "1000.002"]
+    assert page.evaluate(ticks, [1e-44, 5.0])[1] == ["1e-40", "1e-20", "1"]
+    assert page.evaluate(ticks, [3e-8, 3e-5])[1] == ["1e-7", "1e-6", "1e-5"]
+    assert page.evaluate(ticks, [0.15, 0.6])[1] == ["0.2", "0.5"]
+    steps = "TH.axes.linear(1, { size: 40, whole: true }).splits({ width: 1400, height: 104 }, 0, 0, 4)"
+    assert page.evaluate(steps) == [0, 1, 2, 3, 4]
+    assert page.evaluate("TH.axes.linear(TH.axes.unitOf([-2e-35, 3.4e-35]), { size: 40 }).label") == "× 1e-35"
+
+
+def test_a_chart_that_cannot_be_drawn_leaves_the_others_alone(show, file):
+    page = show(file)
+    page.evaluate("""() => {
+        const whole = uPlot;
+        let made = 0;
+        uPlot = function (...given) {
+            made += 1;
+            if (made === 1) throw new Error("no ink");
+            return new whole(...given);
+        };
+        uPlot.paths = whole.paths;
+    }""")
+    page.locator("#theme").click()
+    expect(page.locator('.depth[data-key="value"]')).to_contain_text("This chart could not be drawn: no ink")
+    assert page.locator('.depth[data-key="gradient"] canvas').count() == 1
+    expect(page.locator(".histogram canvas")).to_have_count(2)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, -3.0, 1e-10, 1e30])
+def test_the_histogram_of_one_value_is_a_narrow_bar_in_the_middle(show, tmp_path, value):
+    write_tapes(tmp_path / "page.html", through(torch.full((4, 16), value)))
+    page = show(tmp_path / "page.html")
+    left, right = ink(page, ".histogram canvas")
+    assert 0.4 < (left + right) / 2 < 0.7
+    assert right - left < 0.08
+    page.locator(".histogram .u-over").hover()
+    expect(page.locator("#tip")).to_contain_text(": 64")
+
+
+@pytest.mark.parametrize("width", [360, 420, 800, 1400])
+def test_nothing_is_cut_off_on_narrow_and_wide_screens(show, file, tmp_path, width):
+    tape = tape_of(nn.Sequential(*(Times(1e-11) for _ in range(4))), torch.randn(2, 4, requires_grad=True))
+    write_tapes(tmp_path / "two.html", {"before": tape, "after": tape})
+    for each in (file, tmp_path / "two.html"):
+        page = show(each)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(200)
+        for part in ("document.documentElement", "document.getElementById('main')"):
+            assert page.evaluate(f"{part}.scrollWidth <= {part}.clientWidth")
+        for box in (button.bounding_box() for button in page.locator(".toggle").all()):
+            assert box["x"] + box["width"] <= width
+        if each == file or width > 600:  # Four columns are wider than a telephone: they scroll in their card.
+            assert page.locator(".numbers").evaluate("(card) => card.scrollWidth <= card.clientWidth")
+
+
+def test_on_a_narrow_screen_a_short_tree_takes_no_more_room_than_it_needs(show, tmp_path):
+    write_tapes(tmp_path / "page.html", through(torch.randn(2, 3)))
+    page = show(tmp_path / "page.html")
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.wait_for_timeout(100)
+    assert page.locator("#tree").bounding_box()["height"] == 24
+    assert page.locator(".row").count() == 1
+
+
+def test_masked_cells_have_the_colour_of_the_end_of_the_scale_in_every_map(show, tmp_path):
+    torch.manual_seed(0)
+    values = torch.rand(1, 4, 4, 4) + torch.arange(4.0).reshape(4, 1, 1)
+    values[0, :, 0, 3] = torch.finfo(torch.float32).min
+    write_tapes(tmp_path / "page.html", through(values))
+    page = show(tmp_path / "page.html")
+    ready(page)
+    tile = float(page.locator('input[type="range"]').first.input_value())
+    across = int(page.locator(".maps canvas").last.bounding_box()["width"] // tile)
+    for at in range(4):
+        left, top = (tile + 3) * (at % across), (tile + 3) * (at // across)
+        assert pixel(page, left + tile * 7 / 8, top + tile / 8) == LOWEST
+    page.locator(".pictures canvas").hover(position={"x": tile * 7 / 8, "y": tile / 8})
+    expect(page.locator("#tip")).to_contain_text("below -1e30")
+
+
+@pytest.mark.parametrize(
+    ("ends", "shown"),
+    [
+        ((-0.038123, 0.038123), ["-0.0381", "0.0381"]),
+        ((-2.12e-35, 3.4e-35), ["-2.12e-35", "3.4e-35"]),
+        ((2.65e-6, 1.5e6), ["2.65e-6", "1.5e6"]),
+    ],
+)
+def test_the_ends_of_the_scale_can_be_read_whole(show, tmp_path, ends, shown):
+    write_tapes(tmp_path / "page.html", through(torch.tensor(ends).repeat(4, 2)))
+    page = show(tmp_path / "page.html")
+    ready(page)
+    for bound, text in zip(page.locator(".bound").all(), shown, strict=True):
+        assert bound.input_value() == text
+        assert bound.evaluate("(field) => field.scrollWidth <= field.clientWidth")
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"), [([torch.nan], "NaN"), ([torch.inf], "Inf"), ([torch.inf, torch.nan], "NaN Inf")]
+)
+def test_the_badge_says_what_is_no_number(show, tmp_path, bad, text):
+    values = torch.ones(2, 4)
+    values[0, : len(bad)] = torch.tensor(bad)
+    write_tapes(tmp_path / "page.html", through(values))
+    expect(row(show(tmp_path / "page.html"), "0").locator(".badge")).to_have_text(text)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y = y + 1
+        return y
+
+
+def test_of_several_lines_none_is_claimed_unless_the_address_names_it(show, tmp_path):
+    first = Twice.forward.__code__.co_firstlineno + 1
+    write_tapes(tmp_path / "name.html", through(torch.ones(2, 3), Twice(), ":y"))
+    page = show(tmp_path / "name.html")
+    page.locator(".chips button", has_text="#1").click()
+    expect(page.locator(".source")).to_contain_text(f"test_browser.py, lines {first}, {first + 1}")
+    expect(page.locator(".source")).to_contain_text("does not say which")
+    write_tapes(tmp_path / "place.html", through(torch.ones(2, 3), Twice(), ":y[1]"))
+    page = show(tmp_path / "place.html")
+    expect(page.locator(".source")).to_contain_text(f"test_browser.py:{first + 1}")
+    assert page.locator(".source code").count() == 1
+
+
+def test_attention_has_heads_queries_and_keys_and_a_head_is_enlarged_by_a_click(show, tmp_path):
+    tape = through(torch.rand(1, 4, 5, 5))
+    tape.notes["tokens"] = ["The", " cat", " sat", " down", "."]
+    write_tapes(tmp_path / "page.html", tape)
+    page = show(tmp_path / "page.html")
+    ready(page)
+    expect(page.locator(".maps .note")).to_have_text("4 heads of 5×5")
+    canvas = page.locator(".pictures canvas")
+    canvas.hover(position={"x": 50, "y": 10})
+    expect(page.locator("#tip")).to_contain_text('head 0, query 0 "The", key 1 " cat"')
+    canvas.click(position={"x": 5, "y": 5})
+    expect(page.locator(".large-holder")).to_have_attribute("data-title", re.compile("^head 0, "))
+    tile = float(page.locator('input[type="range"]').first.input_value())
+    large = page.locator("canvas.large").bounding_box()
+    assert min(large["width"] - 96, large["height"] - 78) > 1.5 * tile
+
+
+def test_the_strip_of_a_line_stands_below_its_values(show, tmp_path):
+    values = torch.zeros(3, 1, 4)
+    values[0, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    write_tapes(tmp_path / "page.html", tape_of(nn.Identity(), values.requires_grad_()))
+    page = show(tmp_path / "page.html")
+    page.wait_for_selector(".strip[style]")
+    expect(page.locator(".vector .note").first).to_have_text("example 0 of 3")
+    plot, strip = (page.locator(f".vector >> nth=0 >> {part}").bounding_box() for part in (".u-over", ".strip"))
+    assert strip["x"] == pytest.approx(plot["x"], abs=1)
+    assert strip["width"] == pytest.approx(plot["width"], abs=1)
+    assert page.locator(".vector").count() == 2
+    of = """(canvas) => {
+        const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
+        copy.drawImage(canvas, 0, 0);
+        const count = [0, 0];
+        const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+        for (let at = 0; at < data.length; at += 4) {
+            if (data[at + 3] < 200) continue;
+            if (data[at + 2] > data[at] + 60) count[0] += 1;
+            if (data[at] > data[at + 2] + 60) count[1] += 1;
+        }
+        return count;
+    }"""
+    blue, orange = (page.locator(f".vector >> nth={at} >> .u-wrap canvas").evaluate(of) for at in (0, 1))
+    assert blue[0] > 50 > blue[1]
+    assert orange[1] > 50 > orange[0]
+
+
+def test_many_findings_of_a_kind_are_folded(show, tmp_path):
+    slow = [{"text": f"vanishing gradient at '{at}'", "kind": "vanishing gradient"} for at in range(9)]
+    other = [{"text": "dead units at '3'", "kind": "dead units"}, {"text": "the loss is NaN"}]
+    write(tmp_path / "page.html", Page("a watch", remarks=[*slow[:5], *other, *slow[5:]]))
+    page = show(tmp_path / "page.html")
+    seen = page.locator(".remarks li:visible")
+    assert seen.all_inner_texts() == [each["text"] for each in (*slow[:3], *other)]
+    page.locator("summary", has_text="and 6 more: vanishing gradient").click()
+    assert seen.count() == 11
+
+
+def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):
+    write_tapes(tmp_path / "page.html", through(torch.full((2, 4), torch.nan)))
+    page = show(tmp_path / "page.html")
+    expect(page.locator(".remarks li")).to_have_text("0: the first value with NaN, 8 of 8")
+    assert page.locator(".sizes").count() == 0  # No size is known.
+    page = show(file)
+    expect(page.locator(".sizes")).to_contain_text("valuesgradientssize (rms)")
+    expect(page.locator("#depth")).to_contain_text("modules, in the order in which values passed")
+
+
+def test_many_lines_have_colours_of_their_own(show, tmp_path):
+    chart = Chart(
+        "norms", list(range(5)), {f"layer {at}": [at + 1.0] * 5 for at in range(12)}, x_label="step", log=True
+    )
+    write(tmp_path / "page.html", Page("a watch", charts=[chart]))
+    markers = show(tmp_path / "page.html").locator(".u-marker")
+    assert len(set(markers.evaluate_all("(all) => all.map((each) => each.style.border)")) - {""}) == 12

@@ -139,7 +139,13 @@ def test_a_mask_does_not_take_the_scale_from_the_rest():
     assert numbers(scores).scale == (-2.0, 4.0)
     levels, low, high = quantised(scores[0])
     assert (low.item(), high.item()) == (-2.0, 4.0)
-    assert levels[0].tolist() == [[1, 255], [128, 1]]
+    assert levels[0].tolist() == [[2, 254], [128, 1]]
+
+
+def test_what_lies_beyond_has_one_level_in_all_maps():
+    lowest = torch.finfo(torch.float32).min
+    levels, *_ = quantised(torch.tensor([[[0.0, 1.0, lowest]], [[-5.0, 9.0, lowest]], [[2.0, 3.0, -lowest]]]))
+    assert levels[:, 0].tolist() == [[2, 254, 1], [2, 254, 1], [2, 254, 255]]
 
 
 def test_channels_that_come_last_are_put_first():

@@ -246,3 +246,11 @@ def test_the_order_is_that_in_which_values_passed_where_it_was_noted():
     assert in_order(tape) == ["conv", "relu", "head", ":return"]
     tape.notes["order"] = ["head#0", "conv#0", "relu#0", ":return#0"]
     assert in_order(tape) == ["head", "conv", "relu", ":return"]
+
+
+def test_the_ends_of_a_narrow_range_stay_apart():
+    x = 1000 + torch.linspace(0, 0.01, 64).reshape(1, 64)
+    page = tapes_page({"tape": recorded(nn.Identity(), grad=False, x=x)})
+    seen = page.points[0]["runs"][0][0]["parts"][0]["numbers"]
+    assert len(seen["histogram"]) == 8
+    assert seen["high"] - seen["low"] == pytest.approx(0.01, rel=0.02)

@@ -42,6 +42,13 @@ def test_a_chart_has_no_more_lines_than_can_be_told_apart():
     assert {"0", ":return"} <= set(page.charts[0].series)
 
 
+def test_what_was_found_is_said_once():
+    page = watch_page(watched())
+    told = [line for remark in page.remarks for line in remark["text"].splitlines()]
+    assert told
+    assert not [line for line in page.tables[0].footer if line.removeprefix("⚠ ") in told]
+
+
 def test_what_recipes_found_stands_on_the_page_of_a_watch(tmp_path):
     found = th.recipes.saliency(nn.Linear(3, 2), torch.ones(1, 3), target=0)
     th.page(tmp_path / "watch.html", watched(), also=found)

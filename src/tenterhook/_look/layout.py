@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tenterhook._look.numbers import BEYOND, as_floats
 
-__all__ = ["Layout", "lay_out", "quantised"]
+__all__ = ["Layout", "beyond", "lay_out", "quantised"]
 
 Kind = Literal["number", "vector", "matrix", "maps"]
 
@@ -92,23 +92,30 @@ def _layout(kind: Kind, values: Tensor, axes: tuple[str, str, str]) -> Layout:
     return Layout(kind, values, axes, (maps, rows, columns))
 
 
+def beyond(values: Tensor) -> Tensor:
+    """Where values lie beyond every scale, such as the lowest float in a mask."""
+    return values.isfinite() & (values.abs() >= BEYOND)
+
+
 def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maps in bytes, each on its own scale, with the low and the high end of each; 0 is a value that is no number.
 
     >>> quantised(torch.tensor([[[0.0, 5.0, float("nan")]]]))[0].tolist()
     [[[1, 255, 0]]]
 
-    What lies beyond every scale, such as the lowest float in a mask, stands at the end of it.
+    Where anything lies beyond every scale, 1 and 255 mean that alone, in all maps alike, and values are from 2 to 254.
     """
     values = values.float()
-    finite = values.isfinite()
-    inside = finite & (values.abs() < BEYOND)
+    finite, outside = values.isfinite(), beyond(values)
+    inside = finite & ~outside
     low = torch.where(inside, values, torch.inf).amin((1, 2))
     high = torch.where(inside, values, -torch.inf).amax((1, 2))
     none = ~inside.any(-1).any(-1)
     low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
+    first, last = (2, 254) if bool(outside.any()) else (1, 255)
     # Halved, so that the width of the widest range of floats is a float as well.
     width = (high / 2 - low / 2).clamp_min(torch.finfo(torch.float32).tiny)
     place = (values / 2 - low[:, None, None] / 2) / width[:, None, None]
-    levels = torch.where(finite, (place.nan_to_num() * 254 + 1.5).clamp(1, 255), 0.0)
-    return levels.to(torch.uint8), low, high
+    levels = (place.nan_to_num() * (last - first) + first + 0.5).clamp(first, last)
+    levels = torch.where(outside, torch.where(values > 0, 255.0, 1.0), levels)
+    return torch.where(finite, levels, 0.0).to(torch.uint8), low, high

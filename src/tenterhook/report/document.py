@@ -140,12 +140,13 @@ def _apart(left: Tape, right: Tape, name: str) -> float | None:
 
 
 def _plain(found: Numbers) -> dict[str, Any]:
+    low, high = _ends(found.low, found.high)
     return {
         "count": found.count,
         "mean": short(found.mean),
         "std": short(found.std),
-        "low": short(found.low),
-        "high": short(found.high),
+        "low": low,
+        "high": high,
         "norm": short(found.norm),
         "rms": short(found.rms),
         "zeros": found.zeros,
@@ -156,6 +157,15 @@ def _plain(found: Numbers) -> dict[str, Any]:
     }
 
 
-def short(number: float) -> float | None:
+def _ends(low: float, high: float) -> tuple[float | None, float | None]:
+    """The two ends of a range, with so many digits that they stay apart and the bins between them keep their width."""
+    width = high - low
+    if not 0 < width < math.inf:
+        return short(low), short(high)
+    digits = DIGITS + max(0, math.ceil(math.log10(max(-low, high, width) / width)))
+    return short(low, digits), short(high, digits)
+
+
+def short(number: float, digits: int = DIGITS) -> float | None:
     """A number with as many digits as anybody reads; None for what JSON has no word for."""
-    return float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None
+    return float(f"{number:.{digits}g}") if math.isfinite(number) else None

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from tenterhook._look.layout import Layout, lay_out, quantised
+from tenterhook._look.layout import Layout, beyond, lay_out, quantised
 from tenterhook._look.numbers import BEYOND
 
 __all__ = ["Pictures"]
@@ -111,8 +111,8 @@ def encoded(layout: Layout) -> dict[str, Any]:
     if layout.kind in ("vector", "number"):
         return made | {"floats": _floats(layout.values)}
     levels, low, high = quantised(layout.values)
-    if bool((layout.values.abs() >= BEYOND).any()):
-        made["beyond"] = True  # What stands at the end of the scale may be far beyond it.
+    if bool(beyond(layout.values).any()):
+        made["beyond"] = BEYOND  # The first level and the last then mean what lies beyond that.
     across = max(1, math.ceil(count * rows / TALLEST))
     down = math.ceil(count / across)
     sheet = levels.new_zeros((across * down, rows, columns))

@@ -24,7 +24,7 @@ __all__ = ["Chart", "Page", "render", "tapes_page", "write", "write_tapes"]
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
-SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "charts.js", "maps.js", "view.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "axes.js", "charts.js", "maps.js", "view.js")
 SIZE = 10_000_000
 MOST_RUNS = 2
 LEAST = 300_000  # bytes: a page without any picture
@@ -51,7 +51,7 @@ class Page:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     remarks: Sequence[Mapping[str, str]] = ()
-    """each a ``text`` and, where there is one, the ``address`` that it is about"""
+    """each a ``text`` and, where there is one, the ``address`` that it is about; many of one ``kind`` are folded"""
     runs: Sequence[str] = ()
     """the names of the tapes, if the points are of any"""
     tokens: Sequence[Sequence[str]] = ()

@@ -45,7 +45,7 @@ def _no_numbers(found: list[tuple[Row, dict[str, Any]]], what: str) -> Iterator[
             ((row, seen) for row, seen in found if seen[key] and (key == "nans" or row["site"] == "return")), None
         )
         if first is not None:
-            yield first[0], f"the first {what} with {kind}: {first[1][key]:,} of {first[1]['count']:,}"
+            yield first[0], f"the first {what} with {kind}, {first[1][key]:,} of {first[1]['count']:,}"
 
 
 def _vanishing(grads: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[Row, str]]:
@@ -56,7 +56,7 @@ def _vanishing(grads: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[Row, s
     faint = next(((row, size) for row, size in sizes if size < VANISHES * largest[1]), None)
     if faint is not None:
         share = f"{faint[1] / largest[1]:.1g} of what it is at {largest[0]['address']}"
-        yield faint[0], f"the gradient vanishes: here it is {share}"
+        yield faint[0], f"the gradient vanishes; here it is {share}"
 
 
 def _exploding(values: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[Row, str]]:
@@ -64,7 +64,7 @@ def _exploding(values: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[Row, 
     for row, seen in values:
         size = seen["rms"] or 0.0
         if least is not None and size > EXPLODES * least[1]:
-            yield row, f"the values explode: here they are {size / least[1]:.1g} times those at {least[0]['address']}"
+            yield row, f"the values explode; here they are {size / least[1]:.1g} times those at {least[0]['address']}"
             return
         if size and (least is None or size < least[1]):
             least = (row, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tenterhook.report.page import Chart, Page
@@ -24,9 +25,9 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
     """The page of a watch, before it is written."""
     rows = watch.rows()
     facts = {"model": type(watch.model).__name__, "steps": str(watch.steps), "findings": str(len(watch.findings))}
-    remarks = [{"text": str(finding), "address": finding.address} for finding in watch.findings]
+    remarks = [{"text": str(finding), "kind": finding.kind} for finding in watch.findings]
     if watch.nonfinite is not None:
-        remarks.insert(0, {"text": str(watch.nonfinite), "address": watch.nonfinite.address})
+        remarks.insert(0, {"text": str(watch.nonfinite)})
     charts = []
     for kind, (name, statistic) in CHARTS.items():
         addresses = _spread([row["address"] for row in rows if row["kind"] == kind])
@@ -36,7 +37,10 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
             lines = {address: [series.get(step) for step in steps] for address, series in found.items()}
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
     heading = title or f"A watch over {type(watch.model).__name__}"
-    return Page(heading, facts, charts=charts, tables=[table_of(watch)], remarks=remarks)
+    told = {line for remark in remarks for line in remark["text"].splitlines()}
+    table = table_of(watch)
+    footer = tuple(line for line in table.footer if line.removeprefix("⚠ ") not in told)
+    return Page(heading, facts, charts=charts, tables=[replace(table, footer=footer)], remarks=remarks)
 
 
 def _spread(addresses: list[str]) -> list[str]:

@@ -2,81 +2,94 @@
 // Charts, drawn by uPlot: the depth of the model, histograms, lines.
 
 TH.charts = (() => {
-  let depths = []; // The charts of the whole model, which stay while points are chosen.
+  let lasting = []; // The charts of the overview, which stay while points are chosen.
   let alive = []; // Charts of the part of the page that is drawn anew, to be taken down before.
 
-  const colours = () => [TH.css("--value"), TH.css("--gradient"), TH.css("--third"), TH.css("--fourth")];
-
-  const axis = ({ grid, ticks, ...more } = {}) => ({
-    stroke: TH.css("--dim"),
-    grid: { stroke: TH.css("--line"), width: 1, ...grid },
-    ticks: { stroke: TH.css("--line"), width: 1, size: 4, ...ticks },
-    font: "11px system-ui, sans-serif",
-    ...more,
-  });
-
-  const short = (value) => (value === null ? "" : TH.number(value, 2));
-
-  // Of a logarithmic axis, only the powers of ten are drawn, and of those no more than fit; with twos and fives between
-  // them if there are too few.
-  const rounded = (value, mantissas) => mantissas.some((each) => {
-    const power = Math.log10(value / each);
-    return Math.abs(power - Math.round(power)) < 1e-9;
-  });
-  const powers = (_, splits) => {
-    let found = splits.filter((value) => value > 0 && rounded(value, [1]));
-    if (found.length < 2) found = splits.filter((value) => value > 0 && rounded(value, [1, 2, 5]));
-    const every = Math.max(1, Math.ceil(found.length / 4));
-    const kept = new Set(found.filter((_each, place) => place % every === 0));
-    return splits.map((value) => (kept.has(value) ? value : null));
-  };
-  const decades = {
-    filter: powers,
-    grid: { filter: powers },
-    ticks: { filter: powers },
-    values: (_, splits) => splits.map((value) => (value === null ? null : TH.number(value, 2))),
+  // Of many lines, neighbours have neighbouring colours: they are places along the model.
+  const colours = (count) => {
+    const few = ["--value", "--gradient", "--third", "--fourth"].map(TH.css);
+    return count <= few.length ? few : Array.from({ length: count }, (_, at) => `hsl(${Math.round(220 + (300 * at) / count)} 65% 52%)`);
   };
 
-  const make = (box, options, data, lasting) => {
-    const chart = new uPlot({ legend: { show: false }, width: Math.max(120, box.clientWidth), ...options }, data, box);
+  const { linear, logarithmic, around, aroundPowers, unitOf, scaled, exponents } = TH.axes;
+  const hidden = { show: false };
+  const floor = (chart) => chart.scales.y.min;
+
+  // One chart that cannot be drawn leaves the others alone: it is drawn at once, so that its error comes from here.
+  const make = (box, options, data, stays) => {
+    let chart;
+    try {
+      const attach = (made, start) => {
+        box.append(made.root);
+        made.batch(start);
+      };
+      chart = new uPlot({ legend: { show: false }, width: Math.max(120, box.clientWidth), ...options }, data, attach);
+    } catch (error) {
+      box.querySelector(".uplot")?.remove();
+      box.append(TH.el("p", { class: "note undrawn" }, `This chart could not be drawn: ${error.message}`));
+      return null;
+    }
     const watch = new ResizeObserver(() => {
       if (box.clientWidth) chart.setSize({ width: box.clientWidth, height: options.height });
     });
     watch.observe(box);
-    if (!lasting) {
-      alive.push(() => {
-        watch.disconnect();
-        chart.destroy();
-      });
-    }
+    const end = () => {
+      watch.disconnect();
+      chart.destroy();
+    };
+    (stays ? lasting : alive).push({ chart, end });
     return chart;
   };
 
   const clear = () => {
-    alive.forEach((end) => end());
+    alive.forEach(({ end }) => end());
     alive = [];
   };
 
   // ---- histogram ----------------------------------------------------------------------------------------------------
 
-  const histogram = (box, seen, colour, log) => {
-    const bins = seen.histogram;
-    const width = (seen.high - seen.low) / bins.length || 1;
-    const x = bins.map((_, place) => seen.low + (place + 0.5) * width);
-    const low = bins.length === 1 ? seen.low - 1 : seen.low;
-    const high = bins.length === 1 ? seen.high + 1 : seen.high;
-    const y = bins.map((count) => (log ? (count ? count : null) : count));
+  const bar = (from, width, count) => ({ from, width, count });
+
+  // One range for several, with a little room at its ends; none where the bars of one would be too thin to be seen.
+  const shared = (several) => {
+    const low = Math.min(...several.map((seen) => seen.low));
+    const high = Math.max(...several.map((seen) => seen.high));
+    const thin = several.some((seen) => seen.high > seen.low && (seen.high - seen.low) * 20 < high - low);
+    const room = (high - low) / 50;
+    return thin || !room ? null : [low - room, high + room];
+  };
+
+  // What is drawn: bars from the lowest value to the highest; of one value, a narrow one with room on both sides of it.
+  const binned = ({ low, high, histogram: counts }, wanted) => {
+    const width = (high - low) / counts.length;
+    if (width > 0) return { range: wanted || [low, high], bars: counts.map((count, at) => bar(low + at * width, width, count)) };
+    const reach = Math.abs(low) / 2 || 1;
+    const range = wanted || [low - reach, low + reach];
+    const narrow = (range[1] - range[0]) / 32;
+    const bars = [-1.5, -0.5, 0.5].map((at) => bar(low + at * narrow, narrow, 0));
+    bars[1].count = counts.reduce((sum, count) => sum + count, 0);
+    return { range, bars };
+  };
+
+  const histogram = (box, seen, { colour, log, shared: wanted }) => {
+    const { range, bars } = binned(seen, wanted);
+    const unit = unitOf([seen.low, seen.high, ...(wanted || [])]);
+    const told = ({ from, width, count }) =>
+      seen.low === seen.high ? `${TH.number(seen.low, 5)}: ${TH.count(count)}` : `${TH.number(from)} to ${TH.number(from + width)}: ${TH.count(count)}`;
+    const counts = bars.map(({ count }) => count);
+    const upwards = log ? (_u, _min, max) => [-0.3, (max ?? 0) + 0.1] : (_u, _min, max) => [0, max || 1];
     make(
       box,
       {
-        height: 176,
+        height: unit === 1 ? 176 : 190,
         cursor: { points: { show: false }, drag: { x: false, y: false }, y: false },
-        scales: { x: { time: false, range: [low, high] }, y: log ? { distr: 3 } : { range: (_u, _min, max) => [0, max || 1] } },
-        axes: [axis({ size: 26, values: (_u, splits) => splits.map(short) }), axis({ size: 46, ...(log ? decades : { values: (_u, splits) => splits.map(short) }) })],
+        scales: { x: { time: false, range: scaled(range, unit) }, y: { range: upwards } },
+        axes: [linear(unit, { size: 26 }), log ? logarithmic({ size: 46, least: 0 }) : linear(unitOf(counts), { size: 46, whole: true })],
         series: [
           {},
           {
             fill: colour,
+            fillTo: floor,
             width: 0,
             points: { show: false },
             paths: uPlot.paths.bars({ size: [1, Infinity], gap: 1 }),
@@ -86,63 +99,74 @@ TH.charts = (() => {
           setCursor: [
             (chart) => {
               const { idx, left, top } = chart.cursor;
-              if (idx === null || idx === undefined || left < 0) return TH.tip(null, "");
+              if (idx === null || idx === undefined || left < 0 || (seen.low === seen.high && !counts[idx])) return TH.tip(null, "");
               const place = chart.over.getBoundingClientRect();
-              const from = seen.low + idx * width;
-              TH.tip(
-                { clientX: place.left + left, clientY: place.top + top },
-                `${TH.number(from)} to ${TH.number(from + width)}: ${TH.count(bins[idx])}`,
-              );
+              TH.tip({ clientX: place.left + left, clientY: place.top + top }, told(bars[idx]));
             },
           ],
         },
       },
-      [x, y],
+      [bars.map(({ from, width }) => (from + width / 2) / unit), log ? exponents(counts) : scaled(counts, unitOf(counts))],
     );
     box.addEventListener("mouseleave", () => TH.tip(null, ""));
   };
 
   // ---- lines --------------------------------------------------------------------------------------------------------
 
-  const lines = (box, chart) => {
+  const lines = (box, chart, stays = false) => {
     const names = Object.keys(chart.series);
-    const palette = colours();
+    const palette = chart.colours || colours(names.length);
+    const across = unitOf(chart.x);
+    const unit = chart.log ? 1 : unitOf(names.flatMap((name) => chart.series[name]));
+    const ends = (_u, min, max) => {
+      const room = chart.room / across || (max > min ? 0 : 1);
+      return min === chart.x[0] / across && max === chart.x.at(-1) / across ? [min - room, max + room] : [min, max];
+    };
+    const drawn = (ys) => (chart.log ? exponents(ys) : scaled(ys, unit));
     make(
       box,
       {
         height: chart.height || 180,
         legend: { show: names.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
-        scales: { x: { time: false }, y: chart.log ? { distr: 3 } : {} },
-        axes: [
-          axis({ size: chart.x_label ? 40 : 26, label: chart.x_label || undefined, labelSize: 14, labelFont: "11px system-ui", values: (_u, s) => s.map(short) }),
-          axis({ size: 52, ...(chart.log ? decades : { values: (_u, s) => s.map(short) }) }),
-        ],
+        scales: { x: { time: false, range: ends }, y: { range: chart.log ? aroundPowers : around } },
+        hooks: chart.drawn ? { draw: [(made) => chart.drawn(Object.assign(made, { across }))] } : {},
+        axes: [linear(across, { size: 26, label: chart.x_label, whole: chart.x.every(Number.isInteger) }), chart.log ? logarithmic({ size: 52 }) : linear(unit, { size: 52 })],
         series: [
-          { label: chart.x_label || "x", value: (_u, v) => short(v) },
+          { label: chart.x_label || "x", value: (_u, x) => (x === null ? "" : String(Number((x * across).toPrecision(6)))) },
           ...names.map((name, place) => ({
             label: name,
             stroke: palette[place % palette.length],
             width: 1.5,
             points: { show: chart.x.length < 40 },
-            value: (_u, v) => TH.number(v, 4),
+            value: (_u, _y, _series, at) => TH.number(at === null ? null : chart.series[name][at], 4),
           })),
         ],
       },
-      [chart.x, ...names.map((name) => (chart.log ? chart.series[name].map((y) => (y > 0 ? y : null)) : chart.series[name]))],
+      [scaled(chart.x, across), ...names.map((name) => drawn(chart.series[name]))],
+      stays,
     );
   };
 
   // ---- the depth of the model ---------------------------------------------------------------------------------------
 
+  const PALETTES = { value: ["--value", "--third"], gradient: ["--gradient", "--fourth"], apart: ["--accent"] };
+
+  const legend = (names, palette) =>
+    names.map((name, run) => {
+      const mark = TH.el("i");
+      mark.style.background = palette[run];
+      return TH.el("span", { class: "run" }, mark, name);
+    });
+
   const depth = (box, label, key, read, names) => {
     const steps = TH.shownSteps();
     // Half a step of room at both ends, so that the first and the last one can be seen and hit.
     const x = [-0.5, ...steps.keys(), steps.length - 0.5];
-    const padded = (ys) => [null, ...ys.map((y) => (y > 0 ? y : null)), null];
+    const padded = (ys) => [null, ...exponents(ys), null];
     const stepAt = (idx) => (idx === null || idx === undefined ? null : Math.max(0, Math.min(steps.length - 1, idx - 1)));
     const series = names.map((_, run) => steps.map((each) => read(each, run)));
-    const palette = key === "value" ? [TH.css("--value"), TH.css("--third")] : [TH.css("--gradient"), TH.css("--fourth")];
+    const palette = PALETTES[key].map(TH.css);
     const bad = steps.map((each) => {
       const part = each.parts.find(Boolean);
       const seen = key === "value" ? part?.numbers : part?.gradient?.numbers;
@@ -160,21 +184,22 @@ TH.charts = (() => {
       chart.ctx.stroke();
       chart.ctx.restore();
     };
-    const holder = TH.el("div", { class: "depth", "data-key": key }, TH.el("div", { class: "axis-title" }, label));
+    const holder = TH.el("div", { class: "depth", "data-key": key }, TH.el("div", { class: "axis-title" }, label, names.length > 1 ? legend(names, palette) : []));
     box.append(holder);
     const chart = make(
       holder,
       {
         height: 104,
         cursor: { y: false, drag: { x: true, y: false }, sync: { key: "depth", setSeries: false }, points: { size: 7 } },
-        scales: { x: { time: false }, y: { distr: 3 } },
-        axes: [axis({ show: false }), axis({ size: 52, ...decades })],
+        scales: { x: { time: false }, y: { range: aroundPowers } },
+        axes: [hidden, logarithmic({ size: 52 })],
         series: [
           {},
           ...series.map((_, run) => ({
             stroke: palette[run],
             width: 1.5,
             fill: run ? undefined : `${palette[run]}22`,
+            fillTo: floor,
             points: { show: steps.length <= 80, size: 5, fill: palette[run] },
           })),
         ],
@@ -204,6 +229,7 @@ TH.charts = (() => {
       [x, ...series.map(padded)],
       true,
     );
+    if (!chart) return null;
     chart.over.addEventListener("mouseleave", () => TH.tip(null, ""));
     let pressed = null;
     chart.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
@@ -212,15 +238,14 @@ TH.charts = (() => {
       const dragged = pressed !== null && Math.abs(event.clientX - pressed) > 4; // A drag enlarges a part of the chart.
       if (!dragged && idx !== null) TH.choose(steps[idx].point, steps[idx].call);
     });
-    depths.push(chart);
     return chart;
   };
 
   const forget = () => {
-    depths.forEach((chart) => chart.destroy());
-    depths = [];
+    lasting.forEach(({ end }) => end());
+    lasting = [];
   };
-  TH.listeners.push(() => depths.forEach((chart) => chart.redraw(false, false)));
+  TH.listeners.push(() => lasting.forEach(({ chart }) => chart.redraw(false, false)));
 
-  return { histogram, lines, depth, clear, forget };
+  return { histogram, shared, lines, depth, clear, forget };
 })();

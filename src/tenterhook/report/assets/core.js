@@ -29,6 +29,13 @@ TH.number = (value, digits = 3) => {
   return String(Number(value.toPrecision(digits)));
 };
 
+// Three digits at most, and no zeros behind them.
+TH.brief = (value) => {
+  const rounded = Number(value.toPrecision(3));
+  const size = Math.abs(rounded);
+  return size >= 1e5 || (size && size < 1e-3) ? rounded.toExponential().replace("e+", "e") : String(rounded);
+};
+
 TH.count = (value) => value.toLocaleString("en-US");
 
 TH.bytes = (text, type) => new type(Uint8Array.from(atob(text), (char) => char.charCodeAt(0)).buffer);

@@ -59,8 +59,13 @@ TH.maps = (() => {
     return { levels, low: TH.bytes(picture.low, Float32Array), high: TH.bytes(picture.high, Float32Array) };
   };
 
-  const valueAt = (seen, map, level) =>
-    level ? seen.low[map] + ((level - 1) / 254) * (seen.high[map] - seen.low[map]) : NaN;
+  // The first level and the last of a picture with values beyond every scale mean those.
+  const valueAt = (picture, seen, map, level) => {
+    if (!level) return NaN;
+    if (picture.beyond && (level === 1 || level === 255)) return level === 1 ? -Infinity : Infinity;
+    const [first, count] = picture.beyond ? [2, 252] : [1, 254];
+    return seen.low[map] + ((level - first) / count) * (seen.high[map] - seen.low[map]);
+  };
 
   // ---- painting -----------------------------------------------------------------------------------------------------
 
@@ -72,7 +77,7 @@ TH.maps = (() => {
     const [low, high] = scale.each ? [seen.low[map], seen.high[map]] : [scale.low, scale.high];
     const lookup = new Uint8ClampedArray(256 * 3);
     for (let level = 0; level < 256; level += 1) {
-      const share = level ? (valueAt(seen, map, level) - low) / (high - low || 1) : NaN;
+      const share = level ? (valueAt(picture, seen, map, level) - low) / (high - low || 1) : NaN;
       const index = Math.round(Math.max(0, Math.min(1, share)) * 255) * 3;
       for (let part = 0; part < 3; part += 1) lookup[level * 3 + part] = level ? colours[index + part] : NO_NUMBER[part];
     }
@@ -136,6 +141,13 @@ TH.maps = (() => {
     canvas.onmouseleave = () => TH.tip(null, "");
   };
 
+  // Maps of as many rows and columns as there are tokens are what heads pay attention to.
+  const axesOf = (picture, tokens) => {
+    const [, rows, columns] = picture.whole;
+    const heads = picture.axes[0] === "channel" && tokens.length > 1 && rows === tokens.length && columns === tokens.length;
+    return heads ? ["head", "query", "key"] : picture.axes;
+  };
+
   const place = (picture, axis, index, tokens) => {
     const whole = picture.whole[axis];
     const size = picture.size[axis];
@@ -148,29 +160,31 @@ TH.maps = (() => {
   const describe = (picture, seen, { map, row, column }, scale) => {
     const [, height, width] = picture.size;
     const level = seen.levels[(map * height + row) * width + column];
-    const value = valueAt(seen, map, level);
-    const sign = picture.beyond && level === 1 ? "≤" : picture.beyond && level === 255 ? "≥" : "≈";
+    const value = valueAt(picture, seen, map, level);
+    const axes = axesOf(picture, scale.tokens);
     const parts = [
-      picture.size[0] > 1 ? `${picture.axes[0] || "map"} ${map}` : "",
-      `${picture.axes[1]} ${place(picture, 1, row, scale.tokens)}`,
-      `${picture.axes[2]} ${place(picture, 2, column, scale.tokens)}`,
+      picture.size[0] > 1 ? `${axes[0] || "map"} ${map}` : "",
+      `${axes[1]} ${place(picture, 1, row, scale.tokens)}`,
+      `${axes[2]} ${place(picture, 2, column, scale.tokens)}`,
     ];
+    const end = `${value < 0 ? "below -" : "above "}${TH.brief(picture.beyond || 0)}`;
+    const told = Number.isNaN(value) ? "no number" : Number.isFinite(value) ? `≈ ${TH.number(value, 4)}` : end;
     const mean = picture.size[1] < picture.whole[1] || picture.size[2] < picture.whole[2] ? "mean " : "";
-    return `${parts.filter(Boolean).join(", ")}\n${mean}${Number.isNaN(value) ? "no number" : `${sign} ${TH.number(value, 4)}`}`;
+    return `${parts.filter(Boolean).join(", ")}\n${mean}${told}`;
   };
 
   // ---- one map, large, with its axes --------------------------------------------------------------------------------
 
-  const single = (canvas, room, picture, seen, scale, map) => {
+  const single = (canvas, room, picture, seen, scale, map, side = null) => {
     const [, height, width] = picture.size;
     const rowTokens = scale.tokens.length === picture.whole[1] && height === picture.whole[1];
     const columnTokens = scale.tokens.length === picture.whole[2] && width === picture.whole[2];
     const left = rowTokens ? 96 : 34;
     const top = columnTokens ? 78 : 18;
-    const most = picture.kind === "matrix" ? 22 : 14;
+    const most = side ? side / Math.max(width, height) : 22;
     const across = Math.max(0.2, Math.min(most, (room - left - 8) / width));
     // A matrix of few rows and many columns is stretched, so that its rows can be told apart.
-    const down = Math.max(0.2, Math.min(most, Math.max(across, Math.min(14, 260 / height)), 900 / height));
+    const down = side ? across : Math.max(0.2, Math.min(most, Math.max(across, Math.min(14, 260 / height)), 900 / height));
     const context = fitted(canvas, left + width * across + 8, top + height * down + 8);
     context.drawImage(paint(picture, seen, map, scale), left, top, width * across, height * down);
     context.fillStyle = TH.css("--dim");
@@ -232,8 +246,8 @@ TH.maps = (() => {
       if (picked) {
         const item = items[picked.at];
         const seen = await decode(item.number);
-        holder.dataset.title = `${item.name ? `${item.name}, ` : ""}${item.picture.axes[0]} ${picked.map}, ${TH.number(seen.low[picked.map])} to ${TH.number(seen.high[picked.map])}`;
-        single(large, Math.min(640, holder.parentElement.clientWidth - 24), item.picture, seen, scale, picked.map);
+        holder.dataset.title = `${item.name ? `${item.name}, ` : ""}${axesOf(item.picture, scale.tokens)[0]} ${picked.map}, ${TH.number(seen.low[picked.map])} to ${TH.number(seen.high[picked.map])}`;
+        single(large, holder.clientWidth - 22, item.picture, seen, scale, picked.map, Math.max(520, 2 * scale.tile));
       }
       legend.style.background = `linear-gradient(to right, ${SCALES[scale.colours].join(",")})`;
       body.dataset.ready = "yes";
@@ -242,13 +256,13 @@ TH.maps = (() => {
     const legend = TH.el("span", { class: "legend" });
     const bound = (key) =>
       TH.el("input", {
-        type: "number", class: "bound", step: "any", value: Number(scale[key].toPrecision(3)), "aria-label": `${key} end of the scale`,
+        type: "number", class: "bound", step: "any", value: TH.brief(scale[key]), "aria-label": `${key} end of the scale`,
         onchange: (event) => { scale[key] = Number(event.target.value); redraw(); },
       });
     const [low, high] = [bound("low"), bound("high")];
     const renew = () => {
-      low.value = Number(scale.low.toPrecision(3));
-      high.value = Number(scale.high.toPrecision(3));
+      low.value = TH.brief(scale.low);
+      high.value = TH.brief(scale.high);
       redraw();
     };
     const choice = TH.el(
@@ -273,7 +287,7 @@ TH.maps = (() => {
       isGrid ? TH.el("label", {}, "size", TH.el("input", { type: "range", class: "size", min: 16, max: 256, value: scale.tile, "aria-label": "Size of a map", oninput: (event) => { scale.tile = Number(event.target.value); redraw(); } })) : null,
     );
     const columns = items.map((item, at) =>
-      TH.el("figure", {}, item.name ? TH.el("figcaption", {}, item.name) : null, boxes[at], TH.el("p", { class: "note" }, noteOf(item.picture))),
+      TH.el("figure", {}, item.name ? TH.el("figcaption", {}, item.name) : null, boxes[at], TH.el("p", { class: "note" }, noteOf(item.picture, scale.tokens))),
     );
     const body = TH.el("div", { class: `pictures${items.length > 1 ? " pair" : ""}` }, columns);
     const made = TH.el("section", { class: "card maps", "data-kind": items[0].picture.kind }, TH.el("h3", {}, title), tools, holder, body);
@@ -281,53 +295,59 @@ TH.maps = (() => {
     return made;
   };
 
-  const noteOf = (picture) => {
+  const noteOf = (picture, tokens = []) => {
     const [count, height, width] = picture.size;
     const [all, rows, columns] = picture.whole;
     const notes = [];
-    if (picture.kind === "maps") notes.push(`${TH.count(all)} maps of ${rows}×${columns}`);
+    if (picture.kind === "maps") notes.push(`${TH.count(all)} ${axesOf(picture, tokens)[0] === "head" ? "heads" : "maps"} of ${rows}×${columns}`);
     if (count < all) notes.push(`the first ${TH.count(count)} are shown`);
-    if (height < rows || width < columns) notes.push(`averaged to ${height}×${width}`);
+    if (picture.kind === "vector" && width < columns) notes.push(`averaged from ${TH.count(columns)} to ${TH.count(width)}`);
+    else if (height < rows || width < columns) notes.push(`averaged to ${height}×${width}`);
     if (picture.example && picture.example[1] > 1) notes.push(`example ${picture.example[0]} of ${picture.example[1]}`);
     return notes.join(", ");
   };
 
   // ---- lines --------------------------------------------------------------------------------------------------------
 
-  const vector = (title, items) => {
+  const vector = (title, items, palette) => {
     const made = TH.el("section", { class: "card vector", "data-kind": "vector" }, TH.el("h3", {}, title));
     for (const item of items) {
       const values = [...TH.bytes(item.picture.floats, Float32Array)].map((value) => (Number.isFinite(value) ? value : null));
-      const whole = item.picture.whole[2];
+      const step = item.picture.whole[2] / values.length;
       if (item.name) made.append(TH.el("figcaption", {}, item.name));
       if (item.picture.kind === "number") {
         made.append(TH.el("p", { class: "single" }, TH.number(values[0], 6)));
-        continue;
+      } else {
+        const strip = TH.el("canvas", { class: "strip" });
+        const box = TH.el("div", { class: "line" });
+        made.append(box, strip);
+        const chart = {
+          x: values.map((_, at) => at * step), series: { value: values }, colours: [palette[item.run % palette.length]],
+          height: 170, room: step / 2, drawn: (drawn) => paintStrip(strip, drawn, values, step),
+        };
+        requestAnimationFrame(() => box.isConnected && TH.charts.lines(box, chart));
       }
-      const strip = TH.el("canvas", { class: "strip" });
-      const box = TH.el("div", { class: "line" });
-      const averaged = values.length < whole ? `averaged from ${TH.count(whole)} to ${TH.count(values.length)}` : "";
-      made.append(box, strip, TH.el("p", { class: "note" }, averaged));
-      const step = whole / values.length;
-      const draw = () => {
-        TH.charts.lines(box, { x: values.map((_, at) => at * step), series: { value: values }, height: 170 });
-        paintStrip(strip, values);
-      };
-      requestAnimationFrame(draw);
+      const note = noteOf(item.picture);
+      if (note) made.append(TH.el("p", { class: "note" }, note));
     }
     return made;
   };
 
-  const paintStrip = (canvas, values) => {
-    const context = fitted(canvas, Math.max(1, canvas.parentElement.clientWidth - 76), 18);
-    const reach = Math.max(...values.map((value) => Math.abs(value ?? 0))) || 1;
+  // One cell to a value, each with its middle below the place of the value on the line's axis.
+  const paintStrip = (canvas, chart, values, step) => {
+    const [left, width] = [chart.bbox.left, chart.bbox.width].map((each) => each / (devicePixelRatio || 1));
+    const context = fitted(canvas, Math.max(1, width), 18);
+    canvas.style.marginLeft = `${left}px`;
+    const reach = values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0) || 1;
     const colours = table("blue–red");
-    const step = parseFloat(canvas.style.width) / values.length;
+    const { min, max } = chart.scales.x;
+    const [across, zoom] = [chart.across, width / (max - min)];
     values.forEach((value, at) => {
       const index = Math.round(((value ?? 0) / reach / 2 + 0.5) * 255) * 3;
       const parts = value === null ? NO_NUMBER : colours.slice(index, index + 3);
+      const from = (((at - 0.5) * step) / across - min) * zoom;
       context.fillStyle = `rgb(${parts.join(",")})`;
-      context.fillRect(at * step, 0, Math.ceil(step), 18);
+      context.fillRect(from, 0, (step / across) * zoom + 0.5, 18);
     });
   };
 

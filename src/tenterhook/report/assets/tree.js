@@ -99,9 +99,9 @@ TH.tree = (() => {
     return null;
   };
 
-  const isBad = (part) => {
-    const bad = (seen) => seen && (seen.nans || seen.infs);
-    return Boolean(part && (bad(part.numbers) || bad(part.gradient?.numbers)));
+  const badOf = (part) => {
+    const seen = [part?.numbers, part?.gradient?.numbers].filter(Boolean);
+    return [seen.some(({ nans }) => nans) ? "NaN" : "", seen.some(({ infs }) => infs) ? "Inf" : ""].filter(Boolean).join(" ");
   };
 
   const marked = (name) => {
@@ -123,9 +123,18 @@ TH.tree = (() => {
       }),
     );
 
+  const legend = () => {
+    const any = (key) => TH.passed.some(({ parts }) => parts.some((part) => measure(part, key)));
+    const names = [["value", "values"], ["gradient", "gradients"]].filter(([key]) => any(key));
+    if (!names.length) return;
+    const marks = names.map(([key, name]) => TH.el("span", {}, TH.el("i", { class: key }), name));
+    document.getElementById("side").append(TH.el("div", { class: "sizes" }, marks, "size (rms), on a log scale"));
+  };
+
   const drawRow = (node, place) => {
     const { point } = node;
     const part = point && firstPart(point);
+    const bad = badOf(part);
     const chosen = point && point === TH.chosen.point;
     const folds = node.children.length > 0;
     const isOpen = folds && (found || node.open);
@@ -146,7 +155,7 @@ TH.tree = (() => {
       TH.el("span", { class: `name${point?.inner ? " inner" : ""}` }, marked(node.name), TH.el("small", {}, calls)),
       TH.el("span", { class: "kind" }, point ? (point.inner ? "" : point.kind) : ""),
       point?.failed ? TH.el("span", { class: "badge bad" }, "failed") : null,
-      isBad(part) ? TH.el("span", { class: "badge bad" }, "NaN") : null,
+      bad ? TH.el("span", { class: "badge bad" }, bad) : null,
       TH.el("span", { class: "shape" }, part ? TH.shape(part) : ""),
       bars(part),
     );
@@ -255,6 +264,7 @@ TH.tree = (() => {
     if (node) reveal(node);
     else draw();
   });
+  legend();
   layout();
   return { step, focus: () => box.focus(), search: () => query.focus() };
 })();

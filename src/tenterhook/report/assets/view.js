@@ -38,18 +38,30 @@
     );
   };
 
-  const remarksCard = () =>
-    TH.data.remarks.length
-      ? el(
-          "section",
-          { class: "card remarks" },
-          el("h3", {}, "What stands out"),
-          el("ul", {}, TH.data.remarks.map((remark) => {
-            const [point] = TH.find(remark.address || "");
-            return el("li", {}, point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, remark.address) : remark.address || "", " ", remark.text);
-          })),
-        )
-      : null;
+  const remarkLine = ({ address = "", text }) => {
+    const [point] = TH.find(address);
+    const name = point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, address) : address;
+    return el("li", {}, address ? [name, ": "] : [], text);
+  };
+
+  const FEW = 3;
+
+  // Remarks of one kind stand together, where the first of them is; of many, the first few.
+  const remarksCard = () => {
+    if (!TH.data.remarks.length) return null;
+    const kinds = new Map();
+    TH.data.remarks.forEach((remark, at) => {
+      const kind = remark.kind || at;
+      kinds.set(kind, [...(kinds.get(kind) || []), remark]);
+    });
+    const lists = [...kinds.values()].map((remarks) => {
+      const cut = remarks.length > FEW + 1 ? FEW : remarks.length;
+      const rest = remarks.slice(cut);
+      const more = rest.length ? el("details", {}, el("summary", {}, `and ${TH.count(rest.length)} more: ${rest[0].kind}`), el("ul", {}, rest.map(remarkLine))) : null;
+      return [el("ul", {}, remarks.slice(0, cut).map(remarkLine)), more];
+    });
+    return el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), lists.flat());
+  };
 
   const insideToggle = () =>
     TH.passed.length > TH.shownSteps().length || TH.everything
@@ -60,11 +72,12 @@
     if (!TH.passed.length) return;
     const names = TH.runs.length ? TH.runs : ["value"];
     const card = el("section", { class: "card", id: "depth" }, el("h3", {}, "Down the depth of the model", insideToggle()));
-    if (names.length > 1) card.append(el("p", { class: "runs" }, names.map((name, run) => el("span", { class: `run run${run}` }, name))));
     overview.append(card);
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
+    const order = TH.everything ? "points, in the order in which values passed →" : "modules, in the order in which values passed →";
     if (names.length > 1) TH.charts.depth(card, "apart, as a share of the size", "apart", (each) => each.apart ?? null, ["apart"]);
+    card.append(el("div", { class: "axis-title" }, order));
   };
 
   const tableCard = (table) =>
@@ -104,7 +117,7 @@
     for (const chart of TH.data.charts) {
       const box = el("div", { class: "line" });
       overview.append(el("section", { class: "card chart" }, el("h3", {}, chart.title), box));
-      TH.charts.lines(box, chart);
+      TH.charts.lines(box, chart, true);
     }
     overview.append(...TH.data.tables.map(tableCard));
   };
@@ -138,7 +151,18 @@
       ),
     );
 
-  const histogramCard = ({ title, seen, key, run }) => {
+  // Two tapes stand beside each other, and on one axis, unless one of them would be a mere line there.
+  const histograms = (columns) => {
+    const keys = TH.runs.length > 1 ? ["value", "gradient"] : [null];
+    const ordered = keys.flatMap((key) => {
+      const alike = columns.filter((each) => !key || each.key === key);
+      const shared = key && alike.length > 1 ? TH.charts.shared(alike.map(({ seen }) => seen)) : null;
+      return alike.map((each) => histogramCard({ ...each, title: `Histogram, ${each.title}`, shared }));
+    });
+    return el("div", { class: `histograms${TH.runs.length > 1 ? " pairs" : ""}` }, ordered);
+  };
+
+  const histogramCard = ({ title, seen, key, run, shared }) => {
     const box = el("div", { class: "histogram" });
     const card = el(
       "section",
@@ -147,7 +171,7 @@
       box,
     );
     const colour = TH.css(key === "gradient" ? (run ? "--fourth" : "--gradient") : run ? "--third" : "--value");
-    requestAnimationFrame(() => box.isConnected && TH.charts.histogram(box, seen, colour, log));
+    requestAnimationFrame(() => box.isConnected && TH.charts.histogram(box, seen, { colour, log, shared }));
     return card;
   };
 
@@ -168,13 +192,28 @@
     );
   };
 
+  // A name may be given a value in several places, and a tape does not say which of them a call was.
+  const WHICH = "Each of these lines gives it a value, and the tape does not say which of them did here. An address with a place does, such as [1] for the second.";
+
+  const sourceCard = ({ where, source }) => {
+    const several = source.length > 1;
+    const lines = source.map(([line]) => line).join(", ");
+    return el(
+      "section",
+      { class: "card source" },
+      source.map(([line, text]) => el("code", {}, el("i", {}, line), text)),
+      el("span", { class: "note" }, several ? `${where.slice(0, where.lastIndexOf(":"))}, lines ${lines}` : where),
+      several ? el("span", { class: "note" }, WHICH) : null,
+    );
+  };
+
   const pictureCards = (title, items, signed) => {
     const drawn = items
       .filter(({ seen }) => seen && seen.picture !== null && seen.picture !== undefined)
       .map(({ seen, name, run }) => ({ seen, name, run, number: seen.picture, picture: TH.data.pictures[seen.picture] }));
     const there = drawn.filter((item) => item.picture);
     if (!there.length) return drawn.length ? el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "note" }, "No picture: the page would have become larger than allowed.")) : null;
-    if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there);
+    if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there, (signed ? ["--gradient", "--fourth"] : ["--value", "--third"]).map(TH.css));
     const of = (pick, best) => best(...there.map(({ seen }) => (seen.numbers ? pick(seen.numbers) : 0)));
     const scale = {
       low: of((seen) => seen.scale[0], Math.min), high: of((seen) => seen.scale[1], Math.max),
@@ -214,14 +253,14 @@
     detail.replaceChildren(
       ...[
         heading(point, call, seen[0]?.part),
-        point.where ? el("section", { class: "card source" }, point.source.map(([line, text]) => el("code", {}, el("i", {}, line), text)), el("span", { class: "note" }, point.where)) : null,
+        point.where ? sourceCard(point) : null,
         chips(point.calls.map((each) => [`#${each}`, each]), call, (each) => TH.choose(point, each)),
         chips(parts.map((each, at) => [each.path || "value", at]), place, (at) => TH.choose(point, call, at)),
         point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
         seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
         ...texts,
         apart !== undefined && apart !== null ? el("p", { class: "text" }, apart ? `The two runs are apart by ${TH.number(apart)} of the size of the first.` : "The two runs are equal here.") : null,
-        columns.length ? el("div", { class: "cards" }, numbersCard(columns), columns.filter(({ seen: each }) => each.histogram.length).map((each) => histogramCard({ ...each, title: `Histogram, ${each.title}` }))) : null,
+        columns.length ? el("div", { class: "cards" }, numbersCard(columns), histograms(columns.filter(({ seen: each }) => each.histogram.length))) : null,
         ...seen.map((each) => (each.part.shape ? tokensCard(point, each) : null)),
         pictureCards("Values", seen.map(({ part, name, run }) => ({ seen: part, name, run })), false),
         pictureCards("Gradients", seen.map(({ part, name, run }) => ({ seen: part.gradient, name, run })), true),
