@@ -149,11 +149,67 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
 
-def test_a_call_that_the_model_does_not_take_is_a_failure_too(call, tmp_path):
-    result = call("record", "nets.py:Net", "-o", "run.th")
-    assert result.exit_code == 3
-    assert "missing 1 required positional argument" in result.stderr
-    assert th.load(tmp_path / "run.th").notes["failure"]["error"] == "TypeError"
+CALLS = {
+    "nothing": ([], "Nothing is given for x: give it, for example --input 1x3x64x64"),
+    "one too many": (["-i", "1x3x8x8", "-i", "2"], "Got 2 inputs without a name, and it takes 1"),
+    "another name": (["-i", "xs=1x3x8x8"], "It has no 'xs'. Did you mean x?"),
+    "twice": (["-i", "1x3x8x8", "-i", "x=1x3x8x8"], "x is given twice"),
+}
+
+
+@pytest.mark.parametrize(("inputs", "expected"), CALLS.values(), ids=CALLS)
+def test_a_call_that_the_model_does_not_take_is_refused_before_anything_is_written(call, tmp_path, inputs, expected):
+    (tmp_path / "run.th").write_bytes(b"mine")
+    result = call("record", "nets.py:Net", *inputs, "-o", "run.th")
+    assert result.exit_code == 2
+    assert "the model takes x." in result.stderr
+    assert expected in result.stderr
+    assert (tmp_path / "run.th").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("command", ["points", "audit"])
+def test_a_model_is_not_looked_at_with_inputs_that_it_does_not_take(call, command):
+    result = call(command, "nets.py:Net", "-i", "1x3x8x8", "-i", "2")
+    assert result.exit_code == 2
+    assert "it takes 1" in result.stderr
+
+
+def test_inputs_are_left_to_the_call_where_a_decorator_or_a_hook_adds_to_them(call, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import functools, torch\n"
+        "from torch import nn\n"
+        "def adding(forward):\n"
+        "    @functools.wraps(forward)\n"
+        "    def added(self, x): return forward(self, x, 2)\n"
+        "    return added\n"
+        "class Wrapped(nn.Linear):\n"
+        "    @adding\n"
+        "    def forward(self, x, times): return super().forward(x) * times\n"
+        "class Two(nn.Bilinear): pass\n"
+        "hooked = Two(4, 4, 2)\n"
+        "hooked.register_forward_pre_hook(lambda module, args: (args[0], args[0]))\n"
+    )
+    size = ["--set", "in_features=4", "--set", "out_features=2"]
+    assert call("record", "nets.py:Wrapped", *size, "-i", "1x4").exit_code == 0
+    assert call("record", "nets.py:hooked", "-i", "1x4").exit_code == 0
+
+
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_a_run_without_a_value_leaves_the_tape_that_was_there(call, tmp_path, json_):
+    (tmp_path / "run.th").write_bytes(b"mine")
+    failed = call("record", "nets.py:Net", "head", "-i", "1x5x8x8", "-o", "run.th", *json_)
+    assert failed.exit_code == 3
+    assert "run.th is left as it was" in failed.stderr
+    (tmp_path / "idle.py").write_text(
+        "from torch import nn\n"
+        "class Idle(nn.Linear):\n"
+        "    def __init__(self): super().__init__(2, 2); self.never = nn.ReLU()\n"
+    )
+    idle = call("record", "idle.py:Idle", "nev*", "-i", "1x2", "-o", "run.th", *json_)
+    assert idle.exit_code == 2
+    assert (tmp_path / "run.th").read_bytes() == b"mine"
+    assert not json_ or json.loads(idle.stdout)["tape"] is None
+    del sys.modules["idle"]
 
 
 def test_show_selects_by_glob_and_counts_as_numpy_does(call):

@@ -13,6 +13,7 @@ from tenterhook.cli.harvesting import harvest, verify
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
 from tenterhook.cli.runs import calling
+from tenterhook.cli.signature import check_call
 from tenterhook.cli.tapes import diff, page, show
 from tenterhook.record.points import points as points_of
 
@@ -71,11 +72,18 @@ def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool
     such as 'h.0.attn:*') are shown beside their source.
     """
     with calling(asked.model):
-        found = points_of(asked.model, *selectors, inputs=asked.inputs.whole if asked.inputs else None)
+        found = points_of(asked.model, *selectors, inputs=_inputs(asked))
     if json_:
         print_json(_described(found))
     else:
         print_table(found._table(fold=not every))  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+
+
+def _inputs(asked: Asked) -> Any:
+    if not asked.inputs:
+        return None
+    check_call(asked.model, asked.inputs)
+    return asked.inputs.whole
 
 
 def _described(found: Selection) -> list[dict[str, Any]]:
@@ -113,7 +121,7 @@ def audit(asked: Asked, *, json_: bool) -> None:
     With --input it is run a few times, and the cost of each hook is measured.
     """
     with calling(asked.model):
-        found = audit_of(asked.model, asked.inputs.whole if asked.inputs else None)
+        found = audit_of(asked.model, _inputs(asked))
     if not json_:
         print_table(found._table())  # noqa: SLF001  # drawn here, so that a pipe gets plain text
         return

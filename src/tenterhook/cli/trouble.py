@@ -16,7 +16,7 @@ import click
 
 from tenterhook.errors import TenterhookError
 
-__all__ = ["DIFFERENT", "FAILED", "ModelFailed", "Trouble", "missing_package", "show_debug", "speaking"]
+__all__ = ["DIFFERENT", "FAILED", "WRONG", "ModelFailed", "Trouble", "missing_package", "show_debug", "speaking"]
 
 DIFFERENT, WRONG, FAILED = 1, 2, 3
 
