@@ -149,6 +149,21 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
 
+def test_a_failure_of_the_backward_pass_is_told_as_one(call, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "class Back(nn.Linear):\n"
+        "    def forward(s, x): return super().forward(x).sigmoid().mul_(2)\n"
+    )
+    size = ["--set", "in_features=4", "--set", "out_features=2"]
+    result = call("record", "nets.py:Back", *size, "-i", "1x4", "--grad", "-o", "run.th")
+    assert result.exit_code == 3
+    for text in (result.stderr, call("show", "run.th").stdout):
+        assert "RuntimeError: in the backward pass: one of the variables" in text
+        assert "no module of the model" not in text
+        assert "no tensors" not in text
+
+
 CALLS = {
     "nothing": ([], "Nothing is given for x: give it, for example --input 1x3x64x64"),
     "one too many": (["-i", "1x3x8x8", "-i", "2"], "Got 2 inputs without a name, and it takes 1"),

@@ -15,10 +15,9 @@ from tenterhook._look.progress import bar
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json
-from tenterhook.cli.runs import LOSSES, Run, run
+from tenterhook.cli.runs import LOSSES, Run, run, told
 from tenterhook.cli.signature import check_call
 from tenterhook.cli.trouble import FAILED, WRONG, Trouble
-from tenterhook.record.table import failed
 from tenterhook.record.tape import Tape
 
 __all__ = ["record"]
@@ -106,8 +105,7 @@ def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
     if json_:
         print_json({"tape": None, "values": 0, "gradients": 0, "bytes": 0, "failure": tape.notes.get("failure")})
         return
-    for line in failed(tape):
-        click.echo(line, err=True)
+    _tell_failure(tape)
 
 
 def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
@@ -117,7 +115,11 @@ def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
         return
     size = short_number(counts["bytes"]).replace("k", " k").replace("M", " M").replace("B", " G")
     click.echo(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
-    for line in failed(tape):
+    _tell_failure(tape)
+
+
+def _tell_failure(tape: Tape) -> None:
+    for line in told(tape.notes["failure"]) if "failure" in tape.notes else ():
         click.echo(line, err=True)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import webbrowser
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.cli.options import print_json, print_table, size_of
+from tenterhook.cli.runs import told
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
-from tenterhook.record.table import table
+from tenterhook.record.table import failed, table
 from tenterhook.record.tape import Tape, load
 from tenterhook.report.compare import Difference, Tolerance, compare
 from tenterhook.report.order import chosen
@@ -72,9 +73,15 @@ def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> N
             failure = tape.notes.get("failure")
             print_json({"values": [row for address in addresses for row in _values(tape, address)], "failure": failure})
             return
-        print_table(table(tape, addresses if selectors else None))
+        print_table(_told(table(tape, addresses if selectors else None), tape))
         for address in addresses if maps > 0 else ():
             _draw_maps(tape, address, maps)
+
+
+def _told(drawn: Table, tape: Tape) -> Table:
+    """The same table, the failure under it in the words of this command."""
+    lines = failed(tape)
+    return replace(drawn, footer=(*drawn.footer[: -len(lines)], *told(tape.notes["failure"]))) if lines else drawn
 
 
 def _values(tape: Tape, address: str) -> list[dict[str, Any]]:
