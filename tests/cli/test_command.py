@@ -249,6 +249,17 @@ def test_show_draws_maps(call):
     assert "█" in shown.stdout
 
 
+def test_show_in_a_terminal_keeps_the_numbers_and_names_what_it_leaves_out(call, monkeypatch):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "run.th")
+    monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = call("show", "run.th").stdout
+    assert shown.splitlines()[1].split() == ["point", "shape", "mean", "std", "min", "max", "|grad|"]
+    assert "not shown for want of room: module, zeros (a wider terminal or --json" in " ".join(shown.split())
+    monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: False)
+    assert "module" in call("show", "run.th").stdout
+
+
 def test_diff_finds_the_first_point_where_two_runs_part(call):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
     call("record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "relu=scale(1.5)", "-o", "b.th")

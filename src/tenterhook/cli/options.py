@@ -150,13 +150,17 @@ def size_of(text: str) -> int:
 
 
 def print_table(table: Table) -> None:
-    """In colour and cut to the width on a terminal; whole and plain everywhere else."""
-    if not sys.stdout.isatty():
+    """In colour and fitted to the width on a terminal; whole and plain everywhere else."""
+    if not _in_terminal():
         click.echo(as_text(table))
         return
     from rich.console import Console
 
-    Console().print(as_rich(table))
+    Console().print(as_rich(table, also="--json"))
+
+
+def _in_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def print_json(value: Any) -> None:

@@ -30,6 +30,7 @@ __all__ = ["diff", "page", "show"]
 TAPE = click.Path(path_type=Path)
 AROUND = 12  # rows that a diff shows from where two tapes part
 MAP_DIMENSIONS = 2
+SPARE = ("module", "zeros")
 
 
 def read_tape(file: Path) -> Tape:
@@ -73,15 +74,17 @@ def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> N
             failure = tape.notes.get("failure")
             print_json({"values": [row for address in addresses for row in _values(tape, address)], "failure": failure})
             return
-        print_table(_told(table(tape, addresses if selectors else None), tape))
+        print_table(_shown(table(tape, addresses if selectors else None), tape))
         for address in addresses if maps > 0 else ():
             _draw_maps(tape, address, maps)
 
 
-def _told(drawn: Table, tape: Tape) -> Table:
-    """The same table, the failure under it in the words of this command."""
+def _shown(drawn: Table, tape: Tape) -> Table:
+    """The same table as this command shows it: the numbers before the class, the failure in its own words."""
     lines = failed(tape)
-    return replace(drawn, footer=(*drawn.footer[: -len(lines)], *told(tape.notes["failure"]))) if lines else drawn
+    footer = (*drawn.footer[: -len(lines)], *told(tape.notes["failure"])) if lines else drawn.footer
+    columns = tuple(replace(column, spare=column.title in SPARE) for column in drawn.columns)
+    return replace(drawn, columns=columns, footer=footer)
 
 
 def _values(tape: Tape, address: str) -> list[dict[str, Any]]:
@@ -244,7 +247,13 @@ def _difference_table(found: list[Difference], first: int | None, *, every: bool
     ]
     rest = len(found) - len(shown)
     footer = (f"{parting} of {len(found)} differ" + (f"; {rest} not shown (--all)" if rest else ""),) if parting else ()
-    columns = (Column(), Column("point"), Column("off by", right=True), Column("of its size", right=True), Column())
+    columns = (
+        Column(),
+        Column("point"),
+        Column("off by", right=True),
+        Column("of its size", right=True),
+        Column("why"),
+    )
     return Table(title, columns, tuple(rows), footer)
 
 
