@@ -194,4 +194,6 @@ def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
     with speaking("the tokenizer failed"):
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
+    if not made.tokens:
+        raise Trouble(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
     return found

@@ -30,6 +30,9 @@ FORMS = """MODEL is one of
   transformers:Name       a configuration (GPT2Config) or model class, with random weights
   timm:name               a timm architecture, with random weights"""
 
+WORDS = ("tokenizer.*", "vocab*", "*.model", "*.vocab", "*.tiktoken", "tekken.json")
+"""files with the words of a tokenizer"""
+
 
 def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None) -> nn.Module:
     """The model that a text names, in evaluation mode."""
@@ -203,7 +206,11 @@ def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
 def tokenizer_of(folder: Path) -> Any:
     """The tokenizer in a directory."""
     with speaking(f"there is no tokenizer in {folder} that could be read"):
-        return _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        made = _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # Where there are no files, transformers makes one that knows no word, or nothing but its special tokens.
+    if made.vocab_files_names and not any(found for kind in WORDS for found in folder.glob(kind)):
+        raise Trouble(f"there is no tokenizer in {folder}; give --tokenizer DIR")
+    return made
 
 
 def _hugging_face() -> Any:
