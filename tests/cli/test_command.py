@@ -36,6 +36,14 @@ class Broken(Net):
         super().__init__()
         self.head = nn.Linear(7, 4)
 
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2 = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x):
+        return self.b2(self.b1(x))
+
 ready = Net(width=2)
 number = 3
 
@@ -314,6 +322,15 @@ def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
 
 WRONG = {
     "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
+    "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, ready, explodes.\n"),
+    "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nWhat is inside a model is a"),
+    "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
+    "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1.*, b2.*?"),
+    "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
+    "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all of it"),
+    "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),
+    "no directory": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "no/run.th"], "there is no directory no."),
+    "a directory for a page": (["page", "a.th", "-o", "."], ". is a directory; name a file in it: -o a.html"),
     "no such file": (["points", "nots.py:Net"], "there is no file nots.py"),
     "no such module": (["points", "nots:Net"], "there is no module 'nots' to import"),
     "no name": (["points", "nets.py"], "nets.py:name"),
@@ -347,6 +364,11 @@ def test_mistakes_are_told_in_words_with_exit_code_2(call, args, expected):
     assert expected in result.stderr
     assert "Traceback" not in result.output
     assert isinstance(result.exception, SystemExit)
+
+
+def test_a_mistake_is_not_placed_in_a_line_of_the_program_itself(call):
+    assert "\n  at " not in call("points", "nets.py:Net", "--set", "wide=3").stderr
+    assert "nets.py:" in call("points", "nets.py:explodes").stderr.partition("\n  at ")[2]
 
 
 def test_debug_shows_the_traceback(call):

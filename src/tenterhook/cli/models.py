@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -76,10 +77,11 @@ def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
         raise Trouble(otherwise(text))
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
     found: Any = module
-    for part in name.split("."):
+    reached = where
+    for number, part in enumerate(name.split(".")):
         if not hasattr(found, part):
-            raise Trouble(_no_name(where, part, found))
-        found = getattr(found, part)
+            raise Trouble(_no_name(reached, part, found))
+        found, reached = getattr(found, part), f"{reached}{'.' if number else ':'}{part}"
     return found
 
 
@@ -139,9 +141,23 @@ def _no_model(text: str) -> str:
 
 
 def _no_name(where: str, part: str, owner: Any) -> str:
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    near = nearest(part, names) or names[:5]
-    return f"{where} has no {part!r}." + (f"\nDid you mean {listed(near)}?" if near else "")
+    names = [name for name in dir(owner) if not name.startswith("_") and name not in dir(nn.Module)]
+    near = nearest(part, names)
+    if near:
+        return f"{where} has no {part!r}.\nDid you mean {listed(near)}?"
+    if isinstance(owner, ModuleType):
+        models = [name for name, found in vars(owner).items() if name in names and _could_be_a_model(found, owner)]
+        return f"{where} has no {part!r}." + (f"\nIt has {listed(models)}." if models else "")
+    inside = isinstance(owner, nn.Module) or (isinstance(owner, type) and issubclass(owner, nn.Module))
+    fix = f"\nWhat is inside a model is a selector of its own: {where} {part}" if inside else ""
+    return f"{where} has no {part!r}.{fix}"
+
+
+def _could_be_a_model(found: Any, module: ModuleType) -> bool:
+    if isinstance(found, nn.Module):
+        return True
+    own = getattr(found, "__module__", None) == module.__name__
+    return own and (issubclass(found, nn.Module) if isinstance(found, type) else inspect.isfunction(found))
 
 
 # -- libraries of models ----------------------------------------------------------------------------------------------

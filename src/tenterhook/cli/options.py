@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tenterhook._draw import Table, as_rich, as_text
+from tenterhook.cli.advice import for_a_shell
 from tenterhook.cli.inputs import FORMS as INPUTS
 from tenterhook.cli.inputs import Inputs, read_inputs
 from tenterhook.cli.models import FORMS as MODELS
@@ -90,7 +91,9 @@ def model_alone(function: F) -> F:
         making = {name: given.pop(name) for name in names}
         reading = {name: given.pop(name, default) for name, default in READING.items()}
         with speaking():
-            return function(asked=_asked(making, **reading), **given)
+            asked = _asked(making, **reading)
+            with for_a_shell(asked.model, asked.text):
+                return function(asked=asked, **given)
 
     return command  # type: ignore[return-value]
 

@@ -83,6 +83,7 @@ def record(  # noqa: PLR0913  # each is an option
         changes.setdefault(selector, []).extend(made)
     wanted = Run(list(selectors), grad, loss, changes, stop, _keep(keep))
     check_call(asked.model, asked.inputs)
+    _check_place(file)
     with _progress(asked, wanted) as passed, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tape, error = run(asked.model, asked.inputs, wanted, passed)
@@ -97,6 +98,14 @@ def record(  # noqa: PLR0913  # each is an option
         _tell(tape, file, json_=json_)
     if error is not None or kept:
         raise click.exceptions.Exit(FAILED if error is not None else WRONG)
+
+
+def _check_place(file: Path) -> None:
+    """What cannot be written is told before the run, which may be long."""
+    if file.is_dir():
+        raise Trouble(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
+    if not file.parent.is_dir():
+        raise Trouble(f"{file} cannot be written: there is no directory {file.parent}. Make it first.")
 
 
 def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:

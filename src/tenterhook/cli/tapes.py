@@ -156,6 +156,8 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     if len(files) > len(("left", "right")):
         raise Trouble(f"a page shows one tape, or two side by side; got {len(files)}")
     target = target or files[0].with_suffix(".html")
+    if target.is_dir():
+        raise Trouble(f"{target} is a directory; name a file in it: -o {target / f'{files[0].stem}.html'}")
     if target.suffix.lower() not in (".html", ".htm"):
         raise Trouble(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
