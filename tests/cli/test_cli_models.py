@@ -114,8 +114,12 @@ def test_weights_are_read_without_running_code(tmp_path):
     model = load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "good.pt")
     assert torch.equal(model.weight, source.weight)
     torch.save({"weight": _Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(Trouble, match="could not be read as weights"):
+    with pytest.raises(Trouble, match="could not be read as weights: it holds objects that would run code") as told:
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "evil.pt")
+    assert "weights_only" not in str(told.value)
+    (tmp_path / "text.pt").write_text("no pickle")
+    with pytest.raises(Trouble, match=r"torch\.save did not write it, or it is damaged"):
+        read_inputs((str(tmp_path / "text.pt"),), model)
     torch.save({"weight": torch.zeros(3, 3)}, tmp_path / "other.pt")
     with pytest.raises(Trouble, match="do not fit the model"):
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "other.pt")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors
-from tenterhook.cli.models import tokenizer_of
+from tenterhook.cli.models import tokenizer_of, torch_file
 from tenterhook.cli.trouble import Trouble, missing_package, speaking
 
 __all__ = ["FORMS", "Inputs", "read_inputs"]
@@ -147,7 +147,7 @@ def _numpy(file: Path) -> Any:
 
 
 def _torch(file: Path) -> Any:
-    found = torch.load(file, map_location="cpu", weights_only=True)
+    found = torch_file(file, "could not be read")
     return tuple(found) if isinstance(found, list) else found
 
 

@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.cli.trouble import Trouble, missing_package, speaking
 
-__all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of"]
+__all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
 FORMS = """MODEL is one of
   package.module:name     a model, a class or a function that makes one
@@ -242,6 +243,19 @@ def _hugging_face() -> Any:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
+def torch_file(file: Path, what: str) -> Any:
+    """What ``torch.save`` wrote, if it is tensors and plain values: other objects would run code as they are read."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported operand" in str(error):
+            raise Trouble(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
+        raise Trouble(
+            f"{file} {what}: it holds objects that would run code as they are read, and only tensors and plain values "
+            "are read. Save those alone, for example a state_dict()."
+        ) from error
+
+
 def _fill(model: nn.Module, file: Path) -> None:
     with speaking(f"{file} could not be read as weights"):
         if file.suffix == ".safetensors":
@@ -249,7 +263,7 @@ def _fill(model: nn.Module, file: Path) -> None:
 
             state: Any = load_file(file)
         else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state = torch_file(file, "could not be read as weights")
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
     if not isinstance(state, Mapping):
