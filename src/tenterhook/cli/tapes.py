@@ -12,23 +12,23 @@ from typing import Any
 
 import click
 
-from tenterhook._draw import Column, Row, Table
+from tenterhook._draw import Table
 from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
+from tenterhook.cli.differences import difference_table, first_of
 from tenterhook.cli.options import print_json, print_table, size_of
 from tenterhook.cli.runs import told
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
 from tenterhook.record.table import failed, table
 from tenterhook.record.tape import Tape, load
-from tenterhook.report.compare import Difference, Tolerance, compare
+from tenterhook.report.compare import Tolerance, compare
 from tenterhook.report.order import chosen
 
 __all__ = ["diff", "page", "show"]
 
 TAPE = click.Path(path_type=Path)
-AROUND = 12  # rows that a diff shows from where two tapes part
 MAP_DIMENSIONS = 2
 SPARE = ("module", "zeros")
 
@@ -218,54 +218,16 @@ Examples:
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
     """Where two runs part: the first point whose values differ, and by how much.
 
-    The exit code is 0 if they do not, and 1 if they do.
+    Points that only one of the tapes holds are counted, and shown with --all. The exit code is 0 if nothing differs,
+    and 1 if something does.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
-    first = next((place for place, each in enumerate(found) if each.parts), None)
+    first = first_of(found)
     if json_:
         rows = [asdict(each) for each in found]
-        print_json({"first": None if first is None else found[first].address, "points": rows})
+        print_json({"first": None if first is None else first.address, "points": rows})
     else:
-        print_table(_difference_table(found, first, every=every))
+        print_table(difference_table(found, first, every=every))
     if first is not None:
         raise click.exceptions.Exit(DIFFERENT)
-
-
-def _difference_table(found: list[Difference], first: int | None, *, every: bool) -> Table:
-    parting = sum(each.parts for each in found)
-    if first is None:
-        title = f"no difference in {len(found)} values"
-    else:
-        title = f"the runs part at {_called(found[first])}: {_how(found[first])}"
-    start = max(0, (first or 0) - 1)
-    shown = found if every else found[start : start + AROUND] if first is not None else []
-    rows = [
-        Row(
-            ("✗" if each.parts else "", _called(each), _number(each.largest), _number(each.relative), each.why),
-            style="strong" if each.parts else "dim",
-        )
-        for each in shown
-    ]
-    rest = len(found) - len(shown)
-    footer = (f"{parting} of {len(found)} differ" + (f"; {rest} not shown (--all)" if rest else ""),) if parting else ()
-    columns = (
-        Column(),
-        Column("point"),
-        Column("off by", right=True),
-        Column("of its size", right=True),
-        Column("why"),
-    )
-    return Table(title, columns, tuple(rows), footer)
-
-
-def _called(each: Difference) -> str:
-    return f"d/d {each.address}" if each.gradient else each.address
-
-
-def _how(each: Difference) -> str:
-    return each.why or f"off by up to {_number(each.largest)}, {_number(each.relative)} of its size"
-
-
-def _number(number: float) -> str:
-    return f"{number:.3g}" if number else ""
