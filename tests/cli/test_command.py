@@ -283,6 +283,21 @@ def test_diff_finds_the_first_point_where_two_runs_part(call):
     assert call("diff", "a.th", "b.th", "--rtol", "10").exit_code == 0
 
 
+def test_diff_counts_what_only_one_tape_holds(call):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "a.th")
+    call("record", "nets.py:Net", "conv", "head", "-i", "1x3x8x8", "-o", "b.th")
+    result = call("diff", "a.th", "b.th")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "no difference in 2 values that both tapes hold",
+        "2 values only in the first tape (--all)",
+        "the second tape has no gradients, and the first has 4",
+    ]
+    assert call("diff", "b.th", "a.th", "--all").stdout.count("only in the second") == 2 + 4 + 1
+    call("record", "nets.py:Net", "conv", "head", "-i", "1x3x8x8", "--seed", "1", "-o", "c.th")
+    assert call("diff", "a.th", "c.th").stdout.startswith("the runs part at conv: off by up to ")
+
+
 def test_half_precision_is_no_difference_beyond_its_rounding(call):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
     call("record", "nets.py:Net", "-i", "1x3x8x8", "--dtype", "bfloat16", "-o", "b.th")
@@ -376,6 +391,8 @@ def test_debug_shows_the_traceback(call):
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert 'raise ValueError("no weights today")' in result.stderr
+    assert "Traceback" in call("points", "nets.py:explodes", "--debug").stderr
+    assert "Traceback" not in call("points", "nets.py:explodes", "--", "--debug").stderr
 
 
 def test_a_damaged_tape_is_said_to_be_damaged(call, tmp_path):

@@ -43,7 +43,19 @@ Rows of a whole data set, for probes and sparse autoencoders:
 )
 
 
-@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Tenterhook(click.Group):
+    """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        if "--debug" in args[1:end]:
+            args = ["--debug", *(each for each in args[:end] if each != "--debug"), *args[end:]]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=Tenterhook, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="tenterhook")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def tenterhook(*, debug: bool) -> None:
