@@ -1,6 +1,7 @@
 """The command, as a person at a terminal sees it: what it prints, and with which exit code it ends."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -439,6 +440,37 @@ def test_it_completes_commands_and_models(tmp_path, monkeypatch):
     assert [item.value for item in complete.get_completions([], "re")] == ["record"]
     assert [item.value for item in complete.get_completions(["points"], "ne")] == ["nets.py:"]
     assert [item.value for item in complete.get_completions(["points"], "tr")] == ["transformers:"]
+
+
+def test_it_completes_the_names_in_a_file_without_running_it(call):
+    from click.shell_completion import ShellComplete
+
+    complete = ShellComplete(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE")
+    names = [item.value for item in complete.get_completions(["points"], "nets.py:")]
+    assert names == [f"nets.py:{name}" for name in ("Net", "Broken", "Many", "explodes", "ready", "number")]
+    assert [item.value for item in complete.get_completions(["points"], "nets.py:re")] == ["nets.py:ready"]
+    assert complete.get_completions(["points"], "none.py:") == []
+    assert "nets" not in sys.modules
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("line", "replies"), [("points nets.py:Ne", "Net"), ("points ne", "nets.py:"), ("po", "points")]
+)
+def test_bash_completes_a_model_though_a_colon_ends_its_words(call, tmp_path, line, replies):
+    program = tmp_path / "tenterhook"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import tenterhook.cli; tenterhook.cli.main()" "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "complete.sh").write_text(call("completion", "bash").stdout)
+    words = line.replace(":", " : ").split()
+    script = f"""
+        source ./complete.sh
+        COMP_LINE="tenterhook {line} and more"; COMP_POINT={len("tenterhook ") + len(line)}
+        COMP_WORDS=(tenterhook {" ".join(words)}); COMP_CWORD={len(words)}
+        _tenterhook_completion ./tenterhook; echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [replies], done.stderr
 
 
 @pytest.mark.parametrize("command", ["", "points", "record", "show", "page", "diff", "audit", "completion"])
