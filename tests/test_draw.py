@@ -142,6 +142,8 @@ def test_shapes_are_not_cut_and_prose_loses_its_end():
         tuple(Row((f"block.{number}", "16×128×1024", "y = self.project(x) + bias")) for number in range(2)),
     )
     assert in_terminal(table, 36)[1] == "block.0  16×128×1024  y = self.proj…"
+    longer = Table("", table.columns[:2], (Row(("a", "[2, 128]")), Row(("b", "Output(logits=[2, 128], past=None)"))))
+    assert in_terminal(longer, 20)[1:] == ["a     [2, 128]", "b     Output(logits…"]
 
 
 def test_guides_stay_whole_where_names_are_shortened():

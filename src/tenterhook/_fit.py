@@ -22,7 +22,7 @@ __all__ = ["Fit", "Fitted", "fit", "shortened"]
 NAME_SHARE = 0.3  # of the terminal, which names keep before columns give way
 LEAST_NAME, LEAST_TEXT = 12, 10
 MARK = 6  # A column this narrow costs little: a cross, a warning.
-FIGURES = re.compile(r"[\[(]?\d[\d×, ]*[\])]?(?: \w+)?|scalar")
+FIGURES = re.compile(r"[\[(]?\d[\d×, ]*[\])]?(?: \w+)?")  # a shape is not cut either
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,14 @@ def _natural(table: Table) -> list[int]:
 
 
 def _least(table: Table, place: int, natural: int, name: int, width: int) -> int:
-    if _holds_figures(table, place):
+    column = table.columns[place]
+    if column.right:
         return natural
     if place != name:
-        return min(natural, LEAST_TEXT)
-    guide = max(map(len, guides(table.rows)), default=0) if table.columns[place].tree else 0
+        figures = (text_width(row.cells[place]) for row in table.rows if FIGURES.fullmatch(row.cells[place]))
+        return max(min(natural, LEAST_TEXT), *figures, 0)
+    guide = max(map(len, guides(table.rows)), default=0) if column.tree else 0
     return min(natural, guide + max(LEAST_NAME, int(NAME_SHARE * width) - guide))
-
-
-def _holds_figures(table: Table, place: int) -> bool:
-    """Whether a column is numbers or shapes."""
-    cells = [row.cells[place] for row in table.rows if row.cells[place]]
-    return table.columns[place].right or 2 * sum(bool(FIGURES.fullmatch(cell)) for cell in cells) > len(cells)
 
 
 def _least_important_first(table: Table, natural: Sequence[int], name: int) -> list[int]:
