@@ -11,7 +11,7 @@ SOURCE = Path(th.__file__).parent
 
 # Each room may use those before it, and itself.
 ROOMS = [
-    {"errors", "_tree", "_draw", "_look", "_version"},
+    {"errors", "_tree", "_draw", "_fit", "_look", "_version"},
     {"address"},
     {"sites"},
     {"engine", "compiled"},

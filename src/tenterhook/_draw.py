@@ -25,13 +25,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Group
-    from rich.text import Text
 
-__all__ = ["Column", "Drawn", "Row", "Style", "Table", "as_html", "as_rich", "as_text", "short_number"]
+__all__ = [
+    "GAP",
+    "Column",
+    "Drawn",
+    "Row",
+    "Style",
+    "Table",
+    "as_html",
+    "as_rich",
+    "as_text",
+    "full_cells",
+    "guides",
+    "short_number",
+    "text_width",
+]
 
 Style: TypeAlias = Literal["", "dim", "strong"]
 
-_GAP = "  "
+GAP = "  "
 _THOUSAND = 1000
 _BLANK, _BAR, _TEE, _ELBOW = "   ", "│  ", "├─ ", "└─ "
 _HTML_STYLES: dict[Style, str] = {"": "", "dim": "opacity:.5", "strong": "font-weight:600"}
@@ -44,11 +57,12 @@ _HEAD_CSS = (
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; in a ``tree`` column, guides stand before the cells."""
+    """A column; in a ``tree`` column, guides stand before the cells, and a ``spare`` one gives way before others."""
 
     title: str = ""
     right: bool = False
     tree: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +104,33 @@ class Drawn:
 def as_text(table: Table) -> str:
     """Plain text, as wide as it has to be."""
     table = _without_empty_columns(table)
-    guides = _guides(table.rows)
-    lines = [_full_cells(table, row.cells, guide) for row, guide in zip(table.rows, guides, strict=True)]
+    leading = guides(table.rows)
+    lines = [full_cells(table, row.cells, guide) for row, guide in zip(table.rows, leading, strict=True)]
     titles = tuple(column.title for column in table.columns)
     if any(titles) and lines:
         lines.insert(0, titles)
-    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
+    widths = [max(map(text_width, cells)) for cells in zip(*lines, strict=True)]
     drawn = [_line(table.columns, cells, widths) for cells in lines]
     return "\n".join([*filter(None, [table.title]), *drawn, *table.footer])
 
 
-def as_rich(table: Table) -> Group:
-    """A rich renderable."""
+def as_rich(table: Table, also: str = "") -> Group:
+    """A rich renderable, as wide as the console; ``also`` is a way, besides a wider one, to see what is left out."""
     from rich.console import Group
-    from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = _without_empty_columns(table)
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for place, column in enumerate(table.columns):
-        justify: Literal["right", "left"] = "right" if column.right else "left"
-        # Numbers are never cut short: half a number is worse than none.
-        least = max((len(row.cells[place]) for row in table.rows), default=0) if column.right else None
-        grid.add_column(Text(column.title), justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
-    for row, guide in zip(table.rows, _guides(table.rows), strict=True):
-        grid.add_row(*_rich_cells(table, row, guide))
+    from tenterhook._fit import Fitted
+
     title = [Text(table.title, style="bold")] if table.title else []
-    return Group(*title, grid, *(Text(line, style="dim") for line in table.footer))
+    fitted = Fitted(_without_empty_columns(table), also)
+    return Group(*title, fitted, *(Text(line, style="dim") for line in table.footer))
 
 
 def as_html(table: Table) -> str:
     """A table for a notebook: styles inline, no script, nothing fetched, legible on light and on dark."""
     table = _without_empty_columns(table)
     head = "".join(_html_cell("th", column, html.escape(column.title), _HEAD_CSS) for column in table.columns)
-    rows = [_html_row(table, row, guide) for row, guide in zip(table.rows, _guides(table.rows), strict=True)]
+    rows = [_html_row(table, row, guide) for row, guide in zip(table.rows, guides(table.rows), strict=True)]
     footer = "".join(f'<div style="opacity:.6">{html.escape(line)}</div>' for line in table.footer)
     return (
         f'<div style="overflow-x:auto"><div style="font-weight:600">{html.escape(table.title)}</div>'
@@ -153,44 +160,36 @@ def _without_empty_columns(table: Table) -> Table:
     return replace(table, columns=tuple(table.columns[index] for index in keep), rows=rows)
 
 
-def _guides(rows: Sequence[Row]) -> list[str]:
+def guides(rows: Sequence[Row]) -> list[str]:
     """The lines that lead to each row, drawn from the bottom up: only then is it known what still follows."""
-    guides: list[str] = []
+    made: list[str] = []
     follows: set[int] = set()  # the depths at which a later row hangs on the same parent
     for row in reversed(rows):
         bars = "".join(_BAR if depth in follows else _BLANK for depth in range(1, row.depth))
         end = (_TEE if row.depth in follows else _ELBOW) if row.depth else ""
-        guides.append(bars + end)
+        made.append(bars + end)
         follows = {depth for depth in follows if depth < row.depth} | {row.depth}
-    return guides[::-1]
+    return made[::-1]
 
 
-def _full_cells(table: Table, cells: tuple[str, ...], guide: str) -> tuple[str, ...]:
+def full_cells(table: Table, cells: tuple[str, ...], guide: str) -> tuple[str, ...]:
+    """The cells of a row, the guide before the one in a tree."""
     return tuple(guide + cell if column.tree else cell for column, cell in zip(table.columns, cells, strict=True))
 
 
 def _line(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = []
     for column, cell, width in zip(columns, cells, widths, strict=True):
-        space = " " * (width - _width(cell))
+        space = " " * (width - text_width(cell))
         padded.append(space + cell if column.right else cell + space)
-    return _GAP.join(padded).rstrip()
+    return GAP.join(padded).rstrip()
 
 
-def _width(text: str) -> int:
+def text_width(text: str) -> int:
+    """How many places a text takes."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
-
-
-def _rich_cells(table: Table, row: Row, guide: str) -> list[Text]:
-    from rich.text import Text
-
-    style = "bold" if row.style == "strong" else row.style
-    return [
-        Text.assemble((guide, "dim"), (cell, style)) if column.tree else Text(cell, style=style)
-        for column, cell in zip(table.columns, row.cells, strict=True)
-    ]
 
 
 def _html_row(table: Table, row: Row, guide: str) -> str:

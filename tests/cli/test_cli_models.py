@@ -51,6 +51,18 @@ def test_a_text_without_a_tokenizer_says_so():
         read_inputs(("text:hello",), nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_a_directory_without_the_files_of_a_tokenizer_has_none(kind, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(Trouble, match="there is no tokenizer in "):
+        read_inputs(("text:the cat",), nn.Linear(1, 1), folder=tmp_path)
+
+
+def test_a_text_without_tokens_is_no_input(folder):
+    with pytest.raises(Trouble, match="the text '' has no tokens"):
+        read_inputs(("text:",), nn.Linear(1, 1), folder=folder)
+
+
 def test_a_directory_without_weights_is_no_model(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(Trouble, match=r"a config\.json and no weights"):
@@ -102,8 +114,12 @@ def test_weights_are_read_without_running_code(tmp_path):
     model = load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "good.pt")
     assert torch.equal(model.weight, source.weight)
     torch.save({"weight": _Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(Trouble, match="could not be read as weights"):
+    with pytest.raises(Trouble, match="could not be read as weights: it holds objects that would run code") as told:
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "evil.pt")
+    assert "weights_only" not in str(told.value)
+    (tmp_path / "text.pt").write_text("no pickle")
+    with pytest.raises(Trouble, match=r"torch\.save did not write it, or it is damaged"):
+        read_inputs((str(tmp_path / "text.pt"),), model)
     torch.save({"weight": torch.zeros(3, 3)}, tmp_path / "other.pt")
     with pytest.raises(Trouble, match="do not fit the model"):
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "other.pt")

@@ -1,6 +1,7 @@
 """The command, as a person at a terminal sees it: what it prints, and with which exit code it ends."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -35,6 +36,14 @@ class Broken(Net):
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(7, 4)
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2 = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x):
+        return self.b2(self.b1(x))
 
 ready = Net(width=2)
 number = 3
@@ -149,11 +158,82 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
 
-def test_a_call_that_the_model_does_not_take_is_a_failure_too(call, tmp_path):
-    result = call("record", "nets.py:Net", "-o", "run.th")
+def test_a_failure_of_the_backward_pass_is_told_as_one(call, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "class Back(nn.Linear):\n"
+        "    def forward(s, x): return super().forward(x).sigmoid().mul_(2)\n"
+    )
+    size = ["--set", "in_features=4", "--set", "out_features=2"]
+    result = call("record", "nets.py:Back", *size, "-i", "1x4", "--grad", "-o", "run.th")
     assert result.exit_code == 3
-    assert "missing 1 required positional argument" in result.stderr
-    assert th.load(tmp_path / "run.th").notes["failure"]["error"] == "TypeError"
+    for text in (result.stderr, call("show", "run.th").stdout):
+        assert "RuntimeError: in the backward pass: one of the variables" in text
+        assert "no module of the model" not in text
+        assert "no tensors" not in text
+
+
+CALLS = {
+    "nothing": ([], "Nothing is given for x: give it, for example --input 1x3x64x64"),
+    "one too many": (["-i", "1x3x8x8", "-i", "2"], "Got 2 inputs without a name, and it takes 1"),
+    "another name": (["-i", "xs=1x3x8x8"], "It has no 'xs'. Did you mean x?"),
+    "twice": (["-i", "1x3x8x8", "-i", "x=1x3x8x8"], "x is given twice"),
+}
+
+
+@pytest.mark.parametrize(("inputs", "expected"), CALLS.values(), ids=CALLS)
+def test_a_call_that_the_model_does_not_take_is_refused_before_anything_is_written(call, tmp_path, inputs, expected):
+    (tmp_path / "run.th").write_bytes(b"mine")
+    result = call("record", "nets.py:Net", *inputs, "-o", "run.th")
+    assert result.exit_code == 2
+    assert "the model takes x." in result.stderr
+    assert expected in result.stderr
+    assert (tmp_path / "run.th").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("command", ["points", "audit"])
+def test_a_model_is_not_looked_at_with_inputs_that_it_does_not_take(call, command):
+    result = call(command, "nets.py:Net", "-i", "1x3x8x8", "-i", "2")
+    assert result.exit_code == 2
+    assert "it takes 1" in result.stderr
+
+
+def test_inputs_are_left_to_the_call_where_a_decorator_or_a_hook_adds_to_them(call, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import functools, torch\n"
+        "from torch import nn\n"
+        "def adding(forward):\n"
+        "    @functools.wraps(forward)\n"
+        "    def added(self, x): return forward(self, x, 2)\n"
+        "    return added\n"
+        "class Wrapped(nn.Linear):\n"
+        "    @adding\n"
+        "    def forward(self, x, times): return super().forward(x) * times\n"
+        "class Two(nn.Bilinear): pass\n"
+        "hooked = Two(4, 4, 2)\n"
+        "hooked.register_forward_pre_hook(lambda module, args: (args[0], args[0]))\n"
+    )
+    size = ["--set", "in_features=4", "--set", "out_features=2"]
+    assert call("record", "nets.py:Wrapped", *size, "-i", "1x4").exit_code == 0
+    assert call("record", "nets.py:hooked", "-i", "1x4").exit_code == 0
+
+
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_a_run_without_a_value_leaves_the_tape_that_was_there(call, tmp_path, json_):
+    (tmp_path / "run.th").write_bytes(b"mine")
+    failed = call("record", "nets.py:Net", "head", "-i", "1x5x8x8", "-o", "run.th", *json_)
+    assert failed.exit_code == 3
+    assert "run.th is left as it was" in failed.stderr
+    (tmp_path / "idle.py").write_text(
+        "from torch import nn\n"
+        "class Idle(nn.Linear):\n"
+        "    def __init__(self): super().__init__(2, 2); self.never = nn.ReLU()\n"
+    )
+    idle = call("record", "idle.py:Idle", "nev*", "-i", "1x2", "-o", "run.th", *json_)
+    assert idle.exit_code == 2
+    assert (tmp_path / "run.th").read_bytes() == b"mine"
+    assert not json_ or json.loads(idle.stdout)["tape"] is None
+    del sys.modules["idle"]
 
 
 def test_show_selects_by_glob_and_counts_as_numpy_does(call):
@@ -178,6 +258,17 @@ def test_show_draws_maps(call):
     assert "█" in shown.stdout
 
 
+def test_show_in_a_terminal_keeps_the_numbers_and_names_what_it_leaves_out(call, monkeypatch):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "run.th")
+    monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = call("show", "run.th").stdout
+    assert shown.splitlines()[1].split() == ["point", "shape", "mean", "std", "min", "max", "|grad|"]
+    assert "not shown for want of room: module, zeros (a wider terminal or --json" in " ".join(shown.split())
+    monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: False)
+    assert "module" in call("show", "run.th").stdout
+
+
 def test_diff_finds_the_first_point_where_two_runs_part(call):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
     call("record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "relu=scale(1.5)", "-o", "b.th")
@@ -191,6 +282,21 @@ def test_diff_finds_the_first_point_where_two_runs_part(call):
     assert told["first"] == "relu"
     assert [row["parts"] for row in told["points"]] == [False, True, True, True]
     assert call("diff", "a.th", "b.th", "--rtol", "10").exit_code == 0
+
+
+def test_diff_counts_what_only_one_tape_holds(call):
+    call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "a.th")
+    call("record", "nets.py:Net", "conv", "head", "-i", "1x3x8x8", "-o", "b.th")
+    result = call("diff", "a.th", "b.th")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "no difference in 2 values that both tapes hold",
+        "2 values only in the first tape (--all)",
+        "the second tape has no gradients, and the first has 4",
+    ]
+    assert call("diff", "b.th", "a.th", "--all").stdout.count("only in the second") == 2 + 4 + 1
+    call("record", "nets.py:Net", "conv", "head", "-i", "1x3x8x8", "--seed", "1", "-o", "c.th")
+    assert call("diff", "a.th", "c.th").stdout.startswith("the runs part at conv: off by up to ")
 
 
 def test_half_precision_is_no_difference_beyond_its_rounding(call):
@@ -232,6 +338,15 @@ def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
 
 WRONG = {
     "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
+    "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, ready, explodes.\n"),
+    "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nWhat is inside a model is a"),
+    "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
+    "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1.*, b2.*?"),
+    "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
+    "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all of it"),
+    "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),
+    "no directory": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "no/run.th"], "there is no directory no."),
+    "a directory for a page": (["page", "a.th", "-o", "."], ". is a directory; name a file in it: -o a.html"),
     "no such file": (["points", "nots.py:Net"], "there is no file nots.py"),
     "no such module": (["points", "nots:Net"], "there is no module 'nots' to import"),
     "no name": (["points", "nets.py"], "nets.py:name"),
@@ -267,11 +382,18 @@ def test_mistakes_are_told_in_words_with_exit_code_2(call, args, expected):
     assert isinstance(result.exception, SystemExit)
 
 
+def test_a_mistake_is_not_placed_in_a_line_of_the_program_itself(call):
+    assert "\n  at " not in call("points", "nets.py:Net", "--set", "wide=3").stderr
+    assert "nets.py:" in call("points", "nets.py:explodes").stderr.partition("\n  at ")[2]
+
+
 def test_debug_shows_the_traceback(call):
     result = call("--debug", "points", "nets.py:explodes")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert 'raise ValueError("no weights today")' in result.stderr
+    assert "Traceback" in call("points", "nets.py:explodes", "--debug").stderr
+    assert "Traceback" not in call("points", "nets.py:explodes", "--", "--debug").stderr
 
 
 def test_a_damaged_tape_is_said_to_be_damaged(call, tmp_path):
@@ -318,6 +440,37 @@ def test_it_completes_commands_and_models(tmp_path, monkeypatch):
     assert [item.value for item in complete.get_completions([], "re")] == ["record"]
     assert [item.value for item in complete.get_completions(["points"], "ne")] == ["nets.py:"]
     assert [item.value for item in complete.get_completions(["points"], "tr")] == ["transformers:"]
+
+
+def test_it_completes_the_names_in_a_file_without_running_it(call):
+    from click.shell_completion import ShellComplete
+
+    complete = ShellComplete(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE")
+    names = [item.value for item in complete.get_completions(["points"], "nets.py:")]
+    assert names == [f"nets.py:{name}" for name in ("Net", "Broken", "Many", "explodes", "ready", "number")]
+    assert [item.value for item in complete.get_completions(["points"], "nets.py:re")] == ["nets.py:ready"]
+    assert complete.get_completions(["points"], "none.py:") == []
+    assert "nets" not in sys.modules
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("line", "replies"), [("points nets.py:Ne", "Net"), ("points ne", "nets.py:"), ("po", "points")]
+)
+def test_bash_completes_a_model_though_a_colon_ends_its_words(call, tmp_path, line, replies):
+    program = tmp_path / "tenterhook"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import tenterhook.cli; tenterhook.cli.main()" "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "complete.sh").write_text(call("completion", "bash").stdout)
+    words = line.replace(":", " : ").split()
+    script = f"""
+        source ./complete.sh
+        COMP_LINE="tenterhook {line} and more"; COMP_POINT={len("tenterhook ") + len(line)}
+        COMP_WORDS=(tenterhook {" ".join(words)}); COMP_CWORD={len(words)}
+        _tenterhook_completion ./tenterhook; echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [replies], done.stderr
 
 
 @pytest.mark.parametrize("command", ["", "points", "record", "show", "page", "diff", "audit", "completion"])

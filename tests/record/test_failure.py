@@ -51,6 +51,52 @@ def test_what_was_recorded_inside_a_forward_does_not_hide_the_failure():
     assert tape.notes["failure"]["address"] == "block.1"
 
 
+class Inner(nn.Module):
+    def __init__(this):  # noqa: N805  # what these tests are about
+        super().__init__()
+        this.first = nn.Linear(2, 3)
+
+    def forward(this, x):  # noqa: N805
+        return this._split(this.first(x))
+
+    def _split(this, x):  # noqa: N805
+        return x.view(7, 7)
+
+
+class Loose(Inner):
+    def forward(*args):
+        return args[0].first(args[1]).view(7, 7)
+
+
+@pytest.mark.parametrize("inner", [Inner, Loose])
+def test_the_module_is_found_whatever_its_receiver_is_called(inner):
+    found = fails(nn.Sequential(nn.Identity(), inner()), torch.ones(5, 2)).notes["failure"]
+    assert (found["address"], found["kind"]) == ("1", inner.__name__)
+    assert "test_failure.py" in found["where"]
+    assert "this" not in found["inputs"]
+
+
+def test_an_error_in_a_function_that_takes_the_model_is_not_the_models():
+    def evaluate(model):
+        with th.record(model, "first") as tape:
+            kept.append(tape)
+            raise KeyError("mine")
+
+    kept = []
+    with pytest.raises(KeyError):
+        evaluate(Deep())
+    assert "failure" not in kept[0].notes
+
+
+def test_a_failure_of_the_backward_pass_says_so():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+    with pytest.raises(RuntimeError), th.record(model, "**", grad=True) as tape:
+        model(torch.ones(1, 2)).mul_(2).sum().backward()
+    found = tape.notes["failure"]
+    assert (found["address"], found["error"]) == ("", "RuntimeError")
+    assert found["message"].startswith("in the backward pass: one of the variables")
+
+
 def test_an_error_of_the_users_own_is_no_failure_of_the_model():
     with pytest.raises(KeyError), th.record(Deep(), "first") as tape:
         raise KeyError("mine")

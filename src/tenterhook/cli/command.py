@@ -13,6 +13,7 @@ from tenterhook.cli.harvesting import harvest, verify
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
 from tenterhook.cli.runs import calling
+from tenterhook.cli.signature import check_call
 from tenterhook.cli.tapes import diff, page, show
 from tenterhook.record.points import points as points_of
 
@@ -42,7 +43,19 @@ Rows of a whole data set, for probes and sparse autoencoders:
 )
 
 
-@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Tenterhook(click.Group):
+    """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        if "--debug" in args[1:end]:
+            args = ["--debug", *(each for each in args[:end] if each != "--debug"), *args[end:]]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=Tenterhook, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="tenterhook")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def tenterhook(*, debug: bool) -> None:
@@ -71,11 +84,18 @@ def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool
     such as 'h.0.attn:*') are shown beside their source.
     """
     with calling(asked.model):
-        found = points_of(asked.model, *selectors, inputs=asked.inputs.whole if asked.inputs else None)
+        found = points_of(asked.model, *selectors, inputs=_inputs(asked))
     if json_:
         print_json(_described(found))
     else:
         print_table(found._table(fold=not every))  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+
+
+def _inputs(asked: Asked) -> Any:
+    if not asked.inputs:
+        return None
+    check_call(asked.model, asked.inputs)
+    return asked.inputs.whole
 
 
 def _described(found: Selection) -> list[dict[str, Any]]:
@@ -113,7 +133,7 @@ def audit(asked: Asked, *, json_: bool) -> None:
     With --input it is run a few times, and the cost of each hook is measured.
     """
     with calling(asked.model):
-        found = audit_of(asked.model, asked.inputs.whole if asked.inputs else None)
+        found = audit_of(asked.model, _inputs(asked))
     if not json_:
         print_table(found._table())  # noqa: SLF001  # drawn here, so that a pipe gets plain text
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors
-from tenterhook.cli.models import tokenizer_of
+from tenterhook.cli.models import tokenizer_of, torch_file
 from tenterhook.cli.trouble import Trouble, missing_package, speaking
 
 __all__ = ["FORMS", "Inputs", "read_inputs"]
@@ -147,7 +147,7 @@ def _numpy(file: Path) -> Any:
 
 
 def _torch(file: Path) -> Any:
-    found = torch.load(file, map_location="cpu", weights_only=True)
+    found = torch_file(file, "could not be read")
     return tuple(found) if isinstance(found, list) else found
 
 
@@ -194,4 +194,6 @@ def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
     with speaking("the tokenizer failed"):
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
+    if not made.tokens:
+        raise Trouble(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
     return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import nn
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.cli.trouble import Trouble, missing_package, speaking
 
-__all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of"]
+__all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
 FORMS = """MODEL is one of
   package.module:name     a model, a class or a function that makes one
@@ -29,6 +31,9 @@ FORMS = """MODEL is one of
   path/to/directory       a Hugging Face model on disk
   transformers:Name       a configuration (GPT2Config) or model class, with random weights
   timm:name               a timm architecture, with random weights"""
+
+WORDS = ("tokenizer.*", "vocab*", "*.model", "*.vocab", "*.tiktoken", "tekken.json")
+"""files with the words of a tokenizer"""
 
 
 def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None) -> nn.Module:
@@ -73,10 +78,11 @@ def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
         raise Trouble(otherwise(text))
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
     found: Any = module
-    for part in name.split("."):
+    reached = where
+    for number, part in enumerate(name.split(".")):
         if not hasattr(found, part):
-            raise Trouble(_no_name(where, part, found))
-        found = getattr(found, part)
+            raise Trouble(_no_name(reached, part, found))
+        found, reached = getattr(found, part), f"{reached}{'.' if number else ':'}{part}"
     return found
 
 
@@ -136,9 +142,23 @@ def _no_model(text: str) -> str:
 
 
 def _no_name(where: str, part: str, owner: Any) -> str:
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    near = nearest(part, names) or names[:5]
-    return f"{where} has no {part!r}." + (f"\nDid you mean {listed(near)}?" if near else "")
+    names = [name for name in dir(owner) if not name.startswith("_") and name not in dir(nn.Module)]
+    near = nearest(part, names)
+    if near:
+        return f"{where} has no {part!r}.\nDid you mean {listed(near)}?"
+    if isinstance(owner, ModuleType):
+        models = [name for name, found in vars(owner).items() if name in names and _could_be_a_model(found, owner)]
+        return f"{where} has no {part!r}." + (f"\nIt has {listed(models)}." if models else "")
+    inside = isinstance(owner, nn.Module) or (isinstance(owner, type) and issubclass(owner, nn.Module))
+    fix = f"\nWhat is inside a model is a selector of its own: {where} {part}" if inside else ""
+    return f"{where} has no {part!r}.{fix}"
+
+
+def _could_be_a_model(found: Any, module: ModuleType) -> bool:
+    if isinstance(found, nn.Module):
+        return True
+    own = getattr(found, "__module__", None) == module.__name__
+    return own and (issubclass(found, nn.Module) if isinstance(found, type) else inspect.isfunction(found))
 
 
 # -- libraries of models ----------------------------------------------------------------------------------------------
@@ -203,7 +223,11 @@ def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
 def tokenizer_of(folder: Path) -> Any:
     """The tokenizer in a directory."""
     with speaking(f"there is no tokenizer in {folder} that could be read"):
-        return _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        made = _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # Where there are no files, transformers makes one that knows no word, or nothing but its special tokens.
+    if made.vocab_files_names and not any(found for kind in WORDS for found in folder.glob(kind)):
+        raise Trouble(f"there is no tokenizer in {folder}; give --tokenizer DIR")
+    return made
 
 
 def _hugging_face() -> Any:
@@ -219,6 +243,19 @@ def _hugging_face() -> Any:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
+def torch_file(file: Path, what: str) -> Any:
+    """What ``torch.save`` wrote, if it is tensors and plain values: other objects would run code as they are read."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported operand" in str(error):
+            raise Trouble(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
+        raise Trouble(
+            f"{file} {what}: it holds objects that would run code as they are read, and only tensors and plain values "
+            "are read. Save those alone, for example a state_dict()."
+        ) from error
+
+
 def _fill(model: nn.Module, file: Path) -> None:
     with speaking(f"{file} could not be read as weights"):
         if file.suffix == ".safetensors":
@@ -226,7 +263,7 @@ def _fill(model: nn.Module, file: Path) -> None:
 
             state: Any = load_file(file)
         else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state = torch_file(file, "could not be read as weights")
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
     if not isinstance(state, Mapping):

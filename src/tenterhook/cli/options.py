@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from tenterhook._draw import Table, as_rich, as_text
+from tenterhook.cli.advice import for_a_shell
+from tenterhook.cli.completing import complete_model
 from tenterhook.cli.inputs import FORMS as INPUTS
 from tenterhook.cli.inputs import Inputs, read_inputs
 from tenterhook.cli.models import FORMS as MODELS
@@ -74,7 +76,7 @@ def model_options(function: F) -> F:
 def model_alone(function: F) -> F:
     """MODEL and what belongs to it, without inputs; the command gets an :class:`Asked` in their place."""
 
-    @click.argument("model", shell_complete=_complete_model)
+    @click.argument("model", shell_complete=complete_model)
     @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
     @click.option(
         "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."
@@ -90,7 +92,9 @@ def model_alone(function: F) -> F:
         making = {name: given.pop(name) for name in names}
         reading = {name: given.pop(name, default) for name, default in READING.items()}
         with speaking():
-            return function(asked=_asked(making, **reading), **given)
+            asked = _asked(making, **reading)
+            with for_a_shell(asked.model, asked.text):
+                return function(asked=asked, **given)
 
     return command  # type: ignore[return-value]
 
@@ -150,13 +154,17 @@ def size_of(text: str) -> int:
 
 
 def print_table(table: Table) -> None:
-    """In colour and cut to the width on a terminal; whole and plain everywhere else."""
-    if not sys.stdout.isatty():
+    """In colour and fitted to the width on a terminal; whole and plain everywhere else."""
+    if not _in_terminal():
         click.echo(as_text(table))
         return
     from rich.console import Console
 
-    Console().print(as_rich(table))
+    Console().print(as_rich(table, also="--json"))
+
+
+def _in_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def print_json(value: Any) -> None:
@@ -175,16 +183,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _complete_model(_context: Any, _parameter: Any, incomplete: str) -> list[Any]:
-    """The prefixes of model libraries, and the files and directories here."""
-    from click.shell_completion import CompletionItem
-
-    heads = [CompletionItem(head) for head in ("transformers:", "timm:") if head.startswith(incomplete)]
-    base = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
-    if not base.is_dir():
-        return heads
-    found = sorted(path for path in base.iterdir() if path.suffix == ".py" or path.is_dir())
-    names = [f"{path}:" if path.suffix == ".py" else str(path) for path in found if not path.name.startswith(".")]
-    return heads + [CompletionItem(name) for name in names if name.startswith(incomplete)]

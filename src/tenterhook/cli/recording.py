@@ -15,9 +15,9 @@ from tenterhook._look.progress import bar
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json
-from tenterhook.cli.runs import LOSSES, Run, run
-from tenterhook.cli.trouble import FAILED, Trouble
-from tenterhook.record.table import failed
+from tenterhook.cli.runs import LOSSES, Run, run, told
+from tenterhook.cli.signature import check_call
+from tenterhook.cli.trouble import FAILED, WRONG, Trouble
 from tenterhook.record.tape import Tape
 
 __all__ = ["record"]
@@ -74,7 +74,7 @@ def record(  # noqa: PLR0913  # each is an option
     """Run MODEL once and keep what passes at SELECTORS (all modules' outputs by default) in a file.
 
     If the model fails, what was recorded until then is kept, with the module that failed and what it was given; the
-    exit code is then 3.
+    exit code is then 3. A run that recorded nothing leaves a file that is there already as it was.
     """
     if stop and grad:
         raise Trouble("--stop ends the run before there is a loss, so that --grad would have nothing to go back from.")
@@ -82,17 +82,39 @@ def record(  # noqa: PLR0913  # each is an option
     for selector, made in read_edits(edits).items():
         changes.setdefault(selector, []).extend(made)
     wanted = Run(list(selectors), grad, loss, changes, stop, _keep(keep))
+    check_call(asked.model, asked.inputs)
+    _check_place(file)
     with _progress(asked, wanted) as passed, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tape, error = run(asked.model, asked.inputs, wanted, passed)
     tape.notes["model"] = _about(asked)
     tape.notes["edits"] = [*map(str, files), *edits]
-    tape.save(file)
     for text in dict.fromkeys(str(each.message) for each in said):
         click.echo(f"warning: {text}", err=True)
-    _tell(tape, file, json_=json_)
-    if error is not None:
-        raise click.exceptions.Exit(FAILED)
+    if kept := not tape and file.exists():
+        _tell_kept(tape, file, json_=json_)
+    else:
+        tape.save(file)
+        _tell(tape, file, json_=json_)
+    if error is not None or kept:
+        raise click.exceptions.Exit(FAILED if error is not None else WRONG)
+
+
+def _check_place(file: Path) -> None:
+    """What cannot be written is told before the run, which may be long."""
+    if file.is_dir():
+        raise Trouble(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
+    if not file.parent.is_dir():
+        raise Trouble(f"{file} cannot be written: there is no directory {file.parent}. Make it first.")
+
+
+def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
+    """An empty tape is worth less than whatever is in the file already."""
+    click.echo(f"{file} is left as it was: no value was recorded to put in its place.", err=True)
+    if json_:
+        print_json({"tape": None, "values": 0, "gradients": 0, "bytes": 0, "failure": tape.notes.get("failure")})
+        return
+    _tell_failure(tape)
 
 
 def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
@@ -102,7 +124,11 @@ def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
         return
     size = short_number(counts["bytes"]).replace("k", " k").replace("M", " M").replace("B", " G")
     click.echo(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
-    for line in failed(tape):
+    _tell_failure(tape)
+
+
+def _tell_failure(tape: Tape) -> None:
+    for line in told(tape.notes["failure"]) if "failure" in tape.notes else ():
         click.echo(line, err=True)
 
 

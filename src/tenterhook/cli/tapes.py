@@ -6,29 +6,31 @@ import contextlib
 import os
 import webbrowser
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tenterhook._draw import Column, Row, Table
+from tenterhook._draw import Table
 from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
+from tenterhook.cli.differences import difference_table, first_of
 from tenterhook.cli.options import print_json, print_table, size_of
+from tenterhook.cli.runs import told
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
-from tenterhook.record.table import table
+from tenterhook.record.table import failed, table
 from tenterhook.record.tape import Tape, load
-from tenterhook.report.compare import Difference, Tolerance, compare
+from tenterhook.report.compare import Tolerance, compare
 from tenterhook.report.order import chosen
 
 __all__ = ["diff", "page", "show"]
 
 TAPE = click.Path(path_type=Path)
-AROUND = 12  # rows that a diff shows from where two tapes part
 MAP_DIMENSIONS = 2
+SPARE = ("module", "zeros")
 
 
 def read_tape(file: Path) -> Tape:
@@ -72,9 +74,17 @@ def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> N
             failure = tape.notes.get("failure")
             print_json({"values": [row for address in addresses for row in _values(tape, address)], "failure": failure})
             return
-        print_table(table(tape, addresses if selectors else None))
+        print_table(_shown(table(tape, addresses if selectors else None), tape))
         for address in addresses if maps > 0 else ():
             _draw_maps(tape, address, maps)
+
+
+def _shown(drawn: Table, tape: Tape) -> Table:
+    """The same table as this command shows it: the numbers before the class, the failure in its own words."""
+    lines = failed(tape)
+    footer = (*drawn.footer[: -len(lines)], *told(tape.notes["failure"])) if lines else drawn.footer
+    columns = tuple(replace(column, spare=column.title in SPARE) for column in drawn.columns)
+    return replace(drawn, columns=columns, footer=footer)
 
 
 def _values(tape: Tape, address: str) -> list[dict[str, Any]]:
@@ -146,6 +156,8 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     if len(files) > len(("left", "right")):
         raise Trouble(f"a page shows one tape, or two side by side; got {len(files)}")
     target = target or files[0].with_suffix(".html")
+    if target.is_dir():
+        raise Trouble(f"{target} is a directory; name a file in it: -o {target / f'{files[0].stem}.html'}")
     if target.suffix.lower() not in (".html", ".htm"):
         raise Trouble(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
@@ -206,48 +218,16 @@ Examples:
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
     """Where two runs part: the first point whose values differ, and by how much.
 
-    The exit code is 0 if they do not, and 1 if they do.
+    Points that only one of the tapes holds are counted, and shown with --all. The exit code is 0 if nothing differs,
+    and 1 if something does.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
-    first = next((place for place, each in enumerate(found) if each.parts), None)
+    first = first_of(found)
     if json_:
         rows = [asdict(each) for each in found]
-        print_json({"first": None if first is None else found[first].address, "points": rows})
+        print_json({"first": None if first is None else first.address, "points": rows})
     else:
-        print_table(_difference_table(found, first, every=every))
+        print_table(difference_table(found, first, every=every))
     if first is not None:
         raise click.exceptions.Exit(DIFFERENT)
-
-
-def _difference_table(found: list[Difference], first: int | None, *, every: bool) -> Table:
-    parting = sum(each.parts for each in found)
-    if first is None:
-        title = f"no difference in {len(found)} values"
-    else:
-        title = f"the runs part at {_called(found[first])}: {_how(found[first])}"
-    start = max(0, (first or 0) - 1)
-    shown = found if every else found[start : start + AROUND] if first is not None else []
-    rows = [
-        Row(
-            ("✗" if each.parts else "", _called(each), _number(each.largest), _number(each.relative), each.why),
-            style="strong" if each.parts else "dim",
-        )
-        for each in shown
-    ]
-    rest = len(found) - len(shown)
-    footer = (f"{parting} of {len(found)} differ" + (f"; {rest} not shown (--all)" if rest else ""),) if parting else ()
-    columns = (Column(), Column("point"), Column("off by", right=True), Column("of its size", right=True), Column())
-    return Table(title, columns, tuple(rows), footer)
-
-
-def _called(each: Difference) -> str:
-    return f"d/d {each.address}" if each.gradient else each.address
-
-
-def _how(each: Difference) -> str:
-    return each.why or f"off by up to {_number(each.largest)}, {_number(each.relative)} of its size"
-
-
-def _number(number: float) -> str:
-    return f"{number:.3g}" if number else ""

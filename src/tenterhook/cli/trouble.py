@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 from tenterhook.errors import TenterhookError
 
-__all__ = ["DIFFERENT", "FAILED", "ModelFailed", "Trouble", "missing_package", "show_debug", "speaking"]
+__all__ = ["DIFFERENT", "FAILED", "WRONG", "ModelFailed", "Trouble", "missing_package", "show_debug", "speaking"]
 
 DIFFERENT, WRONG, FAILED = 1, 2, 3
+PACKAGE = Path(__file__).parents[1]
 
 
 class Trouble(click.ClickException):
@@ -77,6 +79,7 @@ def _words(error: Exception, what: str, *, more: bool) -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"\n  at {last.filename}:{last.lineno} in {last.name}" if what else ""
+    ours = Path(last.filename).is_relative_to(PACKAGE)  # A line of this program says nothing to who uses it.
+    at = f"\n  at {last.filename}:{last.lineno} in {last.name}" if what and not ours else ""
     hint = "\n  (tenterhook --debug shows the whole traceback)" if what and more else ""
     return f"{what}: {text}{at}{hint}" if what else text

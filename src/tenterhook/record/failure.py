@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ from tenterhook.address.walk import walk
 __all__ = ["failure"]
 
 OWN = __name__.partition(".")[0]
+CALLS = ("_call_impl", "_wrapped_call_impl")  # the machinery of torch around a forward
+BACKWARD = "_engine_run_backward"
 LONGEST = 400  # characters of a message that are still worth keeping
 
 
@@ -23,38 +26,71 @@ def failure(model: nn.Module, error: BaseException) -> dict[str, Any] | None:
 
     Everything is plain text and numbers, so that it can be kept with the tape and nothing is kept alive by it.
     """
+    found = _innermost(model, error)
+    if found is not None:
+        path, module, frame, line = found
+        return _note(
+            error,
+            address=escape(path) or ":return",
+            kind=type(module).__name__,
+            where=f"{frame.f_code.co_filename}:{line}",
+            inputs=_arguments(frame, module),
+            parameters={name: describe(tensor) for name, tensor in module.named_parameters(recurse=False)},
+        )
+    if any(frame.f_code.co_name == BACKWARD for frame, _ in _frames(error)):
+        return _note(error, message=f"in the backward pass: {error}"[:LONGEST])
+    return None
+
+
+def _note(error: BaseException, **known: Any) -> dict[str, Any]:
+    texts = {"address": "", "kind": "", "error": type(error).__name__, "message": str(error)[:LONGEST], "where": ""}
+    return {**texts, "inputs": {}, "parameters": {}, **known}
+
+
+def _innermost(model: nn.Module, error: BaseException) -> tuple[str, nn.Module, FrameType, int] | None:
     names = {id(module): path for path, module in walk(model)[0]}
     found: tuple[str, nn.Module, FrameType, int] | None = None
+    called: nn.Module | None = None  # whose call has begun, while the frame of its forward has not come yet
+    for frame, line in _frames(error):
+        if frame.f_code.co_name in CALLS:
+            receiver = frame.f_locals.get("self")
+            called = receiver if id(receiver) in names else called
+            continue
+        if _is_own(frame):
+            continue
+        name, first = _first(frame)
+        # Outside any call a first argument may be anybody's: a loop that trains takes the model as one.
+        inside = called is not None or found is not None
+        owner = first if id(first) in names and (name == "self" or inside) else called
+        if owner is not None:
+            found = names[id(owner)], owner, frame, line
+        called = None
+    return found
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        frame = trace.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names and _is_users(frame):
-            found = names[id(owner)], owner, frame, trace.tb_lineno
+        yield trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
-    if found is None:
-        return None
-    path, module, frame, line = found
-    return {
-        "address": escape(path) or ":return",
-        "kind": type(module).__name__,
-        "error": type(error).__name__,
-        "message": str(error)[:LONGEST],
-        "where": f"{frame.f_code.co_filename}:{line}",
-        "inputs": _arguments(frame),
-        "parameters": {name: describe(tensor) for name, tensor in module.named_parameters(recurse=False)},
-    }
 
 
-def _is_users(frame: FrameType) -> bool:
-    """Whether the frame is a forward, or something that it calls: not the machinery around it."""
-    if frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):
-        return False
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] != OWN or frame.f_code.co_name != "forward"
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == OWN
 
 
-def _arguments(frame: FrameType) -> dict[str, str]:
+def _first(frame: FrameType) -> tuple[str, Any]:
+    """The first argument: the receiver of a method, whatever its author calls it."""
+    name = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+    return name, frame.f_locals.get(name)
+
+
+def _arguments(frame: FrameType, module: nn.Module) -> dict[str, str]:
     given = inspect.getargvalues(frame)
     names = [*given.args, *filter(None, (given.varargs, given.keywords))]
-    shown = {name: given.locals[name] for name in names if name != "self" and name in given.locals}
-    return {name: describe(value) for name, value in shown.items() if any(True for _ in tensors(value))}
+    shown = {name: given.locals[name] for name in names if name in given.locals}
+    return {
+        name: describe(value)
+        for name, value in shown.items()
+        if value is not module and any(True for _ in tensors(value))
+    }

@@ -1,0 +1,78 @@
+"""Whether a model takes what it is to be called with: asked before it runs, so that a slip costs no run and no file."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from tenterhook.address.suggest import listed, nearest
+from tenterhook.cli.inputs import Inputs
+from tenterhook.cli.trouble import Trouble
+
+__all__ = ["check_call"]
+
+SHAPE = "1x3x64x64"
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_call(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse inputs that the model's forward does not take, by the names of what is missing or too many."""
+    signature = _signature(model)
+    if signature is None:
+        return
+    try:
+        signature.bind(*inputs.args, **inputs.kwargs)
+    except TypeError:
+        lines = [_takes(signature), *_missing(signature, inputs), *_too_many(signature, inputs)]
+        raise Trouble("\n".join(lines)) from None
+
+
+def _signature(model: nn.Module) -> inspect.Signature | None:
+    """None where only the call itself can tell: a hook or a ``__call__`` of the model's own may change the inputs."""
+    if model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__:  # noqa: SLF001  # no public door
+        return None
+    try:  # A decorator may add arguments, so that what it wraps says nothing.
+        return inspect.signature(model.forward, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def _takes(signature: inspect.Signature) -> str:
+    names = [str(each).partition(":")[0].partition("=")[0].strip() for each in signature.parameters.values()]
+    return f"the model takes {listed(names) if names else 'no input'}."
+
+
+def _missing(signature: inspect.Signature, inputs: Inputs) -> list[str]:
+    given = {*_positional(signature)[: len(inputs.args)], *inputs.kwargs}
+    needed = [name for name, each in signature.parameters.items() if each.default is each.empty]
+    missing = [name for name in needed if name not in given and signature.parameters[name].kind not in VARIADIC]
+    if not missing:
+        return []
+    one = len(missing) == 1 and not inputs.kwargs
+    example = f"--input {SHAPE}" if one else " ".join(f"--input {name}={SHAPE}" for name in missing)
+    return [f"Nothing is given for {listed(missing)}: give it, for example {example}"]
+
+
+def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
+    positional, kinds = _positional(signature), {each.kind for each in signature.parameters.values()}
+    lines = []
+    if len(inputs.args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        lines.append(
+            f"Got {len(inputs.args)} inputs without a name, and it takes {len(positional)}; leave out the rest."
+        )
+    lines += [f"{name} is given twice: without a name, and as {name}=." for name in _twice(signature, inputs)]
+    for name in inputs.kwargs if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in signature.parameters:
+            near = nearest(name, signature.parameters)
+            lines.append(f"It has no {name!r}." + (f" Did you mean {listed(near)}?" if near else ""))
+    return lines
+
+
+def _twice(signature: inspect.Signature, inputs: Inputs) -> list[str]:
+    return [name for name in _positional(signature)[: len(inputs.args)] if name in inputs.kwargs]
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    return [name for name, each in signature.parameters.items() if each.kind in POSITIONAL]
