@@ -15,9 +15,10 @@ from tenterhook._look.progress import bar
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json
-from tenterhook.cli.runs import LOSSES, Run, run, told
+from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.signature import check_call
 from tenterhook.cli.trouble import FAILED, WRONG, Trouble
+from tenterhook.record.table import failed
 from tenterhook.record.tape import Tape
 
 __all__ = ["record"]
@@ -128,7 +129,7 @@ def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
 
 
 def _tell_failure(tape: Tape) -> None:
-    for line in told(tape.notes["failure"]) if "failure" in tape.notes else ():
+    for line in failed(tape):
         click.echo(line, err=True)
 
 

@@ -24,7 +24,7 @@ from tenterhook.record.table import failure_lines
 from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
 
-__all__ = ["LOSSES", "Run", "calling", "run", "told"]
+__all__ = ["LOSSES", "Run", "calling", "run"]
 
 Loss = Literal["auto", "sum", "mean", "max"]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.max}
@@ -106,13 +106,7 @@ def calling(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         show_debug()
         found = failure(model, error) or _elsewhere(error)
-        raise ModelFailed("\n".join(["the model failed", *told(found)])) from error
-
-
-def told(found: dict[str, Any]) -> tuple[str, ...]:
-    """A note of a failure, in words; of what failed in no module, nothing is known but the error."""
-    lines = failure_lines(found)
-    return lines if found["address"] else ("✗ the run failed outside the modules of the model", lines[1])
+        raise ModelFailed("\n".join(["the model failed", *failure_lines(found)])) from error
 
 
 @contextlib.contextmanager

@@ -6,22 +6,20 @@ import contextlib
 import os
 import webbrowser
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tenterhook._draw import Table
 from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.cli.differences import difference_table, first_of
 from tenterhook.cli.options import print_json, print_table, size_of
-from tenterhook.cli.runs import told
 from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
 from tenterhook.errors import TapeFileError, TenterhookError
-from tenterhook.record.table import failed, table
+from tenterhook.record.table import table
 from tenterhook.record.tape import Tape, load
 from tenterhook.report.compare import Tolerance, compare
 from tenterhook.report.order import chosen
@@ -30,7 +28,6 @@ __all__ = ["diff", "page", "show"]
 
 TAPE = click.Path(path_type=Path)
 MAP_DIMENSIONS = 2
-SPARE = ("module", "zeros")
 
 
 def read_tape(file: Path) -> Tape:
@@ -74,17 +71,9 @@ def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> N
             failure = tape.notes.get("failure")
             print_json({"values": [row for address in addresses for row in _values(tape, address)], "failure": failure})
             return
-        print_table(_shown(table(tape, addresses if selectors else None), tape))
+        print_table(table(tape, addresses if selectors else None))
         for address in addresses if maps > 0 else ():
             _draw_maps(tape, address, maps)
-
-
-def _shown(drawn: Table, tape: Tape) -> Table:
-    """The same table as this command shows it: the numbers before the class, the failure in its own words."""
-    lines = failed(tape)
-    footer = (*drawn.footer[: -len(lines)], *told(tape.notes["failure"])) if lines else drawn.footer
-    columns = tuple(replace(column, spare=column.title in SPARE) for column in drawn.columns)
-    return replace(drawn, columns=columns, footer=footer)
 
 
 def _values(tape: Tape, address: str) -> list[dict[str, Any]]:

@@ -21,13 +21,13 @@ __all__ = ["failed", "failure_lines", "table"]
 
 COLUMNS = (
     Column("point"),
-    Column("module"),
+    Column("module", spare=True),
     Column("shape"),
     Column("mean", right=True),
     Column("std", right=True),
     Column("min", right=True),
     Column("max", right=True),
-    Column("zeros", right=True),
+    Column("zeros", right=True, spare=True),
     Column("NaN, Inf", right=True),
     Column("|grad|", right=True),
 )
@@ -56,16 +56,13 @@ def failed(tape: Tape) -> tuple[str, ...]:
 
 
 def failure_lines(found: dict[str, Any]) -> tuple[str, ...]:
-    """A note of a failure, in words."""
+    """A note of a failure, in words; of what failed in no module, nothing is known but the error."""
+    error = f"  {found['error']}: {found['message'].splitlines()[0] if found['message'] else ''}"
+    if not found["address"]:
+        return "✗ the run failed outside the modules of the model", error
     given = ", ".join(f"{name}={shape}" for name, shape in found["inputs"].items())
-    place = (
-        f"{found['address']} ({found['kind']}), at {found['where']}" if found["address"] else "no module of the model"
-    )
-    return (
-        f"✗ the run failed in {place}",
-        f"  {found['error']}: {found['message'].splitlines()[0] if found['message'] else ''}",
-        f"  given {given or 'no tensors'}",
-    )
+    place = f"{found['address']} ({found['kind']}), at {found['where']}"
+    return f"✗ the run failed in {place}", error, f"  given {given or 'no tensors'}"
 
 
 def _rows(tape: Tape, address: str) -> list[Row]:
