@@ -341,7 +341,7 @@ WRONG = {
     "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, ready, explodes.\n"),
     "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nWhat is inside a model is a"),
     "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
-    "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1.*, b2.*?"),
+    "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1, b2?"),
     "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
     "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all of it"),
     "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),

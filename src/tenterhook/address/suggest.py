@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ __all__ = ["listed", "nearest", "no_match", "no_module_of_class", "not_part_of",
 
 _SEE_ALL = "Print tenterhook.points(model) to see every name."
 _NEAR_ENOUGH = 0.6
+_NUMBERS, _GLOB = re.compile(r"\d+"), re.compile(r"[*?\[{]")
 # A name found further down the tree is as good a guess as a whole one with a small slip in it.
 _TAIL_WORTH = 0.98
+_NUMBER_WORTH = 0.7  # So is one with another number, however short it is.
 
 
 def nearest(wanted: str, names: Iterable[str], limit: int = 5) -> list[str]:
@@ -31,13 +34,18 @@ def nearest(wanted: str, names: Iterable[str], limit: int = 5) -> list[str]:
 
     >>> nearest("conv2", ["layer4.0.bn2", "layer4.1.conv2", "fc"])
     ['layer4.1.conv2']
+    >>> nearest("b9", ["b1", "b2", "fc"])
+    ['b1', 'b2']
     """
     likeness = _likeness(wanted)
     depth = wanted.count(".") + 1
+    kind = _NUMBERS.sub("0", _GLOB.split(wanted, maxsplit=1)[0].rstrip("."))
     scored = []
     for name in dict.fromkeys(names):
         tail = ".".join(name.split(".")[-depth:])
         score = max(likeness(name), _TAIL_WORTH * likeness(tail) if tail != name else 0.0)
+        if score < _NUMBER_WORTH and _NUMBERS.sub("0", name) == kind:
+            score = _NUMBER_WORTH
         if score >= _NEAR_ENOUGH:
             scored.append((-score, name))
     scored.sort(key=lambda entry: entry[0])

@@ -93,7 +93,7 @@ def model_alone(function: F) -> F:
         reading = {name: given.pop(name, default) for name, default in READING.items()}
         with speaking():
             asked = _asked(making, **reading)
-            with for_a_shell(asked.model, asked.text):
+            with for_a_shell(asked.text):
                 return function(asked=asked, **given)
 
     return command  # type: ignore[return-value]
