@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tenterhook.report.page import Chart, Page
@@ -37,10 +36,7 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
             lines = {address: [series.get(step) for step in steps] for address, series in found.items()}
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
     heading = title or f"A watch over {type(watch.model).__name__}"
-    told = {line for remark in remarks for line in remark["text"].splitlines()}
-    table = table_of(watch)
-    footer = tuple(line for line in table.footer if line.removeprefix("⚠ ") not in told)
-    return Page(heading, facts, charts=charts, tables=[replace(table, footer=footer)], remarks=remarks)
+    return Page(heading, facts, charts=charts, tables=[table_of(watch, findings=False)], remarks=remarks)
 
 
 def _spread(addresses: list[str]) -> list[str]:

@@ -18,8 +18,6 @@ from tenterhook.sinks.stacks import KEPT
 __all__ = ["Likeness", "are_plain", "is_plain", "plain"]
 
 LESSONS = 4  # How often it is learnt anew: what the compiler's way looks at may differ in every step.
-
-
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 
 
@@ -98,9 +96,8 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
 def _guard(tensors: Sequence[Tensor]) -> Any:
     """What says whether as many others have the same types, sizes, strides and so on; None where there is no such."""
     try:
-        sizes: Any
-        strides: Any
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
         guards: Any = torch._C._dynamo.guards.TensorGuards(
             *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         )

@@ -26,15 +26,18 @@ COLUMNS = (
 SHOWN = 400
 
 
-def table_of(watch: Results) -> Table:
-    """One row per value and per parameter, with the norm of its gradient, all over the steps that were watched."""
+def table_of(watch: Results, *, findings: bool = True) -> Table:
+    """One row per value and per parameter, with the norm of its gradient, all over the steps that were watched.
+
+    Below stands what was found, unless it is told elsewhere.
+    """
     rows = watch.rows()
     by_key = {(row["kind"], row["address"]): row for row in rows}
     values = [row for row in rows if row["kind"] in ("values", "parameters")]
     lone = [row for row in rows if row["kind"] == "gradients" and not _has_value(row["address"], by_key)]
     drawn = [_row(row, by_key) for row in (values + lone)[:SHOWN]]
-    footer = [f"⚠ {finding}" for finding in watch.findings[:SHOWN]]
-    if watch.nonfinite is not None:
+    footer = [f"⚠ {finding}" for finding in watch.findings[:SHOWN]] if findings else []
+    if findings and watch.nonfinite is not None:
         footer = [*str(watch.nonfinite).splitlines(), *footer]
     if len(values) + len(lone) > SHOWN:
         footer.insert(0, f"… and {len(values) + len(lone) - SHOWN} more")
