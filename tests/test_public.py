@@ -11,7 +11,8 @@ SOURCE = Path(th.__file__).parent
 
 # Each room may use those before it, and itself.
 ROOMS = [
-    {"errors", "_tree", "_draw", "_fit", "_look", "_version"},
+    {"errors", "pytorch", "_version"},
+    {"_tree", "_draw", "_fit", "_look"},
     {"address"},
     {"sites"},
     {"engine", "compiled"},
@@ -27,7 +28,7 @@ NAMES = """
     HarvestError HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded
     Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped StoreError Sweep
     SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning
-    UnsupportedModel ValueChanged __version__ add at audit blackbox clamp edit features grid harvest hooks load
+    UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp edit features grid harvest hooks load
     load_edits mean noise open page points project recipes record replay run_from save_edits scale set sweep watch
     zero
 """

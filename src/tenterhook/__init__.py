@@ -54,6 +54,7 @@ from tenterhook.errors import (
     TenterhookError,
     TenterhookWarning,
     UnsupportedModel,
+    UnsupportedTorch,
     ValueChanged,
 )
 from tenterhook.features import Features, features
@@ -108,6 +109,7 @@ __all__ = [
     "TenterhookError",
     "TenterhookWarning",
     "UnsupportedModel",
+    "UnsupportedTorch",
     "ValueChanged",
     "__version__",
     "add",

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
+
+from tenterhook.pytorch.structures import registered
 
 __all__ = ["Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
 
@@ -131,7 +132,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]  # init=False may leave one out.
-    node = _pytree.SUPPORTED_NODES.get(type(value))
+    node = registered(type(value))
     if node is None:
         return None
     children, _ = node.flatten_fn(value)
@@ -150,7 +151,7 @@ def _rebuild(value: Any, keys: list[Any], new: list[Any]) -> Any:
         return new if type(value) is list else _refill(copy.copy(value), slice(None), new)
     if dataclasses.is_dataclass(value):
         return _rebuild_dataclass(value, keys, new)
-    node = _pytree.SUPPORTED_NODES[type(value)]
+    node = registered(type(value))
     return node.unflatten_fn(new, node.flatten_fn(value)[1])
 
 

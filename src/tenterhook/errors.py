@@ -29,7 +29,8 @@ The tree::
     ├── StoreError (OSError)              a directory that is no store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
-    └── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
+    ├── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
+    └── UnsupportedTorch (RuntimeError)   a feature that does not work with the installed release of PyTorch
 
     Stopped (BaseException)               a session with stop=True has what it asked for
     SweepInterrupted (KeyboardInterrupt)  Ctrl-C in a sweep; .sweep.resume() goes on
@@ -74,6 +75,7 @@ __all__ = [
     "TenterhookError",
     "TenterhookWarning",
     "UnsupportedModel",
+    "UnsupportedTorch",
     "ValueChanged",
 ]
 
@@ -190,6 +192,10 @@ class ReadonlyHook(HookError):
 
 class UnsupportedModel(TenterhookError, TypeError):
     """A module that cannot be hooked in this way."""
+
+
+class UnsupportedTorch(TenterhookError, RuntimeError):
+    """A feature that does not work with the installed release of PyTorch."""
 
 
 class Stopped(BaseException):

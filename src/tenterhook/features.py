@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import set_eval_frame  # The part in C, which loads no compiler.
 
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Selector, Site, resolve
@@ -17,6 +16,8 @@ from tenterhook.compiled.taking import Door, doors, several, traced
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
+from tenterhook.pytorch.dynamo import disable, mark_as_traced, resume_compiling, stop_compiling
+from tenterhook.pytorch.module_calls import load_from_state_dict, same_state
 from tenterhook.sites.facts import facts
 
 __all__ = ["Features", "features"]
@@ -58,8 +59,7 @@ class Features(nn.Module):
     def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
         super().__init__()
         # The tables of the model itself: what is moved, loaded, frozen or added in one is so in the other, by its name.
-        vars(self).update(_modules=model._modules, _parameters=model._parameters, _buffers=model._buffers)
-        vars(self).update(_non_persistent_buffers_set=model._non_persistent_buffers_set, model=model)
+        vars(self).update(same_state(model), model=model)
         self.points = dict(points)
         self.training = model.training
         self._found: tuple[Point, ...] | None = None
@@ -73,7 +73,7 @@ class Features(nn.Module):
         return self._taken(args, kwargs)
 
     def _taken(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        compiling = set_eval_frame(None)  # What is around it; a model that is compiled itself sets it again.
+        compiling = stop_compiling()  # What is around it; a model that is compiled itself sets it again.
         try:
             session = _Taking(self.model, self._resolved(), stop=self._counted)
             try:
@@ -83,12 +83,13 @@ class Features(nn.Module):
             finally:
                 session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
         finally:
-            set_eval_frame(compiling)
+            resume_compiling(compiling)
         self._counted = True
         return values
 
     # Dynamo may begin a graph at the first of these. It leaves the graph for the second, which opens a session.
-    forward._is_traced, _taken._torchdynamo_disable = True, True  # type: ignore[attr-defined]
+    mark_as_traced(forward)
+    disable(_taken)
 
     def _resolved(self) -> tuple[Point, ...]:
         if self._found is None or any(find(self.model, each.path) is not each.module for each in self._found):
@@ -109,7 +110,7 @@ class Features(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.model._load_from_state_dict(*args)
+        load_from_state_dict(self.model, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_found": None, "_doors": []}  # Found again by name, in whatever the model has become.

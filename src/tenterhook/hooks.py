@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tenterhook._tree import tensors
 from tenterhook.errors import HookError, ReadonlyHook
+from tenterhook.pytorch.support import require
 from tenterhook.sites.backward import BackwardHooks, backward_hooks, name_of
 from tenterhook.sites.tensor import hook_tensor
 
@@ -80,6 +81,7 @@ def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle
     >>> x.grad
     tensor([20., 20.])
     """
+    require("gradients")
     _check(tensor, Tensor, "tensor")
     if not tensor.requires_grad:
         raise HookError(
@@ -149,6 +151,7 @@ def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False
 
 
 def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonly: bool) -> Handle:
+    require("module calls", "backward passes", "gradients")
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
     manager: BackwardHooks = backward_hooks(module)

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from tenterhook.pytorch.autograd import post_accumulate_hooks_of, tensor_hooks
+from tenterhook.pytorch.module_calls import buffers_of, global_state, parameters_of
 from tenterhook.sites.module import MISSING
 
 __all__ = ["Attention", "Cell", "Mixed", "Residual", "live_tensors", "no_leak", "state_of", "untouched"]
@@ -124,16 +125,12 @@ def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
 
 
 def _process_state() -> dict[str, Any]:
-    named = vars(torch_module).items()
-    found = [(f"global: {name}", what) for name, what in named if name.startswith("_global_") and what]
-    everywhere = {name: dict(what) if isinstance(what, dict) else what for name, what in found}  # One is a flag.
-    return everywhere | {
+    return {
+        **global_state(),
         "switch: grad": torch.is_grad_enabled(),
         "switch: inference": torch.is_inference_mode_enabled(),
         "switch: fast path": torch.backends.mha.get_fastpath_enabled(),
         "switch: deterministic": torch.are_deterministic_algorithms_enabled(),
-        "class: Module.__call__": nn.Module.__call__,
-        "class: Module._call_impl": nn.Module._call_impl,
         "class: Tensor.backward": Tensor.backward,
     }
 
@@ -145,13 +142,13 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
         state[key] = dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
         if isinstance(value, dict | list):
             state[f"{key} (object)"] = _Object(value)
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
         if tensor is not None:
             state[f"{name} (bits)"] = tensor.detach().clone()
             state[f"{name} (grad)"] = None if tensor.grad is None else tensor.grad.clone()
             state[f"{name} (requires_grad)"] = tensor.requires_grad
-            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                hooks = getattr(tensor, kind, None)
+            for kind, table in (("hooks", tensor_hooks), ("hooks after accumulation", post_accumulate_hooks_of)):
+                hooks = table(tensor)
                 state[f"{name} ({kind})"] = None if hooks is None else dict(hooks)
     return state
 

@@ -17,7 +17,7 @@ POINTS = ["b0", "b1.act", "b0.attend", "b1:in", "b1.attend:scale", "b0:y", "b1.a
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(entry, "replays", lambda _callback: True)
+    monkeypatch.setattr(entry, "uses_cuda_graphs", lambda _callback: True)
     yield
     torch._dynamo.reset()
 
@@ -125,7 +125,7 @@ def test_shapes_may_vary():
 @pytest.mark.parametrize(("mode", "packs"), [("reduce-overhead", True), ("max-autotune", True), (None, False)])
 def test_the_modes_that_make_cuda_graphs_are_known(mode, packs, monkeypatch):
     monkeypatch.undo()
-    assert entry.replays(torch.compile(net(), mode=mode).dynamo_ctx.callback) is packs
+    assert entry.uses_cuda_graphs(torch.compile(net(), mode=mode).dynamo_ctx.callback) is packs
 
 
 @pytest.mark.slow

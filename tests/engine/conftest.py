@@ -2,10 +2,12 @@
 
 import pytest
 
-from tenterhook.compiled import begin
+from tenterhook.engine import session
+from tenterhook.pytorch import dynamo
 
 
 @pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
 def compile_was_used(request, monkeypatch):
-    monkeypatch.setattr(begin, "is_used", lambda: request.param)
+    for user in (dynamo, session):
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
     return request.param

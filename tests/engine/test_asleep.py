@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.compiled import begin
 from tenterhook.engine import asleep
+from tenterhook.engine import session as engine_session
+from tenterhook.pytorch import dynamo
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,8 @@ class Two(nn.Module):
 @pytest.fixture(autouse=True)
 def compile_was_used(monkeypatch):
     """It was not: compiled code has to know of all points beforehand, and nothing sleeps."""
-    monkeypatch.setattr(begin, "is_used", lambda: False)
+    for user in (dynamo, engine_session):
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import tenterhook as th
-from tenterhook.compiled import begin
-from tenterhook.sites.module import CALL
+from tenterhook.engine import session as engine_session
+from tenterhook.pytorch import dynamo
+from tenterhook.pytorch.module_calls import CALL_OVERRIDE as CALL
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -28,7 +29,8 @@ class Copied(nn.Linear):
 @pytest.fixture(autouse=True)
 def compile_was_used(monkeypatch):
     """It was not: where it was, calls are left to Dynamo to see."""
-    monkeypatch.setattr(begin, "is_used", lambda: False)
+    for user in (dynamo, engine_session):
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 
 @pytest.fixture

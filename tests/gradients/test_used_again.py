@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.pytorch.autograd import Hooks
 from tenterhook.record.cell import Cell
-from tenterhook.sites.tensor import ALONE, Hooks
+from tenterhook.sites.tensor import ALONE
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.sites.tensor import own_alias
+from tenterhook.pytorch.autograd import own_alias
 
 
 def test_an_alias_has_the_strides_of_its_tensor_where_a_dimension_has_size_one():

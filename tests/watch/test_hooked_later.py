@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.record.cell import passes
+from tenterhook.pytorch.autograd import new_backward_id as passes
 from tenterhook.watch import observe, parcel, turns
 
 

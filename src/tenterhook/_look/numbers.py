@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+
+from tenterhook.pytorch.modes import is_fake
 
 __all__ = ["BEYOND", "Numbers", "as_floats", "moments", "numbers"]
 

@@ -21,6 +21,7 @@ from torch import nn
 from tenterhook.address.places import Place, bound_names, call_name, last_name, places, walk
 from tenterhook.address.source import read_source
 from tenterhook.errors import NoSource
+from tenterhook.pytorch.python_code import closure_values, free_names
 
 __all__ = ["Callee", "callees", "forward_of", "handed_on", "places_of", "plain"]
 
@@ -168,12 +169,8 @@ def _above(function: FunctionType, cls: type, name: str) -> FunctionType | None:
 
 def _global(node: ast.expr, function: FunctionType) -> Any:
     if isinstance(node, ast.Name):
-        names = function.__code__.co_freevars
-        if node.id in names and function.__closure__ is not None:
-            try:
-                return function.__closure__[names.index(node.id)].cell_contents
-            except ValueError:  # The cell is still empty.
-                return None
+        if node.id in free_names(function.__code__):
+            return closure_values(function).get(node.id)
         return function.__globals__.get(node.id)
     if isinstance(node, ast.Attribute):
         owner = _global(node.value, function)

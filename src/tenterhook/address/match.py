@@ -23,6 +23,7 @@ from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
 from tenterhook.address.walk import Named, NamedTensor, all_names, find, first_names, named_tensors, walk
 from tenterhook.errors import AddressError, SelectorError
+from tenterhook.pytorch.module_calls import children_of
 
 __all__ = ["Point", "Selector", "Site", "canonical", "resolve"]
 
@@ -166,7 +167,7 @@ def _some(points: list[Point], error: Callable[[], AddressError]) -> list[Point]
 def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -> list[Point]:
     module = model
     for depth, name in enumerate(names):
-        children = module._modules
+        children = children_of(module)
         child = children[name] if name in children else None  # noqa: SIM401  # a ScriptModule's has no get()
         if child is None:
             return [_literal_tensor(model, text, plan, names, depth, module)]

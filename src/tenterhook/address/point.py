@@ -8,6 +8,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tenterhook.pytorch.module_calls import buffers_of, parameters_of
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -78,7 +80,7 @@ class Point:
 
 def own_tensor(module: nn.Module, name: str) -> Tensor | None:
     """A module's own parameter or buffer of that name, if there is one and it is not None."""
-    for own in (module._parameters, module._buffers):
+    for own in (parameters_of(module), buffers_of(module)):
         if name in own and (tensor := own[name]) is not None:
-            return tensor
+            return tensor  # type: ignore[no-any-return]
     return None

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 from tenterhook.errors import NoSource
+from tenterhook.pytorch.python_code import free_names, nested_codes
 
 __all__ = ["Source", "compiled", "read_source"]
 
@@ -81,7 +82,7 @@ def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str |
     The class gives names with two leading underscores their meaning; the outer function makes the free variables free,
     ``extra`` among them.
     """
-    free = [*code.co_freevars, *([extra] if extra is not None else [])]
+    free = [*free_names(code), *([extra] if extra is not None else [])]
     bare = _without_decorators(tree)
     body: list[ast.stmt] = [bare]
     if source.class_name is not None:
@@ -112,11 +113,10 @@ def _inner(code: CodeType, name: str) -> CodeType:
     """The code of the function ``name`` below a module's code."""
     todo = [code]
     while todo:
-        for constant in todo.pop(0).co_consts:
-            if isinstance(constant, CodeType):
-                if constant.co_name == name and constant.co_flags & inspect.CO_NEWLOCALS:
-                    return constant
-                todo.append(constant)
+        for inner in nested_codes(todo.pop(0)):
+            if inner.co_name == name and inner.co_flags & inspect.CO_NEWLOCALS:
+                return inner
+            todo.append(inner)
     raise NoSource(f"the source of {name} defines no function of that name")
 
 
@@ -132,7 +132,7 @@ def _check(source: Source, code: CodeType, qualname: str) -> None:
 
 def _same(one: CodeType, other: CodeType) -> bool:
     """Whether two codes do the same, however the compiler chose to load a method."""
-    if (one.co_varnames, one.co_freevars) != (other.co_varnames, other.co_freevars):
+    if (one.co_varnames, free_names(one)) != (other.co_varnames, free_names(other)):
         return False
     ours, theirs = _steps(one), _steps(other)
     if len(ours) != len(theirs):
@@ -151,11 +151,10 @@ def _same_in_file(code: CodeType) -> bool:
         return False
     todo = [whole]
     while todo:
-        for inner in todo.pop().co_consts:
-            if isinstance(inner, CodeType):
-                if (inner.co_qualname, inner.co_firstlineno) == (code.co_qualname, code.co_firstlineno):
-                    return inner == code
-                todo.append(inner)
+        for inner in nested_codes(todo.pop()):
+            if (inner.co_qualname, inner.co_firstlineno) == (code.co_qualname, code.co_firstlineno):
+                return inner == code
+            todo.append(inner)
     return False
 
 

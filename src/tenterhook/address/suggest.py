@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tenterhook.address.grammar import escape
 from tenterhook.address.walk import all_names, named_tensors, walk
 from tenterhook.errors import AddressError
+from tenterhook.pytorch.module_calls import buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,7 +85,7 @@ def unknown_name(model: nn.Module, text: str, names: Sequence[str], depth: int, 
     place = repr(".".join(names[:depth])) if depth else "it"
     owner = f" ({type(reached).__name__})" if depth else ""
     why = f"{place}{owner} has no {names[depth]!r}"
-    if names[depth] in reached._parameters or names[depth] in reached._buffers:
+    if names[depth] in parameters_of(reached) or names[depth] in buffers_of(reached):
         why = f"{place}{owner} has {names[depth]!r}, which is None" if depth + 1 == len(names) else f"{why} module"
     missing = f"{type(model).__name__} has no {text!r}"
     plain = depth == 0 and why == f"it has no {text!r}"

@@ -14,6 +14,7 @@ from tenterhook._draw import Column, Row, Table, short_number
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Point, Site
 from tenterhook.address.walk import first_names, walk
+from tenterhook.pytorch.module_calls import children_of, parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -133,7 +134,7 @@ class _Builder:
 
     def _children(self, module: nn.Module, path: str, depth: int) -> list[_Node]:
         nodes = []
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is None:
                 continue
             full, first = f"{path}.{name}" if path else name, self.firsts[id(child)]
@@ -154,7 +155,7 @@ class _Builder:
     def _tied(self, module: nn.Module, path: str, depth: int) -> list[_Node]:
         """The parameters of this module that have an earlier name elsewhere."""
         nodes = []
-        for name, tensor in module._parameters.items():
+        for name, tensor in parameters_of(module).items():
             first = self.firsts.get(id(tensor), "")
             if tensor is not None and first != (f"{path}.{name}" if path else name):
                 nodes.append(_alias(name, first, depth))
@@ -165,8 +166,10 @@ class _Builder:
         if (known := self.structures.get(id(module))) is not None:
             return known
         self.structures[id(module)] = ()  # a module that contains itself would never come to an end
-        own = tuple((name, _shape(tensor)) for name, tensor in module._parameters.items())
-        below = tuple((name, self._structure(child)) for name, child in module._modules.items() if child is not None)
+        own = tuple((name, _shape(tensor)) for name, tensor in parameters_of(module).items())
+        below = tuple(
+            (name, self._structure(child)) for name, child in children_of(module).items() if child is not None
+        )
         found = self.structures[id(module)] = (type(module), own, below)
         return found
 
@@ -218,7 +221,7 @@ def _span(nodes: Sequence[_Node]) -> str:
 
 def _size(point: Point) -> int:
     """How many numbers there are to learn at a point: a buffer has none."""
-    tensor = point.tensor if point.name in point.module._parameters else None
+    tensor = point.tensor if point.name in parameters_of(point.module) else None
     return 0 if tensor is None or is_lazy(tensor) else tensor.numel()
 
 
@@ -234,5 +237,5 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
 
 def _described(point: Point, tensor: Tensor) -> str:
     shape = _shape(tensor)
-    word = "parameter" if point.name in point.module._parameters else "buffer"
+    word = "parameter" if point.name in parameters_of(point.module) else "buffer"
     return f"{word}, not yet shaped" if shape is None else f"{word} {list(shape)}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site
+from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,7 @@ def walk(model: nn.Module) -> tuple[list[Named], list[Named]]:
             continue
         seen.add(id(module))
         firsts.append(item)
-        if children := module._modules:
+        if children := children_of(module):
             prefix = f"{path}." if path else ""
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
     return firsts, others
@@ -73,13 +74,13 @@ class Shape:
             if module is not None and id(module) not in self.ids:
                 self.ids.add(id(module))
                 self._parents.append(module)
-                children = tuple(module._modules.values())
+                children = tuple(children_of(module).values())
                 self._children.append(children)
                 stack += children
 
     def holds(self) -> bool:
         """Whether the same modules stand in the same places."""
-        return [tuple(module._modules.values()) for module in self._parents] == self._children
+        return [tuple(children_of(module).values()) for module in self._parents] == self._children
 
 
 def all_names(walked: tuple[list[Named], list[Named]]) -> list[Named]:
@@ -100,7 +101,7 @@ def named_tensors(names: list[Named], fits: Callable[[str], object] = bool) -> l
     return [
         NamedTensor(path, module, name, tensor)
         for path, module in names
-        for own in (module._parameters, module._buffers)
+        for own in (parameters_of(module), buffers_of(module))
         for name, tensor in own.items()
         if tensor is not None and fits(name)
     ]
@@ -120,7 +121,7 @@ def find(model: nn.Module, path: str) -> nn.Module | None:
     module: Any = model
     try:
         for name in path.split(".") if path else ():
-            module = module._modules[name]
+            module = children_of(module)[name]
     except (KeyError, AttributeError):  # There is none of that name, or None stands there.
         return None
     return module  # type: ignore[no-any-return]

@@ -16,6 +16,8 @@ from tenterhook.address import escape
 from tenterhook.address.walk import walk
 from tenterhook.audit.found import CALL_KINDS, Found, Kind, Risk
 from tenterhook.audit.who import can_be_pickled, held
+from tenterhook.pytorch.dynamo import is_compiled_wrapper
+from tenterhook.pytorch.module_calls import children_of
 from tenterhook.sites.inplace import changes_in_place
 from tenterhook.sites.module import can_be_called, compiled_call
 
@@ -118,7 +120,7 @@ class Surroundings:
         above: dict[int, list[nn.Module]] = {id(model): []}
         after: dict[int, nn.Module] = {}
         for _, module in walk(model)[0]:  # Parents come before their children.
-            children = [child for _, child in module._modules.items() if child is not None]
+            children = [child for _, child in children_of(module).items() if child is not None]
             for child in children:
                 above.setdefault(id(child), [module, *above[id(module)]])
             after.update({id(one): other for one, other in itertools.pairwise(children)})
@@ -225,7 +227,7 @@ def _starts_in_place(module: nn.Module) -> bool:
 
 
 def _compiles_calls(module: nn.Module) -> bool:
-    wrapper = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+    wrapper = is_compiled_wrapper(module)
     return wrapper or compiled_call(module) is not None
 
 

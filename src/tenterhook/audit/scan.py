@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tenterhook.address import escape
 from tenterhook.address.walk import Named, all_names, named_tensors, walk
@@ -23,6 +21,9 @@ from tenterhook.engine.action import Context
 from tenterhook.engine.asleep import Sleepers
 from tenterhook.engine.install import Tap
 from tenterhook.engine.session import Session
+from tenterhook.pytorch.checkpointing import saved_tensor_hooks
+from tenterhook.pytorch.dynamo import is_compiled_wrapper
+from tenterhook.pytorch.modes import dispatch_modes, function_modes
 from tenterhook.sites.module import compiled_call
 
 __all__ = ["scan"]
@@ -43,8 +44,6 @@ SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenter
 OURS = Who("tenterhook")
 COPIED = "of a session on the module that this is a copy of; it does nothing here"
 END_BLOCK = "leave the `with` block that switched it on"
-
-saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def _session_of(hook: Any) -> str:
 
 def _own(place: Place, module: nn.Module) -> Iterator[Found]:
     state = vars(module)
-    if _is_compiled_wrapper(module):
+    if is_compiled_wrapper(module):
         yield place.row(Kind.COMPILED, module, who=Who("torch.compile"), instead="use the module's _orig_mod")
     elif "forward" in state and not isinstance(module, torch.jit.ScriptModule):
         yield _own_forward(place, state["forward"])
@@ -152,11 +151,6 @@ def _own(place: Place, module: nn.Module) -> Iterator[Found]:
         if name in state:
             instead = f"del module.__dict__[{name!r}]"
             yield place.row(Kind.OWN_CALL, state[name], key=name, note=name, instead=instead)
-
-
-def _is_compiled_wrapper(module: nn.Module) -> bool:
-    # Not isinstance: that would import the whole compiler.
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def _own_forward(place: Place, forward: Any) -> Found:
@@ -221,8 +215,8 @@ def _process() -> Iterator[Found]:
     if saved is not None:
         yield everywhere.row(Kind.SAVED_TENSORS, saved[0], note="the innermost pair", instead=END_BLOCK)
     stacks = (
-        (Kind.FUNCTION_MODE, _get_current_function_mode_stack()),
-        (Kind.DISPATCH_MODE, _get_current_dispatch_mode_stack()),
+        (Kind.FUNCTION_MODE, function_modes()),
+        (Kind.DISPATCH_MODE, dispatch_modes()),
     )
     for kind, stack in stacks:
         # The innermost mode, which stands last, is the first to see a call.

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-import torch
 from torch import nn
 
 from tenterhook._draw import Table, as_html, as_rich, as_text
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HookError, SelectorError, SessionError
+from tenterhook.pytorch.modes import without_function_modes
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -154,11 +154,11 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
     from tenterhook.audit.scan import scan
 
     resolve(model, [])  # Says what is wrong with something that is no model.
-    with torch._C.DisableTorchFunction():  # A mode that is on is to be found, not to be told of each look at a tensor.
+    with without_function_modes():  # A mode that is on is to be found, not to be told of each look at a tensor.
         rows = scan(model)
     if inputs is not None:
         rows = _with_costs(model, inputs, rows)
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return Audit(model, [_with_silence(row) for row in with_risks(model, rows)])
 
 

@@ -13,7 +13,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _WrappedHook
+
+from tenterhook.pytorch.module_calls import unwrapped_hook
+from tenterhook.pytorch.python_code import closure_values, free_names
 
 __all__ = ["Who", "can_be_pickled", "held", "innermost", "who"]
 
@@ -62,9 +64,10 @@ def innermost(hook: Any) -> Any:
 def _inside(hook: Any) -> Any:
     if isinstance(hook, functools.partial):
         return hook.func
-    if isinstance(hook, _WrappedHook):
-        return hook.hook
-    if isinstance(hook, FunctionType) and hook.__module__ == "tenterhook.hooks" and "fn" in hook.__code__.co_freevars:
+    wrapped = unwrapped_hook(hook)
+    if wrapped is not None:
+        return wrapped
+    if isinstance(hook, FunctionType) and hook.__module__ == "tenterhook.hooks" and "fn" in free_names(hook.__code__):
         return inspect.getclosurevars(hook).nonlocals["fn"]
     # Of a method, the function may be decorated, but it is the method that says on what it works.
     return None if isinstance(hook, MethodType) else getattr(hook, "__wrapped__", None)
@@ -96,8 +99,9 @@ def can_be_pickled(hook: Any) -> bool:
     """
     if isinstance(hook, functools.partial):
         return can_be_pickled(hook.func)
-    if isinstance(hook, _WrappedHook):
-        return can_be_pickled(hook.hook)
+    wrapped = unwrapped_hook(hook)
+    if wrapped is not None:
+        return can_be_pickled(wrapped)
     if isinstance(hook, MethodType):
         hook = hook.__self__
     named = hook if isinstance(hook, type | FunctionType | BuiltinFunctionType) else type(hook)
@@ -126,8 +130,8 @@ def held(hook: Any) -> Iterator[tuple[str, Any]]:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, functools.partial):
         yield from (("", value.func), *_items(value.args), *_items(value.keywords))
-    elif isinstance(value, _WrappedHook):
-        yield "", value.hook
+    elif (wrapped := unwrapped_hook(value)) is not None:
+        yield "", wrapped
     elif isinstance(value, MethodType):
         yield from (("self", value.__self__), ("", value.__func__))
     elif isinstance(value, FunctionType):
@@ -142,11 +146,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # Empty, until its variable is assigned.
-            continue
+    yield from closure_values(function).items()
     yield from _items(function.__defaults__ or ())
     yield from _items(function.__kwdefaults__ or {})
     for name in function.__code__.co_names:

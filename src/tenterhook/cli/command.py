@@ -88,7 +88,7 @@ def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool
     if json_:
         print_json(_described(found))
     else:
-        print_table(found._table(fold=not every))  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+        print_table(found._table(fold=not every))  # drawn here, so that a pipe gets plain text
 
 
 def _inputs(asked: Asked) -> Any:
@@ -135,7 +135,7 @@ def audit(asked: Asked, *, json_: bool) -> None:
     with calling(asked.model):
         found = audit_of(asked.model, _inputs(asked))
     if not json_:
-        print_table(found._table())  # noqa: SLF001  # drawn here, so that a pipe gets plain text
+        print_table(found._table())  # drawn here, so that a pipe gets plain text
         return
     print_json(
         [

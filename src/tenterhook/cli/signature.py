@@ -9,6 +9,7 @@ from torch import nn
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.cli.inputs import Inputs
 from tenterhook.cli.trouble import Trouble
+from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 
 __all__ = ["check_call"]
 
@@ -31,7 +32,7 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
     """None where only the call itself can tell: a hook or a ``__call__`` of the model's own may change the inputs."""
-    if model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__:  # noqa: SLF001  # no public door
+    if forward_pre_hooks_of(model) or type(model).__call__ is not nn.Module.__call__:
         return None
     try:  # A decorator may add arguments, so that what it wraps says nothing.
         return inspect.signature(model.forward, follow_wrapped=False)

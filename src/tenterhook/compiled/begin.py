@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tenterhook.compiled.report import Compiled
+from tenterhook.pytorch.dynamo import inline
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "dressed", "end", "is_used", "told", "uncompiled", "waiting"]
-
-_used = False
-
-
-def is_used() -> bool:
-    """Whether torch.compile was ever called in this process; where it was not, a session pays nothing for this room."""
-    global _used  # noqa: PLW0603
-    if not _used:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        # Other libraries load it and use none of it: what they keep out of graphs has None for a backend.
-        _used = dynamo is not None and any(backend is not None for backend in list(dynamo.cached_backends.values()))
-    return _used
-
-
-def uncompiled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``torch._dynamo.disable`` does, in short: nothing of this is to be compiled."""
-    if not is_used():
-        return call(*args, **kwargs)
-    from torch._C._dynamo.eval_frame import set_eval_frame
-
-    prior = set_eval_frame(None)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        set_eval_frame(prior)
+__all__ = ["begin", "dressed", "end", "told", "waiting"]
 
 
 def begin(session: Session) -> None:
@@ -45,7 +20,11 @@ def begin(session: Session) -> None:
     from tenterhook.compiled.entry import entries, is_guarded, keep_out
     from tenterhook.compiled.reel import Reel
     from tenterhook.compiled.whole import check
+    from tenterhook.pytorch.dynamo_tracing import is_forced_eager
+    from tenterhook.pytorch.support import require
 
+    if not is_forced_eager():
+        require("compiled models")
     keep_out()
     session.reel = Reel(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])
@@ -77,7 +56,7 @@ def dressed(tap: Tap, function: Any, general: Callable[[Any], Any]) -> Any:
     if any(tap.module in lane.session.entries for lane in tap.lanes):
         prepared = any(hasattr(lane.guard, "prepare") for lane in tap.lanes)
         function = entry(tap, engine, traced_forward(tap, engine, begins=True) if prepared else inlined)
-    function._torchdynamo_inline = inlined
+    inline(function, inlined)
     return function
 
 

@@ -13,22 +13,28 @@ import sys
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch._dynamo
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list, skip_code
-from torch._dynamo.exc import Unsupported
 
 from tenterhook.address.walk import find
 from tenterhook.compiled import trace
-from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import pack
 from tenterhook.compiled.plan import FOREIGN
-from tenterhook.engine.dispatch import OWN_FILES, global_forward_hooks
+from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import EditError, Stopped
+from tenterhook.pytorch import dynamo_tracing
+from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
+from tenterhook.pytorch.dynamo_tracing import (
+    OptimizedModule,
+    Unsupported,
+    compiled_versions,
+    current_callback,
+    disabled,
+    uses_cuda_graphs,
+)
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import MISSING, compiled_call
 
 if TYPE_CHECKING:
@@ -44,7 +50,6 @@ UNTRACED = (
     "alone, or let it run outside: th.edit(..., opaque=True)."
 )
 STOPPED = "tenterhook stopped"
-WRAPPED = 6  # At most so many wrappers of Dynamo's own around a backend.
 OWN_FILES.update({__file__, trace.__file__})
 
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
@@ -68,7 +73,7 @@ def entries(session: Session) -> dict[nn.Module, str]:
     for path in sorted(paths):
         module = find(model, path)
         if isinstance(module, OptimizedModule):
-            found[module._orig_mod] = f"{path}._orig_mod" if path else "_orig_mod"
+            found[original_module(module)] = f"{path}._orig_mod" if path else "_orig_mod"
         elif module is not None and (compiled_call(module) is not None or (not path and _begins_at_top(session))):
             found.setdefault(module, path)
     return found
@@ -108,7 +113,7 @@ def _was_compiled(module: nn.Module) -> bool:
     if "forward" in module.__dict__:
         return False
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    return code is not None and bool(_debug_get_cache_entry_list(code))
+    return code is not None and compiled_versions(code) > 0
 
 
 def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,20 +121,20 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
     known: Any = None
     run: Callable[..., Any] = _run
     reels: tuple[Any, ...] = ()
-    hooks = tap.module._forward_hooks
+    hooks = forward_hooks_of(tap.module)
     hooked = trace.refused(FOREIGN, eager) if any(lane.edits_out or lane.looks_out for lane in tap.lanes) else inlined
     guards: Any = [lane.guard for lane in tap.lanes if hasattr(lane.guard, "prepare")]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal known, run, reels
-        callback = get_eval_frame_callback()
+        callback = current_callback()
         if not callable(callback) or self is not tap.module:
             return eager(self, *args, **kwargs)
         if callback is not known:
             known = callback
             found = [lane.session.reel for lane in tap.lanes if lane.session.reel is not None]
-            reels = tuple(found) if replays(callback) else ()
-            run = uncompiled(_copy, tap, packs=bool(reels))
+            reels = tuple(found) if uses_cuda_graphs(callback) else ()
+            run = without_compiling(_copy, tap, packs=bool(reels))
         me = get_ident()
         for lane in tap.lanes:
             if lane.owner == me:
@@ -137,7 +142,7 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
         else:
             return _apart(eager, self, args, kwargs)
         # Dynamo does not look for hooks that came after the session.
-        body = hooked if hooks or global_forward_hooks else inlined
+        body = hooked if hooks or GLOBAL_FORWARD_HOOKS else inlined
         if not guards:
             return _ran(tap, run, body, reels, args, kwargs)
         return _between(guards, tap, body, reels, args, kwargs)
@@ -152,13 +157,13 @@ def _between(guards: Any, tap: Tap, body: Any, reels: Any, args: Any, kwargs: An
     try:
         for guard in guards:
             told += 1
-            uncompiled(guard.prepare, args, kwargs)
+            without_compiling(guard.prepare, args, kwargs)
         # What they have prepared for is part of the plan.
-        run = uncompiled(_copy, tap, packs=bool(reels))
+        run = without_compiling(_copy, tap, packs=bool(reels))
         value = _ran(tap, run, body, reels, args, kwargs)
     finally:
         for guard in reversed(guards[:told]):
-            uncompiled(guard.after, tap.module, value)
+            without_compiling(guard.after, tap.module, value)
     return value
 
 
@@ -175,18 +180,7 @@ def _ran(tap: Tap, run: Any, body: Any, reels: Any, args: Any, kwargs: Any) -> A
     return value
 
 
-def replays(callback: Any) -> bool:
-    """Whether what is compiled with this callback becomes CUDA graphs, which give out buffers that they use again."""
-    for _ in range(WRAPPED):
-        settings = getattr(callback, "config", None)
-        if isinstance(settings, dict) and "triton.cudagraphs" in settings:
-            return bool(settings["triton.cudagraphs"])
-        inner = getattr(callback, "_torchdynamo_orig_backend", None)  # Its name differs between versions.
-        callback = inner or getattr(callback, "_torchdynamo_orig_callable", None)
-    return False
-
-
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@disabled  # type: ignore[untyped-decorator]
 def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
     return eager(module, *args, **kwargs)
@@ -249,12 +243,5 @@ def _mark(held: Any) -> None:
     members = list(vars(held).values()) if isinstance(held, type) else [held]
     for member in members:
         function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-        if isinstance(function, FunctionType) and not getattr(function, "_is_traced", False):
-            _mark_code(function.__code__)
-
-
-def _mark_code(code: CodeType) -> None:
-    skip_code(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _mark_code(constant)
+        if isinstance(function, FunctionType) and not is_marked_as_traced(function):
+            dynamo_tracing.keep_out(function.__code__)

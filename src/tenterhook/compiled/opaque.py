@@ -11,11 +11,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from tenterhook.compiled.gradient import TAGS, library
 from tenterhook.errors import EditError
+from tenterhook.pytorch.dynamo_tracing import graph_break
 
 if TYPE_CHECKING:
     from tenterhook.compiled.plan import Step
@@ -63,7 +63,7 @@ class Called:
 def opaque(step: Step, value: Any) -> Any:
     """Traced: the value after an opaque edit."""
     if not isinstance(value, Tensor):
-        torch._dynamo.graph_break(msg=STRUCTURE)
+        graph_break(msg=STRUCTURE)
     return Opaque.apply(value, step.token)  # type: ignore[no-untyped-call]
 
 

@@ -10,7 +10,7 @@ from tenterhook.compiled.opaque import Called
 from tenterhook.compiled.served import UNDECIDED, served
 from tenterhook.compiled.trace import TracedContext, Untraceable, passed, recorded, refused, traced
 from tenterhook.engine.action import Context
-from tenterhook.engine.dispatch import global_forward_hooks
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.parameter import Swap
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def traced_forward(tap: Tap, engine: Callable[..., Any], *, begins: bool = False
         return refused(str(error), engine)
     if not parts:
         return passed(tap.module, tap.original)
-    if tap.module._forward_hooks or global_forward_hooks:
+    if forward_hooks_of(tap.module) or GLOBAL_FORWARD_HOOKS:
         return refused(FOREIGN, engine)
     if len(parts) == 1 and parts[0].only_output:
         return recorded(tap.module, tap.original, parts[0])

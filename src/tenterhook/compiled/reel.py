@@ -17,14 +17,14 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from tenterhook._tree import map_tensors, tensors
-from tenterhook.compiled.begin import uncompiled
 from tenterhook.compiled.pack import follow, route, unpacked
 from tenterhook.engine.action import Context
+from tenterhook.pytorch.dynamo import without_compiling
+from tenterhook.pytorch.dynamo_tracing import counters
+from tenterhook.pytorch.modes import copy_all
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Reel:
 
 def _rung(reel: Reel) -> None:
     try:
-        uncompiled(reel.take)
+        without_compiling(reel.take)
     except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
 
@@ -190,7 +190,7 @@ def _owned(items: list[Any]) -> list[Any]:
         return items
     with torch.no_grad():
         copies = [torch.empty_like(tensor) for tensor in found.values()]
-        torch._foreach_copy_(copies, list(found.values()))
+        copy_all(copies, list(found.values()))
     owned = dict(zip(found, copies, strict=True))
     return [
         (key, phase, map_tensors(lambda tensor: owned.get(id(tensor), tensor), values)) for key, phase, values in items

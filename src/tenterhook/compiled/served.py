@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from tenterhook.compiled.cue import GRADIENTS, UNLIKE
 from tenterhook.compiled.trace import any_gradient, emit
+from tenterhook.pytorch.dynamo_tracing import graph_break
 
 if TYPE_CHECKING:
     from tenterhook.compiled.cue import Cue
@@ -31,7 +31,7 @@ def served(part: Part, cue: Cue, body: Callable[..., Any]) -> Callable[..., Any]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cue.serves is None:
-            torch._dynamo.graph_break(msg=UNDECIDED)
+            graph_break(msg=UNDECIDED)
         number = cue.count
         cue.count = number + 1
         pair = cue.calls[number] if cue.serves and number < len(cue.calls) else None

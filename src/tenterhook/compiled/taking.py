@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from tenterhook._tree import map_tensors
 from tenterhook.address import Point, Site
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AmbiguousCall, NeverReached
+from tenterhook.pytorch.dynamo import inline_only
+from tenterhook.pytorch.module_calls import forward_hooks_of, replace_forward_hooks, with_forward_hook
 
 __all__ = ["Door", "doors", "several", "traced"]
 
@@ -39,7 +40,9 @@ def doors(points: Iterable[Point], names: Mapping[str, str]) -> list[Door]:
     if any(point.site is not Site.RETURN for point in found):
         return []
     # The table is kept beside the module: only what Dynamo reaches by another way is put back as the very same object.
-    return [(names[str(point)], str(point), point.module, point.module._forward_hooks, point.call) for point in found]
+    return [
+        (names[str(point)], str(point), point.module, forward_hooks_of(point.module), point.call) for point in found
+    ]
 
 
 def several(address: str, name: str, count: int) -> str:
@@ -61,20 +64,19 @@ def traced(model: nn.Module, taken: list[Door], otherwise: Otherwise, args: Any,
         return otherwise(args, kwargs)
     run = _Run(model, taken, stop=stop)
     for number, (name, _, module, _, call) in enumerate(taken):
-        module._forward_hooks = {**module._forward_hooks, -1 - number: run.hook(name, call)}
+        replace_forward_hooks(module, with_forward_hook(module, -1 - number, run.hook(name, call)))
     try:
         model(*args, **kwargs)
     except _Done:
         pass
     finally:
         for _, _, module, hooks, _ in taken:
-            module._forward_hooks = hooks
+            replace_forward_hooks(module, hooks)
         run.over()
     return {name: run.value(name, address, call) for name, address, _, _, call in taken}
 
 
-# Dynamo shall inline it, and never begin a graph at it.
-set_code_exec_strategy(traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+inline_only(traced)
 
 
 class _Run:

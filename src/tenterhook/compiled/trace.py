@@ -12,13 +12,14 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch._dynamo
-import torch.compiler
+import torch
 from torch import Tensor, nn
 
 from tenterhook.compiled.gradient import Catch, ChangeGradient
 from tenterhook.compiled.opaque import opaque
 from tenterhook.errors import Stopped
+from tenterhook.pytorch.dynamo_tracing import graph_break
+from tenterhook.pytorch.tracing import is_exporting
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def refused(reason: str, engine: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.graph_break(msg=reason)
+        graph_break(msg=reason)
         return engine(*args, **kwargs)  # It gets here where compiled code begins; elsewhere Dynamo calls the engine.
 
     return forward
@@ -73,8 +74,8 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Cal
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
-        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
-            torch._dynamo.graph_break(msg=EXPORTED)
+        if is_exporting():
+            graph_break(msg=EXPORTED)
         value = call(module, *args, **kwargs)
         chain = reel.chain
         reel.chain = (chain, key, "one", own_copy(value), counted(chain))
@@ -101,8 +102,8 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             args = args[1:]
-        if torch.compiler._is_exporting_flag:  # Not is_exporting(): versions of Dynamo differ in what they make of it.
-            torch._dynamo.graph_break(msg=EXPORTED)
+        if is_exporting():
+            graph_break(msg=EXPORTED)
         for part in parts:
             for index, swap in enumerate(part.swaps):
                 enter_swap(part, index, swap)
@@ -290,9 +291,9 @@ def check(old: Any, new: Any) -> None:
     """Leave the graph where an edit does not fit: the engine then says so in full."""
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-            torch._dynamo.graph_break(msg=KIND)
+            graph_break(msg=KIND)
     elif type(old) is not type(new):
-        torch._dynamo.graph_break(msg=KIND)
+        graph_break(msg=KIND)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], nu
     if type(value) is dict:
         return {key: each_caught(token, first, part, (*path, key), numbers) for key, part in value.items()}
     if value is not None and not isinstance(value, int | float | str):
-        torch._dynamo.graph_break(msg=WALK)
+        graph_break(msg=WALK)
     return value
 
 

@@ -6,18 +6,18 @@ on a model with ``compile()``. Where a model is compiled beside the session, PyT
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch._dynamo import eval_frame, trace_rules
-from torch._dynamo.eval_frame import OptimizedModule
 
 from tenterhook.address.walk import find
 from tenterhook.compiled.inside import NO_SOURCE
 from tenterhook.compiled.plan import FOREIGN, part_of
 from tenterhook.compiled.trace import Untraceable
-from tenterhook.engine.dispatch import global_forward_hooks
 from tenterhook.errors import SessionError
+from tenterhook.pytorch.dynamo import is_fullgraph, original_module, settings_of_compiled_call
+from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import compiled_call
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ WRITTEN = "the calls of a run are written down as they are made, for a replay"
 
 def check(session: Session) -> None:
     """Raise if something of a session cannot be part of a graph that must be whole."""
-    if eval_frame._stance.stance == "force_eager":  # Nothing is compiled for the time being.
+    if is_forced_eager():
         return
     whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
     if whole and getattr(session, "learns", False):
@@ -54,15 +54,8 @@ def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
     """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
     outer = find(session.model, path.removesuffix("_orig_mod").removesuffix("."))
     if isinstance(outer, OptimizedModule):
-        return [outer] if _is_whole(outer.dynamo_ctx) else []
-    call = compiled_call(module)
-    names = call.__code__.co_freevars if call is not None else ()
-    found = "self" in names and _is_whole(call.__closure__[names.index("self")].cell_contents)
-    return [module] if found else []
-
-
-def _is_whole(settings: Any) -> bool:
-    return bool(getattr(settings, "fullgraph", False))
+        return [outer] if is_fullgraph(settings_of_wrapper(outer)) else []
+    return [module] if is_fullgraph(settings_of_compiled_call(compiled_call(module))) else []
 
 
 def _why_not(lane: Lane, outer: nn.Module) -> str | None:
@@ -73,11 +66,11 @@ def _why_not(lane: Lane, outer: nn.Module) -> str | None:
         return str(error)
     if lane.guard is not None and part.cue is None:
         return WRITTEN
-    if (lane.edits_out or lane.looks_out) and (lane.module._forward_hooks or global_forward_hooks):
+    if (lane.edits_out or lane.looks_out) and (forward_hooks_of(lane.module) or GLOBAL_FORWARD_HOOKS):
         return FOREIGN
     if any(binding.point.spot is not None and binding.point.spot.operation for binding in lane.inner):
         return NO_SOURCE
     bindings = (*lane.looks_out, *lane.inner, *(binding for _, binding in lane.looks_in))
     stops = any(getattr(binding.action, "stops", False) for binding in bindings)
-    inlined = isinstance(outer, OptimizedModule) and trace_rules.check(type(outer._orig_mod).forward)
+    inlined = isinstance(outer, OptimizedModule) and is_skipped(type(original_module(outer)).forward)
     return STOPS if stops and inlined else None

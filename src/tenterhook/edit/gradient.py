@@ -17,6 +17,7 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.edit.change import Change, check_same_kind
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
+from tenterhook.pytorch.autograd import is_older, own_alias
 from tenterhook.sites.inplace import model_changes_in_place
 from tenterhook.sites.tensor import (
     TIED,
@@ -25,10 +26,8 @@ from tenterhook.sites.tensor import (
     LeafHook,
     PostAccumulateHook,
     hook_tensor,
-    is_older,
     is_own,
     mark_own,
-    own_alias,
     why_no_gradient,
 )
 

@@ -56,6 +56,8 @@ def edit(
     session = Editing(model, opaque=opaque)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
+    if grad or accumulated:
+        session.needs = ("gradients",)
     for selector, change in _items(grad, "grad"):
         session.add(selector, change, lambda point, one: _gradient_bindings(point, one, check=check))
     for selector, change in _items(accumulated, "accumulated"):

@@ -11,13 +11,14 @@ from threading import get_ident
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch.compiler
 from torch import nn
 
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
-from tenterhook.engine.short import hooked
 from tenterhook.engine.tracing import refuse_traced
+from tenterhook.pytorch.dynamo import disable
+from tenterhook.pytorch.module_calls import has_hooks
+from tenterhook.pytorch.tracing import is_exporting
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -63,13 +64,13 @@ class Sleepers:
         wake = self.wake
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler._is_exporting_flag:
+            if is_exporting():
                 refuse_traced(self)  # Before anything is put in: an export puts back what it found.
             return wake(self)(*args, **kwargs)
 
         made: Any = forward
         made.__wrapped__, made.wake = own, wake
-        made._torchdynamo_disable, made._torchdynamo_disable_msg = True, OPEN
+        disable(made, OPEN)
         return made
 
     def lie_down(self) -> None:
@@ -93,7 +94,12 @@ class Sleepers:
             lane = self._session._lanes.get(module) if self._session is not None else None
             tap = lane.tap if lane is not None else None
             if lane is not None and tap is not None and tap.method is not None:
-                if tap.call is not None and tap.in_place and get_ident() == lane.owner and not hooked(module.__dict__):
+                if (
+                    tap.call is not None
+                    and tap.in_place
+                    and get_ident() == lane.owner
+                    and not has_hooks(module.__dict__)
+                ):
                     return tap.call
                 return tap.method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.

@@ -8,21 +8,27 @@ The value is left to other libraries' forward hooks first, where there are any: 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from threading import get_ident
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from tenterhook.engine import recompute
 from tenterhook.engine.action import Context
 from tenterhook.engine.stopping import run_clean_up
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.errors import Stopped
+from tenterhook.pytorch.autograd import current_backward_id, next_operation_number
+from tenterhook.pytorch.module_calls import (
+    GLOBAL_FORWARD_HOOKS,
+    add_forward_hook_for_this_call,
+    forward_hooks_of,
+    frame_that_runs_hooks,
+)
+from tenterhook.pytorch.python_code import is_running, own_frame
+from tenterhook.pytorch.support import require
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
@@ -35,10 +41,6 @@ __all__ = ["OWN_FILES", "dispatch", "general", "leave", "stop_at"]
 
 Forward = Callable[..., Any]
 Visit = tuple["Lane", int]
-
-graph_task = torch._C._current_graph_task_id
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-global_forward_hooks = torch_module._global_forward_hooks
 
 
 def general(tap: Tap) -> Forward:
@@ -54,7 +56,7 @@ def dispatch(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """One call of a touched module, whoever makes it."""
     if module is not tap.module:
         return tap.unbound(module, args, kwargs)
-    if graph_task() != -1 or recompute.acting() is not None:
+    if current_backward_id() != -1 or recompute.acting() is not None:
         visits = recompute.visits(tap)
     else:
         me = get_ident()
@@ -117,7 +119,7 @@ def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -
                     args, kwargs = place.put(args, kwargs, new)
     for lane, call in visits:
         for enter in lane.enters:
-            enter(call, sequence_number(), args, kwargs)
+            enter(call, next_operation_number(), args, kwargs)
         for place, binding in lane.looks_in:
             value = place.get(args, kwargs)
             if value is not MISSING:
@@ -128,8 +130,9 @@ def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def leave(tap: Tap, visits: list[Visit], value: Any) -> Any:
     """The way out: at once, or after other libraries' hooks where they are about to run."""
-    if tap.module._forward_hooks or global_forward_hooks:
-        frame = torch_frame(sys._getframe(1), tap.module)
+    if forward_hooks_of(tap.module) or GLOBAL_FORWARD_HOOKS:
+        require("hooks of other libraries")
+        frame = frame_that_runs_hooks(own_frame(1), tap.module, OWN_FILES)
         if frame is not None:
             after_foreign_hooks(tap, visits, frame)
             return value
@@ -171,24 +174,11 @@ def stop_at(lane: Lane) -> None:
 def stop_if_done(visits: list[Visit]) -> None:
     for lane, _ in visits:
         if lane.session.done and lane.whole is None:  # A recomputation goes no further than its first run did.
-            run_clean_up(sys._getframe(1))
+            run_clean_up(own_frame(1))
             raise Stopped(lane.session)
 
 
-# The frame from which PyTorch calls a module's forward and goes on to its forward hooks. A call that finds no hook at
-# its beginning takes a shorter way, and then runs none that come later.
-TORCH_CALL: set[CodeType] = {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}
-SLOW_FORWARD: CodeType = nn.Module._slow_forward.__code__
-OWN_FILES = {__file__}  # The files of our own that stand between that frame and this one.
-
-
-def torch_frame(frame: FrameType | None, module: nn.Module) -> FrameType | None:
-    """The frame that runs the module's forward hooks after this; None for a direct call, ``module.forward(...)``."""
-    while frame is not None and (frame.f_code.co_filename in OWN_FILES or frame.f_code is SLOW_FORWARD):
-        frame = frame.f_back
-    if frame is None or frame.f_code not in TORCH_CALL or frame.f_locals["self"] is not module:
-        return None
-    return frame
+OWN_FILES = {__file__}  # The files of our own that stand between PyTorch's call and this one.
 
 
 def after_foreign_hooks(tap: Tap, visits: list[Visit], frame: FrameType | None) -> None:
@@ -198,12 +188,12 @@ def after_foreign_hooks(tap: Tap, visits: list[Visit], frame: FrameType | None) 
     runs in this call, after all the others. Until then other calls may meet it: those of other threads, those that a
     foreign hook makes, and, if a foreign hook raised, all later ones. It knows its own call by the frame.
     """
-    hooks: dict[Any, Any] = tap.module._forward_hooks
+    hooks = forward_hooks_of(tap.module)
     key, thread = tap.new_key(), get_ident()
 
     def last(_module: nn.Module, _args: Any, value: Any) -> Any:
         nonlocal frame
-        caller = sys._getframe(1)
+        caller = own_frame(1)
         mine = caller is frame
         if mine or (get_ident() == thread and not is_running(frame, caller)):
             hooks.pop(key, None)
@@ -212,11 +202,4 @@ def after_foreign_hooks(tap: Tap, visits: list[Visit], frame: FrameType | None) 
         return outcome(visits, value) if mine else None
 
     tap.waiting.add(key)
-    hooks[key] = last
-
-
-def is_running(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Whether a frame is among the callers."""
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
+    add_forward_hook_for_this_call(tap.module, key, last)

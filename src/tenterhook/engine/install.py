@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -23,9 +22,19 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
-from tenterhook.engine.short import USUAL, direct, may_be_quick, watched, within
+from tenterhook.engine.short import direct, watched, within
 from tenterhook.errors import SessionError, TenterhookWarning
-from tenterhook.sites.module import CALL, can_be_called
+from tenterhook.pytorch.dynamo import disable
+from tenterhook.pytorch.module_calls import (
+    CALL_OVERRIDE,
+    USUAL_CALL,
+    forward_hooks_of,
+    is_replica,
+    is_usual_call,
+    module_being_called,
+)
+from tenterhook.pytorch.python_code import own_frame, set_free_variable
+from tenterhook.sites.module import can_be_called
 
 __all__ = [
     "OPEN",
@@ -89,7 +98,7 @@ class Tap:
             compiles = compiles or lane.session.reel is not None
         self.take_out(forward=False)
         self.call = None
-        quick = not compiles and may_be_quick(self.module)
+        quick = not compiles and is_usual_call(self.module)
         short: Any = self._short(quick=quick)
         function: Any = general(self) if short is None or quick else short
         if compiles:
@@ -101,8 +110,11 @@ class Tap:
         function.tap = self
         self.method = MethodType(function, self.module)
         if short is not None and quick:
-            short.tap, short.__name__ = self, USUAL.__name__  # A pickle names a method, and that one does as it should.
-            short._torchdynamo_disable, short._torchdynamo_disable_msg = True, OPEN
+            short.tap, short.__name__ = (
+                self,
+                USUAL_CALL.__name__,
+            )  # A pickle names a method, and that one does as it should.
+            disable(short, OPEN)
             self.call = MethodType(short, self.module)
         self.put_in()
 
@@ -111,15 +123,15 @@ class Tap:
         state = self.module.__dict__
         state["forward"] = self.method
         if self.call is not None:
-            state[CALL] = self.call
+            state[CALL_OVERRIDE] = self.call
         if SCRIPT not in state:
             state[SCRIPT] = MethodType(refuse, self.module)
 
     def take_out(self, *, forward: bool = True) -> None:
         """Undo that, where it is still as it was put in; the ``forward`` itself has to be."""
         state, call = self.module.__dict__, self.call
-        if call is not None and state.get(CALL) is call:
-            del state[CALL]
+        if call is not None and state.get(CALL_OVERRIDE) is call:
+            del state[CALL_OVERRIDE]
         allow_script(self.module)
         if not forward:
             return
@@ -153,10 +165,9 @@ class Tap:
 
     def restore(self) -> None:
         """Leave the module as it was. A forward that someone else has put in since is theirs to keep."""
-        state = self.module.__dict__
         if self.waiting:
             for key in tuple(self.waiting):
-                state["_forward_hooks"].pop(key, None)
+                forward_hooks_of(self.module).pop(key, None)
             self.waiting.clear()
         in_place = self.in_place
         self.take_out(forward=in_place)
@@ -167,15 +178,16 @@ class Tap:
     def silence(self) -> None:
         """Make a ``direct`` forward that others may hold ask for the present lanes, as it does in a module's copy."""
         function: Any = self.method.__func__ if self.method is not None else None
-        if function is not None and "module" in function.__code__.co_freevars:
-            _cell(function, "module").cell_contents = None
+        if function is not None:
+            set_free_variable(function, "module", None)
 
     def outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is no session's business."""
         if any(swap.changes and swap.active for lane in self.lanes for swap in lane.swaps):
             warnings.warn(SHARED.format(kind=type(self.module).__name__), TenterhookWarning, stacklevel=2)
-        module = _caller(sys._getframe(2))
-        if module is None or module is self.module or "_is_replica" not in module.__dict__:
+        # Our own forward, that of a compiled entry, and dispatch, at most, stand between PyTorch's frame and this one.
+        module = module_being_called(own_frame(2), within=4)
+        if module is None or module is self.module or not is_replica(module):
             return self.original(*args, **kwargs)
         # DataParallel copies a module's __dict__, so that a replica's forward is still bound to the original.
         return self.unbound(module, args, kwargs)
@@ -188,8 +200,8 @@ class Tap:
         """Give a copy of the module the forward that it would have, had there been no session as it was made."""
         state = module.__dict__
         carries = getattr(getattr(state.get("forward"), "__func__", None), "tap", None) is self
-        if getattr(getattr(state.get(CALL), "__func__", None), "tap", None) is self:
-            del state[CALL]
+        if getattr(getattr(state.get(CALL_OVERRIDE), "__func__", None), "tap", None) is self:
+            del state[CALL_OVERRIDE]
         if self.own is None:
             if carries:
                 state.pop("forward", None)
@@ -305,23 +317,6 @@ def refuse(module: nn.Module) -> Any:
 
 # A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.
 refuse.__name__ = "to"
-
-
-_CALLS: set[CodeType] = {nn.Module._call_impl.__code__}
-_CALLS.update(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType))
-
-
-def _caller(frame: FrameType | None) -> nn.Module | None:
-    """The module that PyTorch is calling, seen from the frames of its forward."""
-    for _ in range(4):  # Our own forward, that of a compiled entry, and dispatch, at most, then PyTorch's frame.
-        if frame is not None and frame.f_code in _CALLS:
-            return frame.f_locals["self"]  # type: ignore[no-any-return]
-        frame = frame.f_back if frame is not None else None
-    return None
-
-
-def _cell(function: Any, name: str) -> Any:
-    return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
 def _sign(function: Any, original: Callable[..., Any]) -> None:

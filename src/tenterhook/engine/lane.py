@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tenterhook.address.match import Site
+from tenterhook.pytorch.python_code import set_free_variable
 from tenterhook.sites.module import Argument, argument
 
 if TYPE_CHECKING:
@@ -106,11 +105,8 @@ class Lane:
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
         self.inner, self.guard, self.part = (), None, None
         if self.direct is not None:
-            entries, watch = _places(self.direct.__code__)
-            if entries is not None:
-                self.direct.__closure__[entries].cell_contents = {}
-            if watch is not None:
-                self.direct.__closure__[watch].cell_contents = _hand_on
+            set_free_variable(self.direct, "entries", {})
+            set_free_variable(self.direct, "watch", _hand_on)
             self.direct = None
 
     def _part_from_tape(self) -> None:
@@ -143,14 +139,6 @@ class Lane:
         watch = getattr(looks[1].action, "watch", None) if len(looks) > 1 else None
         alone = getattr(first, "direct", False) and (len(looks) == 1 or watch is not None)
         return (first, watch) if alone else None
-
-
-@functools.cache
-def _places(code: CodeType) -> tuple[int | None, int | None]:
-    """Where a direct forward holds what it fills and what watches, where it has them."""
-    names = code.co_freevars
-    entries, watch = (names.index(name) if name in names else None for name in ("entries", "watch"))
-    return entries, watch
 
 
 def _hand_on(value: Any, *_: Any) -> Any:

@@ -7,14 +7,14 @@ This costs more than a rewritten function does, and knows PyTorch's operations o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
 
-from tenterhook.compiled.begin import uncompiled
+from tenterhook.pytorch.dynamo import without_compiling
+from tenterhook.pytorch.python_code import frames_from, own_frame
 
 if TYPE_CHECKING:
     from tenterhook.engine.inside import Node
@@ -31,7 +31,7 @@ def watched(node: Node, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Operations(node, code):
-            return uncompiled(original, *args, **kwargs)  # In a graph no operation is seen.
+            return without_compiling(original, *args, **kwargs)  # In a graph no operation is seen.
 
     return forward
 
@@ -46,7 +46,7 @@ class _Operations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = operation_name(func)
-        if self._node.watches(name) and _caller(sys._getframe(1)) is self._code:
+        if self._node.watches(name) and _caller(own_frame(1)) is self._code:
             return self._node.value(name, result)
         return result
 
@@ -64,6 +64,6 @@ def operation_name(func: Any) -> str:
 
 def _caller(frame: FrameType | None) -> CodeType | None:
     """The code that made an operation, the functions through which PyTorch offers it left out."""
-    while frame is not None and frame.f_globals.get("__name__") in OFFERED_BY:
-        frame = frame.f_back
-    return frame.f_code if frame is not None else None
+    callers = (each for each in frames_from(frame) if each.f_globals.get("__name__") not in OFFERED_BY)
+    found = next(callers, None)
+    return found.f_code if found is not None else None

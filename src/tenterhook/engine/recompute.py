@@ -8,25 +8,25 @@ carries what is needed: the function that a checkpoint will run again is replace
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils import checkpoint as torch_checkpoint
+from tenterhook.pytorch.checkpointing import (
+    checkpoints_around,
+    is_inside_checkpoint,
+    is_recomputing,
+    may_be_checkpointed,
+)
+from tenterhook.pytorch.python_code import own_frame
+from tenterhook.pytorch.support import require
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
 
-__all__ = ["Carried", "acting", "carry", "may_come", "visits"]
-
-saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003
+__all__ = ["Carried", "acting", "carry", "visits"]
 
 
 class _Local(threading.local):
@@ -104,76 +104,24 @@ def visits(tap: Tap) -> list[tuple[Lane, int]]:
     run = _local.run
     if run is not None:
         return run.visits(tap)
-    if any(True for _ in _recomputing(sys._getframe(1))):
+    if is_recomputing(own_frame(1)):
         return []  # A checkpoint that ran before these sessions were opened.
     # Not a checkpoint of PyTorch's: code of the model's own that calls modules in its backward.
     me = get_ident()
     return [(lane.again_only(), lane.next_call()) for lane in tap.lanes if lane.mine(me) and lane.again]
 
 
-def may_come() -> bool:
-    """Whether a checkpoint may be running, whose calls will be made again: most often there is none."""
-    return not torch.is_grad_enabled() or saved_tensor_hooks() is not None
-
-
 def carry(visiting: list[tuple[Lane, int]]) -> None:
     """Note on each checkpoint around this call that these lanes were here."""
     lanes = [(lane, call) for lane, call in visiting if lane.again]
-    if not lanes or not may_come():
+    if not lanes or not may_be_checkpointed():
         return
-    for owner, name in _checkpoints(sys._getframe(1)):
-        function = getattr(owner, name)
+    if not is_inside_checkpoint(own_frame(1)):
+        return
+    require("checkpointed edits")
+    for checkpoint in checkpoints_around(own_frame(1)):
+        function = checkpoint.function
         if not isinstance(function, Carried):
-            function = Carried(function, compares=name == "recompute_fn")
-            setattr(owner, name, function)
+            function = checkpoint.function = Carried(function, compares=checkpoint.compares_saved_tensors)
         for lane, call in lanes:
             function.add(lane, call)
-
-
-_CHECKPOINT: CodeType = inspect.unwrap(torch_checkpoint.checkpoint).__code__
-_FUNCTION = torch_checkpoint.CheckpointFunction
-_RERUN: set[CodeType] = {
-    inspect.unwrap(torch_checkpoint._run_fn_with_dynamo_disabled).__code__,
-    _FUNCTION.backward.__code__,
-}
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _recomputing(frame: FrameType) -> Iterator[FrameType]:
-    return (each for each in _frames(frame) if each.f_code in _RERUN)
-
-
-def _checkpoints(frame: FrameType) -> Iterator[tuple[Any, str]]:
-    """The checkpoints that are running, as the objects and attributes that hold the function to run again."""
-    found = set()
-    innermost = _from_hooks()
-    if innermost is not None:
-        found.add(id(innermost))
-        yield innermost, "recompute_fn"
-    for each in _frames(frame):
-        if each.f_code is _FUNCTION.forward.__code__:
-            yield each.f_locals["ctx"], "run_function"
-        elif each.f_code is _CHECKPOINT:
-            record = _from_generator(each.f_locals.get("gen"))
-            if record is not None and id(record) not in found:
-                yield record, "recompute_fn"
-
-
-def _from_generator(generator: Any) -> Any:
-    inner = getattr(generator, "gi_frame", None)
-    return inner.f_locals.get("new_frame") if inner is not None else None
-
-
-def _from_hooks() -> Any:
-    """The checkpoint whose hooks pack what autograd saves now; it may have been entered without ``checkpoint()``."""
-    hooks: Any = saved_tensor_hooks()
-    pack = hooks[0] if hooks else None
-    names = pack.__code__.co_freevars if inspect.isfunction(pack) else ()
-    if pack is None or "frame" not in names or pack.__module__ != torch_checkpoint.__name__:
-        return None
-    return pack.__closure__[names.index("frame")].cell_contents

@@ -27,6 +27,10 @@ from tenterhook.errors import (
     TenterhookWarning,
     UnsupportedModel,
 )
+from tenterhook.pytorch.checkpointing import refuse_checkpoints
+from tenterhook.pytorch.dynamo import has_compiled_anything, is_compiled_wrapper
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from tenterhook.pytorch.support import require
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
 from tenterhook.sites.parameter import Swap, is_offloaded
@@ -50,6 +54,7 @@ REPLICAS = (
 
 
 RETURN = Site.RETURN
+NEEDED = ("module calls", "backward passes", "tracing", "transforms of torch.func", "structured values")
 
 
 class _Local(threading.local):
@@ -72,6 +77,8 @@ class Session:
     """
 
     verb = "session"
+    needs: tuple[str, ...] = ()
+    """the features of PyTorch that this session cannot do without, beyond those that all need"""
     sleeps = False  # Whether what acts at a module's output may be made at that module's first call.
 
     def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
@@ -102,8 +109,10 @@ class Session:
             raise self._not_new()
         self.owner = get_ident()
         try:
+            require(*NEEDED, *self.needs)
             self._plan()
-            if compiled.is_used():
+            self._check_torch()
+            if has_compiled_anything():
                 compiled.begin(self)
             if self._sleepers is not None:
                 self._sleepers.lie_down()
@@ -125,7 +134,7 @@ class Session:
 
     def _plan(self) -> None:
         # Compiled code, and layers that may bypass their children, have to know of all points beforehand.
-        if self.sleeps and not compiled.is_used() and not facts(self.model).fused:
+        if self.sleeps and not has_compiled_anything() and not facts(self.model).fused:
             self._sleepers = Sleepers(self)
         sleepers, lanes = self._sleepers, self._lanes
         for binding in self.bindings:
@@ -154,6 +163,15 @@ class Session:
         if gone:
             message = f"{gone[0]!r} is not the module any more that it was when this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
+
+    def _check_torch(self) -> None:
+        """Raise if this release of PyTorch lacks something that only this model needs."""
+        modules = [*self._lanes, *(self._sleepers.bindings if self._sleepers is not None else ())]
+        hooked = GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules)
+        if hooked:
+            require("hooks of other libraries")
+        if any(binding.action.again for binding in self.bindings):
+            refuse_checkpoints(self.model)
 
     @property
     def lanes(self) -> dict[nn.Module, Lane]:
@@ -186,7 +204,7 @@ class Session:
         for length in range(above, len(steps) + 1):
             path = ".".join(steps[:length])
             module = find(self.model, path)
-            if module is not None and "_orig_mod" not in module._modules:  # torch.compile's own module only hands on.
+            if module is not None and not is_compiled_wrapper(module):  # torch.compile's own module only hands on.
                 lane = self._lane(module, path)
                 lane.swaps += (swap,)
                 lane.again = True

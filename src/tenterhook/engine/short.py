@@ -12,26 +12,27 @@ at them itself and, where it finds a hook, or another ``forward`` than ours, has
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
-from tenterhook.engine import recompute
-from tenterhook.engine.dispatch import OWN_FILES, dispatch, global_forward_hooks, graph_task, leave, sequence_number
+from tenterhook.engine.dispatch import OWN_FILES, dispatch, leave
 from tenterhook.engine.tracing import refuse_traced
-from tenterhook.sites.module import CALL, MISSING
+from tenterhook.pytorch.autograd import current_backward_id, next_operation_number
+from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_hooks
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
+from tenterhook.pytorch.python_code import own_frame
+from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Direct
     from tenterhook.engine.install import Tap
     from tenterhook.engine.lane import Lane
 
-__all__ = ["USUAL", "direct", "hooked", "may_be_quick", "watched", "within"]
+__all__ = ["direct", "watched", "within"]
 
 Forward = Callable[..., Any]
 Watch = Callable[..., Tensor | None]
@@ -39,41 +40,11 @@ Watch = Callable[..., Tensor | None]
 OWN_FILES.add(__file__)
 
 is_grad_enabled = torch.is_grad_enabled
-saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-global_pre_hooks = torch_module._global_forward_pre_hooks
-global_backward_hooks = torch_module._global_backward_hooks
-global_backward_pre_hooks = torch_module._global_backward_pre_hooks
-
-WRAPPED: Any = nn.Module.__call__
-USUAL = nn.Module._call_impl
-OWN = USUAL.__code__.co_filename == torch_module.__file__  # And not what another library has put in its place.
-
-
-def may_be_quick(module: nn.Module) -> bool:
-    """Whether PyTorch makes a module's calls as it always does, and has nothing to call but its forward."""
-    return (
-        type(module)._call_impl is USUAL and OWN and module.__dict__.get(CALL) is None and not hooked(module.__dict__)
-    )
-
-
-def hooked(state: dict[str, Any]) -> object:
-    """Whether PyTorch has anything to call beside the forward of the module with this ``__dict__``."""
-    try:
-        return (
-            state["_forward_hooks"] or state["_forward_pre_hooks"]
-            or state["_backward_hooks"] or state["_backward_pre_hooks"]
-            or global_forward_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks
-        )  # fmt: skip
-    except KeyError:  # It is not as PyTorch makes them.
-        return True
 
 
 def usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call as PyTorch makes it, with its hooks, which comes to the forward in place."""
-    caller = sys._getframe(2)
-    if caller.f_code is WRAPPED.__code__:
-        module = caller.f_locals["self"]  # A replica's, of DataParallel, is still bound to the original.
-    return module._call_impl(*args, **kwargs)
+    return call_with_hooks(module, args, kwargs, own_frame(2))
 
 
 def direct(tap: Tap, lane: Lane, observer: Direct, *, quick: bool) -> Forward:
@@ -101,9 +72,9 @@ def keeping(  # noqa: C901
         def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
             if (
                 get_ident() != owner
-                or graph_task() != -1
+                or current_backward_id() != -1
                 or self is not module
-                or (quick and (state.get("forward") is not tap.method or hooked(state)))
+                or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
             ):
                 args = () if first is MISSING else (first, *rest)
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
@@ -112,7 +83,7 @@ def keeping(  # noqa: C901
                 value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
             else:
                 value = original(first)
-            if not quick and (state["_forward_hooks"] or global_forward_hooks):
+            if not quick and (state["_forward_hooks"] or GLOBAL_FORWARD_HOOKS):
                 refuse_traced(module)
                 return leave(tap, [(lane, call)], value)
             if type(value) is Tensor:
@@ -159,15 +130,15 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (
-                get_ident() != owner or graph_task() != -1 or self is not module
-                or not is_grad_enabled() or saved_tensor_hooks(True) is not None  # noqa: FBT003 - see recompute.may_come
-                or (quick and (state.get("forward") is not tap.method or hooked(state)))
+                get_ident() != owner or current_backward_id() != -1 or self is not module
+                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be around it.
+                or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
             ):  # fmt: skip
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
-            call, since = next_call(), sequence_number()
+            call, since = next_call(), next_operation_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
-            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or global_forward_hooks):
+            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or GLOBAL_FORWARD_HOOKS):
                 kept = (tensor.detach(), tensor._version) if keep else None
                 own = watch(tensor, call, since, kept, value, args, kwargs)
                 if own is not None:
@@ -199,12 +170,13 @@ def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
     """For a lane that has nothing but places inside the forward: ``body`` is the rewritten one."""
     module, owner, next_call, again = tap.module, lane.owner, lane.next_call, lane.again
     state = module.__dict__
-    observes = all(binding.action.observes for binding in lane.inner)  # What is observed is looked at as it passes.
+    observes = all(binding.action.observes for binding in lane.inner)
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if (
-            get_ident() != owner or graph_task() != -1 or self is not module or (again and recompute.may_come())
-            or (quick and (state.get("forward") is not tap.method or hooked(state)))
+            get_ident() != owner or current_backward_id() != -1 or self is not module
+            or (again and may_be_checkpointed())
+            or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
         ):  # fmt: skip
             return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
         if not observes:

@@ -18,6 +18,7 @@ from tenterhook.harvest.ahead import Ahead, Begin
 from tenterhook.harvest.rows import Taking, named, tensor_at
 from tenterhook.harvest.source import digest
 from tenterhook.harvest.weights import weights_of
+from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
 from tenterhook.record.capture import Copy
 from tenterhook.record.verb import record
 from tenterhook.sinks.pinned import Piece
@@ -81,8 +82,7 @@ class Job:
             self._warn_of_training()
 
     def _warn_of_training(self) -> None:
-        risky = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001  # all kinds of them
-        if any(isinstance(module, risky) and module.training for module in self.model.modules()):
+        if any(isinstance(module, (*DROPOUTS, *BATCH_NORMS)) and module.training for module in self.model.modules()):
             warnings.warn(TRAINING, TenterhookWarning, stacklevel=6)
 
     def described(self) -> dict[str, Any]:

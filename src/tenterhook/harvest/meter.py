@@ -69,12 +69,12 @@ class Meter:
 def shown(meter: Meter, *, progress: bool | None) -> Iterator[None]:
     """A bar in the terminal while the harvest runs; by default only if somebody is there to see it."""
     with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
-        meter._move = move  # noqa: SLF001
+        meter._move = move
         try:
             yield
         finally:
             meter.tell()
-            meter._move = None  # noqa: SLF001
+            meter._move = None
 
 
 @dataclass(frozen=True, repr=False)

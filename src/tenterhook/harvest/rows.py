@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from tenterhook._tree import describe, tensors
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.source import digest, size_of
+from tenterhook.pytorch.python_code import constants_of
 
 __all__ = ["Picked", "Taking", "named", "tensor_at"]
 
@@ -217,6 +217,5 @@ def named(function: Any) -> str:
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
     if code is None:
         return name
-    plain = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
-    text = repr((code.co_code, plain, code.co_names))
+    text = repr((code.co_code, list(constants_of(code)), code.co_names))
     return f"{name}@{xxhash.xxh3_64(text.encode()).hexdigest()}"

@@ -25,6 +25,7 @@ from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
 from tenterhook.harvest.runners import Options, result, run_here
 from tenterhook.harvest.source import Source
+from tenterhook.pytorch.distributed import fsdp_meshes
 from tenterhook.sinks.shards import committed
 from tenterhook.sinks.shards_place import Place, place_of
 from tenterhook.sinks.shards_write import Writer
@@ -91,11 +92,7 @@ def _part_of(job: Job, rank: tuple[int, int]) -> tuple[tuple[int, int], bool]:
 def _data_meshes(model: nn.Module) -> Iterator[Any]:
     """The processes among which FSDP2 spreads parameters, and which have batches of their own."""
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            # There is no public way to ask; a later torch has several groups for a module, an earlier one has one.
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
-            yield from (group.mesh_info.mesh for group in groups if group is not None)
+        yield from fsdp_meshes(module)
 
 
 def _ranks_of(mesh: Any) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 
 __all__ = [
     "arguments",
@@ -124,8 +125,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def restful(model: nn.Module) -> None:
     """Raise if a run would change the model, or would not be the same a second time."""
     for name, module in model.named_modules():
-        learns = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats  # noqa: SLF001
-        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0  # noqa: SLF001
+        learns = isinstance(module, BATCH_NORMS) and module.track_running_stats
+        draws = isinstance(module, DROPOUTS) and module.p > 0
         if module.training and (learns or draws):
             does = "would learn its statistics from what is tried" if learns else "would draw at random"
             raise th.RecipeError(

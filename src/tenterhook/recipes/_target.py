@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 import tenterhook as th
+from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 
 __all__ = ["Given", "Score", "Target", "baseline_like", "differentiable", "prepared"]
 
@@ -180,7 +179,7 @@ def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floa
 
 def _unsteady(model: nn.Module) -> str:
     for module in model.modules():
-        if module.training and isinstance(module, _BatchNorm | _DropoutNd):
+        if module.training and isinstance(module, (*BATCH_NORMS, *DROPOUTS)):
             return type(module).__name__
     return ""
 

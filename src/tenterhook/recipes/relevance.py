@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import tenterhook as th
 from tenterhook.recipes._graph import LINEAR, ROUTES, first_stranger
+from tenterhook.recipes._layers import convolve
 from tenterhook.recipes._target import Given, Score, Target, baseline_like, differentiable, prepared
 from tenterhook.recipes.result import Attribution
 
@@ -233,7 +234,7 @@ def _z_plus(module: nn.Module, leaf: Tensor, _output: Tensor, came: Tensor, epsi
 def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(module, nn.Linear):
         return F.linear(x, weight, bias)
-    return module._conv_forward(x, weight, bias)  # type: ignore[no-any-return, operator]  # noqa: SLF001  Pads as it does.
+    return convolve(module, x, weight, bias)  # type: ignore[arg-type]
 
 
 def _pulled(leaf: Tensor, output: Tensor, came: Tensor) -> Tensor:

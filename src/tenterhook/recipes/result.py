@@ -164,17 +164,17 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
     rows = -(-count // columns)
     wide = min(count, columns)
     made: Figure = new_figure(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3)
-    made.set_label(", ".join(each._title() for each in found))  # noqa: SLF001  Of this file.
+    made.set_label(", ".join(each._title() for each in found))
     axes: Any = made.subplots(rows, wide, squeeze=False)
     for each in axes.flat:
         each.set_axis_off()
     axes.flat[0].imshow(image.numpy(), cmap="gray")
-    targets = [each._named(example) for each in found]  # noqa: SLF001  Of this file.
+    targets = [each._named(example) for each in found]
     one = len(set(targets)) == 1  # Otherwise each map says what it explains.
     axes.flat[0].set_title((targets[0] if one else "") or "input", fontsize=8)
     for place, each, values, target in zip(axes.flat[1:], found, maps, targets, strict=False):
         _over(place, image, values, alpha)
-        title = each._title()  # noqa: SLF001  Of this file.
+        title = each._title()
         place.set_title(title if one else f"{title}\n{target}", fontsize=8)
     return made
 

@@ -17,13 +17,14 @@ from torch.func import functional_call, vjp, vmap
 import tenterhook as th
 from tenterhook.recipes import _given as given
 from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes._layers import BATCH_NORMS
 from tenterhook.recipes._whole import WHOLE, Arguments, arguments_of, whole_gradients
 
 __all__ = ["SampleGradients", "per_sample_gradients"]
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-MIXING = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001  # their common base has no public name
+MIXING = BATCH_NORMS
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tenterhook._tree import Opaque, map_tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
-from tenterhook.sites.wrapped import gathered, in_transform, is_wrapped, outside, settled, unwrapped
+from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
+from tenterhook.sites.wrapped import gathered, settled
 
 __all__ = ["Copy", "Entry", "Kept", "Passing", "Policy", "Recorder", "read", "value", "without_graph"]
 
@@ -109,7 +110,7 @@ class Policy:
 
     def _keep_whole(self, tensor: Tensor) -> Tensor:
         """What lies beneath the tensors of a transform, always as a copy."""
-        with outside():
+        with outside_transforms():
             return self._keep_one(unwrapped(tensor)[0].clone())
 
 

@@ -7,9 +7,7 @@ arrive, because ``tape.backward`` asks for them; ``release`` says when they go.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -20,19 +18,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
+from tenterhook.pytorch.autograd import PYTHON_NODE, current_backward_id, keeps_graph
+from tenterhook.pytorch.transforms import is_wrapped, unwrapped
 from tenterhook.record.order import corrected, keeps_layout, noted, quiet
 from tenterhook.sites.tensor import LeafHook, Place, attach_hook, attach_part, base_of, layout_of, why_no_gradient
-from tenterhook.sites.wrapped import gathered, is_wrapped, unwrapped
+from tenterhook.sites.wrapped import gathered
 
-__all__ = ["DONE", "NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "graph_task", "lone_of"]
-__all__ += ["passes", "watch", "watch_leaf", "watch_parameter"]
+__all__ = ["DONE", "NO_PARTS", "Catch", "CatchShown", "Cell", "Cells", "caught", "edge_of", "lone_of", "watch"]
+__all__ += ["watch_leaf", "watch_parameter"]
 
-graph_task = torch._C._current_graph_task_id
-run_backward: Callable[..., tuple[Tensor, ...]] = torch.autograd.Variable._execution_engine.run_backward
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # What GradientEdge is made of; where a node is written in Python, with a third thing that keeps it alive.
 Edge = tuple[Any, ...]
-PythonNode: Any = torch._C._FunctionBase
 
 NO_PARTS: Any = MappingProxyType({})  # What has come to most cells so far.
 DONE: Any = MappingProxyType({(): []})  # Of a cell that is on no tape any more, and takes nothing.
@@ -147,7 +143,7 @@ class Cell:
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Take one of several shares of a pass, and add them up in the order in which the engine would."""
-        task, found = graph_task(), self.parts.get(path)
+        task, found = current_backward_id(), self.parts.get(path)
         if self.tasks is None:
             self.tasks = {}
         if found and self.tasks.get(path) == task:
@@ -168,7 +164,7 @@ class Cell:
     def release(self) -> None:
         """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
         if self.base is not None and not self.spent:
-            task = graph_task()
+            task = current_backward_id()
             self.base = (self.base[1].task if task < 0 else task,)
         self.spent, self.edges = True, ()
         if self.aliases:
@@ -194,14 +190,14 @@ def caught(find: weakref.ref[Cell], gradient: Tensor | None) -> Tensor | None:
         gradient = let_free(gradient)
     cell.first, cell.version = gradient, gradient._version
     if kept is not None and cell.base is not None and not cell.spent:
-        cell.base = (graph_task(),)
+        cell.base = (current_backward_id(),)
     cell.spent, cell.edges, cell.before = True, (), None
     return None
 
 
 def _is_plain(views: Any) -> bool:
     """Whether the backward pass keeps no graph, makes none and has no sums to mend: asked once."""
-    task = graph_task()
+    task = current_backward_id()
     if task != views.asked:
         if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
             return False
@@ -217,7 +213,7 @@ def _caught(cell: Cell, gradient: Tensor) -> Tensor | None:
         if cell.base is not None and not cell.spent:
             cell.base[1].found(cell)
         return None
-    new = corrected(cell, gradient) if noted and graph_task() not in quiet else None
+    new = corrected(cell, gradient) if noted and current_backward_id() not in quiet else None
     cell.add(cell.path, gradient if new is None else new)
     return new
 
@@ -353,32 +349,9 @@ def watch_parameter(cell: Cell, tensor: Tensor) -> LeafHook:
 def edge_of(tensor: Tensor) -> Edge:
     """Where the tensor's gradient arrives; by the short way, where its node can be held from Python."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, PythonNode):
+    if node is None or isinstance(node, PYTHON_NODE):
         return get_gradient_edge(tensor)
     return node, tensor.output_nr
-
-
-class _Passes(threading.local):
-    """What a thread asks for the number of a backward pass: one that comes to nothing but this tensor."""
-
-    def __init__(self) -> None:
-        numbers: list[int] = []
-        with torch.inference_mode(mode=False):
-            self.one = torch.ones((), device="cpu")
-            self.leaf = torch.zeros((), device="cpu", requires_grad=True)
-        self.leaf.register_hook(lambda _: numbers.append(graph_task()))
-        self.numbers = numbers
-
-
-_passes = _Passes()
-
-
-def passes() -> int:
-    """The number of a backward pass that is made for this: the engine counts them, and tells only who is inside."""
-    leaf = (_passes.leaf,)
-    # As torch.autograd.grad does, without its questions, which take longer than the pass.
-    run_backward(leaf, (_passes.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)  # noqa: FBT003
-    return _passes.numbers.pop()
 
 
 def _sum(found: list[tuple[Tensor, int]]) -> Tensor:

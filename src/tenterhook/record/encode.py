@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from tenterhook._tree import CONSTANTS, Opaque
 from tenterhook.errors import TapeFileError
+from tenterhook.pytorch.structures import registered
 
 __all__ = ["Encoder"]
 
@@ -91,7 +91,7 @@ class Encoder:
             return self._tuple(value)
         if isinstance(value, list):
             return ["list", self._all(value)]
-        node = _pytree.SUPPORTED_NODES.get(type(value))
+        node = registered(type(value))
         if node is None:
             return ["opaque", Opaque.of(value).type]
         # Only code of its own could rebuild such an object, and a file must not name code: its parts are kept.

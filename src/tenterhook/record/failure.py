@@ -12,12 +12,13 @@ from torch import nn
 from tenterhook._tree import describe, tensors
 from tenterhook.address.grammar import escape
 from tenterhook.address.walk import walk
+from tenterhook.pytorch.autograd import BACKWARD_FUNCTION
+from tenterhook.pytorch.module_calls import CALL_FUNCTIONS
+from tenterhook.pytorch.python_code import variable_in
 
 __all__ = ["failure"]
 
 OWN = __name__.partition(".")[0]
-CALLS = ("_call_impl", "_wrapped_call_impl")  # the machinery of torch around a forward
-BACKWARD = "_engine_run_backward"
 LONGEST = 400  # characters of a message that are still worth keeping
 
 
@@ -37,7 +38,7 @@ def failure(model: nn.Module, error: BaseException) -> dict[str, Any] | None:
             inputs=_arguments(frame, module),
             parameters={name: describe(tensor) for name, tensor in module.named_parameters(recurse=False)},
         )
-    if any(frame.f_code.co_name == BACKWARD for frame, _ in _frames(error)):
+    if any(frame.f_code.co_name == BACKWARD_FUNCTION for frame, _ in _frames(error)):
         return _note(error, message=f"in the backward pass: {error}"[:LONGEST])
     return None
 
@@ -52,8 +53,8 @@ def _innermost(model: nn.Module, error: BaseException) -> tuple[str, nn.Module, 
     found: tuple[str, nn.Module, FrameType, int] | None = None
     called: nn.Module | None = None  # whose call has begun, while the frame of its forward has not come yet
     for frame, line in _frames(error):
-        if frame.f_code.co_name in CALLS:
-            receiver = frame.f_locals.get("self")
+        if frame.f_code.co_name in CALL_FUNCTIONS:
+            receiver = variable_in(frame, "self")
             called = receiver if id(receiver) in names else called
             continue
         if _is_own(frame):
@@ -82,7 +83,7 @@ def _is_own(frame: FrameType) -> bool:
 def _first(frame: FrameType) -> tuple[str, Any]:
     """The first argument: the receiver of a method, whatever its author calls it."""
     name = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
-    return name, frame.f_locals.get(name)
+    return name, variable_in(frame, name)
 
 
 def _arguments(frame: FrameType, module: nn.Module) -> dict[str, str]:

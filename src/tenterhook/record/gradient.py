@@ -26,7 +26,18 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
-from tenterhook.record.cell import DONE, NO_PARTS, Cell, Cells, PythonNode, caught, edge_of, lone_of, watch, watch_leaf
+from tenterhook.pytorch.autograd import (
+    PYTHON_NODE,
+    Hooks,
+    existed_before,
+    is_older,
+    next_operation_number,
+    own_alias,
+    set_hooks,
+    tensor_hooks,
+    view_base,
+)
+from tenterhook.record.cell import DONE, NO_PARTS, Cell, Cells, caught, edge_of, lone_of, watch, watch_leaf
 from tenterhook.record.order import note, number_for
 from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
@@ -34,15 +45,10 @@ from tenterhook.record.views import Views, watch_view
 from tenterhook.sites import tensor as sites
 from tenterhook.sites.tensor import (
     ALONE,
-    AT_ONCE,
-    Hooks,
     Place,
     base_of,
-    is_older,
     is_own,
     layout_of,
-    own_alias,
-    sequence_number,
 )
 
 if TYPE_CHECKING:
@@ -213,10 +219,9 @@ class OutputGradient(_Gradient):
         tuple in which it stands first and alone.
         """
         node: Any = tensor.grad_fn
-        if node is None or self._whole or isinstance(node, PythonNode):
+        if node is None or self._whole or isinstance(node, PYTHON_NODE):
             return None
-        number: int = node._sequence_nr()
-        handed_on = number < since or AT_ONCE <= number < AT_ONCE + since
+        handed_on = existed_before(node, since)
         if handed_on:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
@@ -249,28 +254,27 @@ class OutputGradient(_Gradient):
                 if old.hooks is not None:
                     old.first, old._found, old.edges, old.before = None, DONE, (), None
                     self._spare = old
-        base, hooks = tensor._base, cell.hooks
+        base, hooks = view_base(tensor), cell.hooks
         if hooks is not None:
-            if base is None and tensor._backward_hooks is None:
-                tensor._backward_hooks = hooks
-                node._register_hook_dict(tensor)
+            if base is None and tensor_hooks(tensor) is None:
+                if set_hooks(tensor, node, hooks) is not hooks:
+                    cell.hooks = None
                 return tensor
             cell.hooks = None
         find = ref(cell)
         if base is not None:
             if self.trusts and views.calm:
-                cell.kept, cell.base = kept or _memory(tensor), (base, views, base._backward_hooks)
+                cell.kept, cell.base = kept or _memory(tensor), (base, views, tensor_hooks(base))
                 views.waiting.append(find)
             elif base.grad_fn is not None:
                 cell.kept = kept or _memory(tensor)
                 watch_view(cell, tensor, node, base, self)
                 return tensor
         hook = MethodType(caught, find)
-        hooks = tensor._backward_hooks
+        hooks = tensor_hooks(tensor)
         if hooks is None:
-            hooks = tensor._backward_hooks = Hooks()
-            node._register_hook_dict(tensor)
-            cell.hooks = hooks if base is None else None
+            hooks = set_hooks(tensor, node, Hooks())
+            cell.hooks = hooks if base is None and type(hooks) is Hooks else None
         hooks[hook if hooks else FIRST] = hook
         return tensor
 
@@ -339,7 +343,7 @@ class InputGradient(_Gradient):
         cell = self._open(value, context.call)
         if cell is None:
             return
-        entered = self.entered[context.call] = Entered(cell, sequence_number())
+        entered = self.entered[context.call] = Entered(cell, next_operation_number())
         for path, tensor in tensors(value):
             if not tensor.requires_grad:
                 continue

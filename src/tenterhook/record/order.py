@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook.sites.tensor import AT_ONCE, number_of
+from tenterhook.pytorch.autograd import (
+    call_after_backward,
+    current_backward_id,
+    is_own_alias,
+    operation_number,
+    size_and_stride,
+)
 
 if TYPE_CHECKING:
     from tenterhook.record.cell import Cell
@@ -38,7 +44,6 @@ _passes: dict[int, Pass] = {}
 _quiet: set[tuple[int, ...]] = set()  # The keys of passes in which there was nothing to mend.
 MANY = 1000  # Runs without a backward pass may leave so many behind.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Whole numbers of so many bytes.
-graph_task = torch._C._current_graph_task_id
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -67,13 +72,13 @@ def _forget() -> None:
 
 def corrected(cell: Cell, gradient: Tensor) -> Tensor | None:
     """The gradient of a recorded value as it is without aliases, where that differs."""
-    begun = _passes.get(graph_task())
+    begun = _passes.get(current_backward_id())
     if begun is not None and begun.quiet:
         return None
     if not cell.edges or gradient.requires_grad:
         return None
     if begun is None:
-        task = graph_task()
+        task = current_backward_id()
         begun = _passes[task] = Pass(task, cell.edges[0][0])
         if begun.quiet:
             return None
@@ -98,12 +103,12 @@ class Pass:
         nodes = [node for cell, _ in found for node in (*[edge[0] for edge in cell.edges], *cell.aliases)]
         # A graph that the same modules have made, with as many operations between all of these as one that was walked
         # through, is not walked again.
-        numbers = [number_of(node) for node in (start, *nodes)]
+        numbers = [operation_number(node) for node in (start, *nodes)]
         self._key = (*[of for _, of in found], *[number - numbers[0] for number in numbers])
         self.quiet = self._key in _quiet
         if self.quiet:
             quiet.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+        call_after_backward(lambda: self._end(task))
         if not self.quiet:
             self._begin(nodes)
 
@@ -111,7 +116,7 @@ class Pass:
         self._groups: dict[Edge, list[Edge]] = {}
         for alias, base in dict(_based([node for node in nodes if is_alias(node)])).items():
             self._groups.setdefault(base, [base]).append((alias, 0))
-        self._oldest = min((number_of(base) for base, _ in self._groups), default=0)
+        self._oldest = min((operation_number(base) for base, _ in self._groups), default=0)
         # Who hands gradients to aliases, and to what they stand for.
         self._users: dict[Edge, list[tuple[Any, int]]] = {edge: [] for group in self._groups.values() for edge in group}
 
@@ -145,13 +150,13 @@ class Pass:
         """See to it that an addition in place to an alias, which has then been made anew, hands on what came."""
         edge, nodes = view.next_functions[0], [view]
         # A view that is changed is made anew at once, others when they are used.
-        if edge[0] is None or number_of(view) != number_of(edge[0]) + 1:
+        if edge[0] is None or operation_number(view) != operation_number(edge[0]) + 1:
             return
         while type(edge[0]).__name__ == "CopySlices":  # It may have been changed before.
             nodes.append(edge[0])
             edge = edge[0].next_functions[0]
         if edge in self._groups and len(nodes) > 1:
-            hook = _as_it_came(view._saved_size, view._saved_stride)
+            hook = _as_it_came(*size_and_stride(view))
             self._handles += [node.register_hook(hook) for node in nodes if node not in self._changes]
             self._changes.update(nodes)
 
@@ -160,7 +165,7 @@ class Pass:
         todo = [start]
         while todo:
             node = todo.pop()
-            if node is None or node in self._seen or number_of(node) < self._oldest:
+            if node is None or node in self._seen or operation_number(node) < self._oldest:
                 continue
             self._seen.add(node)
             yield node
@@ -260,7 +265,7 @@ def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
 
 def is_alias(node: Any) -> bool:
     """Whether an operation is an alias that recording put there."""
-    return bool(AT_ONCE <= node._sequence_nr() < 2 * AT_ONCE)  # That of a leaf has the highest number there is.
+    return is_own_alias(node)
 
 
 def _based(aliases: list[Any]) -> Iterator[tuple[Any, Edge]]:

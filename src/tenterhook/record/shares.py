@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from tenterhook._tree import Path
+from tenterhook.pytorch.autograd import operation_number
 from tenterhook.record.cell import CatchShown, Cell
-from tenterhook.sites.tensor import Place, attach_part, base_of, layout_of, number_of
+from tenterhook.sites.tensor import Place, attach_part, base_of, layout_of
 
 __all__ = ["Entered", "hook_shares"]
 
@@ -64,7 +65,7 @@ def _consumers(starts: Iterable[Node | None], entered: Entered) -> list[tuple[No
     todo = list(starts)
     while todo:
         node = todo.pop()
-        if node is None or node in seen or number_of(node) < entered.since:  # Older: it lies before the module.
+        if node is None or node in seen or operation_number(node) < entered.since:  # Older: it lies before the module.
             continue
         seen.add(node)
         for index, (before, output) in enumerate(node.next_functions):

@@ -17,6 +17,8 @@ from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, TenterhookWarning
+from tenterhook.pytorch.distributed import in_pipeline
+from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
@@ -25,7 +27,6 @@ from tenterhook.record.order import number_for
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
-from tenterhook.sites.wrapped import in_pipeline
 
 __all__ = ["Recording", "record"]
 
@@ -112,6 +113,7 @@ class Recording(Session):
         in_place = facts(model).in_place
         self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place, gather=policy.gather)
         self._grad, self._stop, self._keep = grad, stop, keep
+        self.needs = (*(("gradients",) if grad else ()), *(("stopping a run",) if stop else ()))
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         self.tape = tape = Tape(model)
@@ -243,7 +245,7 @@ class Recording(Session):
             self._waiting.discard(point)
             if self._waiting:
                 return
-            if in_pipeline(sys._getframe(1)):
+            if in_pipeline(own_frame(1)):
                 warnings.warn(PIPELINE, TenterhookWarning, stacklevel=2)
             else:
                 self.done = True

@@ -23,8 +23,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tenterhook.record.cell import Catch, Cell, caught, edge_of, graph_task, passes
-from tenterhook.sites.tensor import Hooks, Place, attach_hook, attach_part, number_of, put_in_order
+from tenterhook.pytorch.autograd import Hooks, current_backward_id, new_backward_id, operation_number, set_hooks
+from tenterhook.record.cell import Catch, Cell, caught, edge_of
+from tenterhook.sites.tensor import Place, attach_hook, attach_part, put_in_order
 
 if TYPE_CHECKING:
     from tenterhook.record.gradient import OutputGradient
@@ -61,7 +62,7 @@ class Views:
 
     def last(self) -> int:
         """The number of the last backward pass that somebody has made."""
-        number = passes()
+        number = new_backward_id()
         if number != self.counted + 1:
             self.real = number - 1
         self.counted = number
@@ -88,7 +89,7 @@ class Views:
         self.task = self.real = self.counted = task
         for cell in self._changed():
             made = self.hook(cell, lost=unseen or cell.kept[0].device != device)
-            if made is not None and number_of(made) > number:
+            if made is not None and operation_number(made) > number:
                 cell.why = "lost"  # The pass has been there.
 
     def settle(self) -> None:
@@ -100,7 +101,7 @@ class Views:
 
     def found(self, cell: Cell) -> None:
         """The hook of a view finds that the view has changed: its base is still to come in this pass."""
-        self.hook(cell, lost=self._unseen(graph_task()))
+        self.hook(cell, lost=self._unseen(current_backward_id()))
 
     def hook(self, cell: Any, *, lost: bool) -> Any:
         """Hook the base of a view that has changed; gives what made the base, or None where that cannot be told."""
@@ -114,7 +115,7 @@ class Views:
         cell.base = None
         cell.edges += (edge,)
         catch: Any = CatchBase(cell, base, edge[0], self)
-        catch.number = number_of(node)
+        catch.number = operation_number(node)
         if hooks is None:
             _hook_node(*edge, catch)
         else:  # The base has let go of them as it changed; what made it has not.
@@ -149,12 +150,12 @@ class CatchKept(Catch):
 
     def __init__(self, cell: Cell, action: OutputGradient, node: Any) -> None:
         super().__init__(cell, cell.path)
-        self._action, self._views, self._number = ref(action), action.views, number_of(node)
+        self._action, self._views, self._number = ref(action), action.views, operation_number(node)
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
-        cell, action, views, task = self._find(), self._action(), self._views, graph_task()
+        cell, action, views, task = self._find(), self._action(), self._views, current_backward_id()
         if views.task != task:
             views.look(task, self._number, gradient.device)
         elif action is not None and cell is not None and not cell.overwritten:
@@ -173,13 +174,13 @@ class CatchBase(Catch):
 
     def __init__(self, cell: Cell, base: Tensor, node: Any, views: Views) -> None:
         super().__init__(cell, cell.path)
-        self._views, self._number = views, number_of(node)
+        self._views, self._number = views, operation_number(node)
         self._stride, self._offset = base.stride(), base.storage_offset()
 
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is None:
             return
-        cell, views, task = self._find(), self._views, graph_task()
+        cell, views, task = self._find(), self._views, current_backward_id()
         if views.task != task:
             views.look(task, self._number, gradient.device)
         if cell is None or cell.kept is None or not cell.overwritten:
@@ -208,8 +209,8 @@ def _source(node: Any, base: Tensor) -> tuple[Any, int] | None:
     A change through a view puts an operation of its own kind before what the base was. What changes the base itself is
     of many kinds, and may lay it out anew: then it is not known.
     """
-    number, edge = number_of(node), (base.grad_fn, base.output_nr)
-    while edge[0] is not None and number_of(edge[0]) > number:
+    number, edge = operation_number(node), (base.grad_fn, base.output_nr)
+    while edge[0] is not None and operation_number(edge[0]) > number:
         if type(edge[0]).__name__ != "CopySlices":
             return None
         edge = edge[0].next_functions[0]
@@ -227,5 +228,4 @@ def _hook_node(node: Any, index: int, hook: Any) -> None:
         stand_in = torch.empty(index + 1, 0, requires_grad=True, device="cpu").unbind()[index]
     hooks = Hooks()
     hooks[hook] = hook
-    stand_in._backward_hooks = hooks
-    node._register_hook_dict(stand_in)
+    set_hooks(stand_in, node, hooks)

@@ -13,6 +13,7 @@ from tenterhook.edit.change import Change, check_same_kind
 from tenterhook.edit.ready import Edit, Set, Zero, fit
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
+from tenterhook.pytorch.modes import copy_all
 
 __all__ = ["CannotBatch", "Slices", "Swept", "examples", "parts", "room_for", "together"]
 
@@ -28,6 +29,7 @@ class Swept(Session):
     """The edits of one run of a sweep."""
 
     verb = "sweep"
+    needs = ("modes",)
 
     def __init__(self, model: nn.Module, bindings: list[Binding]) -> None:
         super().__init__(model, bindings, [[binding] for binding in bindings if binding.point.explicit])
@@ -71,7 +73,7 @@ class Slices:
             fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]
             for edit, cut in zip(edits, cuts, strict=True)
         ]
-        torch._foreach_copy_(cuts, new)
+        copy_all(cuts, new)
         return True
 
     def _check(self, value: Tensor, context: Context) -> None:

@@ -17,6 +17,7 @@ from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
 from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
+from tenterhook.pytorch.autograd import view_base
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
@@ -275,7 +276,7 @@ class Runner:
             self.result.failed[case.index] = error
             return False
         # A view would keep the whole output.
-        self.result._found[case.index] = found.clone() if found._base is not None else found
+        self.result._found[case.index] = found.clone() if view_base(found) is not None else found
         return True
 
     def _of_one_shape(self, found: Tensor) -> Tensor:

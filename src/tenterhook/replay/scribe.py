@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tenterhook._tree import parts_of
 from tenterhook.address.walk import walk
 from tenterhook.engine.session import open_here
+from tenterhook.pytorch.module_calls import children_of
 from tenterhook.replay.randomness import Randomness
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
 from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, version
@@ -29,7 +30,7 @@ def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Modu
         above = model
         for step in steps:
             found.update(dict.fromkeys(above.children()))
-            above = above._modules[step] or above
+            above = children_of(above)[step] or above
         found[target] = None
     return found
 
@@ -157,7 +158,7 @@ class Scribe:
                 each = waiting.pop()
                 found.append(each)
                 waiting += [
-                    child for child in each._modules.values() if child is not None and child not in self.modules
+                    child for child in children_of(each).values() if child is not None and child not in self.modules
                 ]
             self._regions[module] = found
         return found

@@ -53,6 +53,7 @@ class Replay(Session):
     """A session that serves. ``.served`` tells what was served, what was computed, and why."""
 
     verb = "replay"
+    needs = ("modes",)
 
     def __init__(self, model: nn.Module, script: Script | None, *, grad: bool = False, verify: bool = True) -> None:
         super().__init__(model, [], [])

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tenterhook.engine.install import SCRIPT
-from tenterhook.sites.wrapped import in_transform
+from tenterhook.pytorch.modes import any_mode
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, children_of
+from tenterhook.pytorch.transforms import in_transform
 
 __all__ = [
     "OTHER_STATE",
@@ -225,7 +226,7 @@ def reach(module: nn.Module, known: dict[nn.Module, Own]) -> dict[nn.Module, Non
         if each not in found:
             found[each] = None
             waiting += (known.get(each) or Own(each)).hidden
-            waiting += [child for child in each._modules.values() if child is not None]
+            waiting += [child for child in children_of(each).values() if child is not None]
     return found
 
 
@@ -250,11 +251,11 @@ def ambient() -> Contents:
 
 def in_the_way() -> str:
     """What makes it impossible to know what a call would do, in words; nothing where it is possible."""
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if any_mode():
         return "a torch function or dispatch mode is on, which may change what operations do"
     if in_transform():
         return "a transform of torch.func is running"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
         return "there are global module hooks, which may do anything at any call"
     return ""
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenterhook.pytorch.modes import tensor_guard
+from tenterhook.pytorch.transforms import is_wrapped
 from tenterhook.sinks.stacks import KEPT
 
 __all__ = ["Likeness", "are_plain", "is_plain", "plain"]
@@ -54,7 +56,7 @@ def plain(tensor: Any) -> Tensor | None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach().resolve_conj())
     # Wrapped ones belong to a transform of torch.func and are of no use outside it.
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    wrapped = is_wrapped(tensor)
     return tensor if tensor.is_floating_point() and not (tensor.is_meta or wrapped or tensor.is_nested) else None
 
 
@@ -83,7 +85,7 @@ class Likeness:
     def _learn(self, tensors: Sequence[Tensor]) -> None:
         if self._lessons < LESSONS:
             self._lessons += 1
-            check = _guard(tensors)
+            check = tensor_guard(tensors)
             if check is not None:
                 self._check = check
                 self._contiguous = all([tensor.is_contiguous() for tensor in tensors])  # noqa: C419 - a list is quicker
@@ -91,16 +93,3 @@ class Likeness:
 
 def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
     return [t.shape for t in tensors], [t.dtype for t in tensors], [t.device for t in tensors]
-
-
-def _guard(tensors: Sequence[Tensor]) -> Any:
-    """What says whether as many others have the same types, sizes, strides and so on; None where there is no such."""
-    try:
-        sizes: Any = [list(tensor.shape) for tensor in tensors]
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards: Any = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-        return guards.check if guards.check(*tensors) is True else None
-    except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):  # It is not made for us, and may change.
-        return None

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tenterhook.pytorch.modes import all_norms
 from tenterhook.sinks.sampling import RUN, spacing
 from tenterhook.sinks.sketch import Places, Sketch
 
@@ -102,7 +103,7 @@ class Stack:
                 if norms is not None:
                     # First, because it reads everything, and what it has read is near for the sample.
                     kept = found[0].dtype if found[0].dtype in KEPT else torch.float32
-                    norms.append((part.members, torch._foreach_norm(found, 2, dtype=kept)))
+                    norms.append((part.members, all_norms(found, kept)))
                 found = list(samples(found, part.width, phase))
             torch.stack(found, out=out)
         return raw if raw.dtype in KEPT or into is not None else raw.float()

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.errors import HookError
+from tenterhook.pytorch.autograd import is_older, next_operation_number, own_alias, storage_identity
+from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 from tenterhook.sites.inplace import model_changes_in_place
-from tenterhook.sites.tensor import Counter, hook_tensor, is_older, own_alias, sequence_number
+from tenterhook.sites.tensor import Counter, hook_tensor
 
 __all__ = ["BackwardHooks", "backward_hooks", "name_of"]
 
@@ -111,7 +113,7 @@ class BackwardHooks:
 
 def backward_hooks(module: nn.Module) -> BackwardHooks:
     """The module's line of backward hooks, made if there is none."""
-    way_in: Any = module._forward_pre_hooks.get(KEY)  # type: ignore[call-overload]
+    way_in: Any = forward_pre_hooks_of(module).get(KEY)
     if way_in is not None:
         return way_in.__self__  # type: ignore[no-any-return]
     manager = BackwardHooks()
@@ -133,7 +135,7 @@ class Passage:
 
     def __init__(self, module: nn.Module, before: tuple[Hook, ...], after: tuple[Hook, ...]) -> None:
         self._module, self._before, self._after = module, before, after
-        self._since = sequence_number()
+        self._since = next_operation_number()
         self._outgoing: Gradients = ()
         self._inputs = self._outputs = 0
         self._in_places: list[int] = []
@@ -221,7 +223,7 @@ class Passage:
 
     def _note_shared(self, tensor: Tensor, new: Tensor) -> None:
         """Remember where a tensor lies whose memory others may have too."""
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_identity(tensor)
         place = (storage, tensor.storage_offset(), tensor.size(), tensor.stride(), is_older(tensor, self._since))
         self._shared.append((Counter(new), place))
 

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from tenterhook.pytorch.module_calls import forward_pre_hooks_of
+
 __all__ = ["FUSED", "Unfused", "unfused"]
 
 FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -62,7 +64,7 @@ def unfused(module: nn.Module) -> Unfused:
     """What keeps this layer or encoder from bypassing its children."""
     if isinstance(module, nn.TransformerEncoder):
         return Unfused(module.__dict__, "use_nested_tensor", value=False)
-    table: dict[Any, Any] = module._forward_pre_hooks
+    table = forward_pre_hooks_of(module)
     return Unfused(table, f"tenterhook-{next(_keys)}", _nothing)
 
 

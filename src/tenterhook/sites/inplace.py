@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from tenterhook.pytorch.python_code import constants_of, nested_codes
+
 __all__ = ["changes_in_place", "model_changes_in_place"]
 
 # Modules of PyTorch itself write into what they are given only where they say so by `inplace`.
@@ -78,7 +80,7 @@ def _plain_function(target: Any) -> types.FunctionType | None:
 @functools.lru_cache(maxsize=4096)
 def _code_writes(code: types.CodeType) -> bool:
     # The names of keywords stand among the constants, as tuples; how a call gets at them differs between Pythons.
-    if any(isinstance(const, tuple) and "inplace" in const for const in code.co_consts):
+    if any(isinstance(const, tuple) and "inplace" in const for const in constants_of(code)):
         return True
     before = statement = None
     for step in dis.get_instructions(code):
@@ -88,7 +90,7 @@ def _code_writes(code: types.CodeType) -> bool:
             return True
         if step.opname not in ("CACHE", "EXTENDED_ARG"):
             before = step
-    return any(_code_writes(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    return any(map(_code_writes, nested_codes(code)))
 
 
 def _step_writes(step: dis.Instruction, before: dis.Instruction | None) -> bool:

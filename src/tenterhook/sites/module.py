@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-__all__ = ["CALL", "MISSING", "Argument", "argument", "can_be_called", "compiled_call", "parameters_of"]
+from tenterhook.pytorch.module_calls import call_override
 
-CALL = "_compiled_call_impl"  # What PyTorch asks a module for before anything else, when it is called.
+__all__ = ["MISSING", "Argument", "argument", "can_be_called", "compiled_call", "parameters_of"]
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -39,7 +39,7 @@ def can_be_called(module: nn.Module) -> bool:
 
 def compiled_call(module: nn.Module) -> Any:
     """What ``module.compile()`` has put in the place of the module's call; None if it has not, or a session has."""
-    call = module.__dict__.get(CALL)
+    call = call_override(module)
     return None if hasattr(getattr(call, "__func__", None), "tap") else call
 
 

@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, flat_weights
+from tenterhook.pytorch.module_calls import buffers_of, parameters_of
+
 __all__ = ["Exchange", "Swap", "holders", "is_offloaded"]
 
 
@@ -34,7 +37,7 @@ class Exchange(Protocol):
 def holders(model: nn.Module, tensor: Tensor) -> Iterator[tuple[dict[str, Any], str]]:
     """Every dict in the model that holds this very tensor, with its key; tied parameters stand in several modules."""
     for module in model.modules():
-        for container in (module._parameters, module._buffers):
+        for container in (parameters_of(module), buffers_of(module)):
             for name, held in container.items():
                 if held is tensor:
                     yield container, name
@@ -60,8 +63,8 @@ class Flat:
 
     def exchange(self, old: Tensor, new: Tensor) -> None:
         """Put lists in that have ``new`` where those that are there have ``old``."""
-        places = [index for index, held in enumerate(self._state["_flat_weights"]) if held is old]
-        for name, entry in (("_flat_weights", new), ("_flat_weight_refs", weakref.ref(new))):
+        places = [index for index, held in enumerate(self._state[FLAT_WEIGHTS]) if held is old]
+        for name, entry in ((FLAT_WEIGHTS, new), (FLAT_WEIGHT_REFERENCES, weakref.ref(new))):
             self._found.append((name, self._state[name]))
             self._state[name] = [entry if index in places else held for index, held in enumerate(self._state[name])]
 
@@ -84,7 +87,7 @@ class Swap:
     def __init__(self, model: nn.Module, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         self.places = list(holders(model, tensor))
         layers = (module for module in model.modules() if isinstance(module, nn.RNNBase))
-        self.flat = [Flat(layer) for layer in layers if any(held is tensor for held in layer._flat_weights)]
+        self.flat = [Flat(layer) for layer in layers if any(held is tensor for held in flat_weights(layer))]
         self._make = make
         self._found: Tensor | None = None
         self._made: Tensor | None = None

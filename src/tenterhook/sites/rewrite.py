@@ -17,6 +17,7 @@ from tenterhook.address.functions import plain
 from tenterhook.address.places import Place, bound_names, call_name, walk
 from tenterhook.address.source import compiled, read_source
 from tenterhook.errors import NoSource
+from tenterhook.pytorch.python_code import cell_value, cells_of, free_names
 
 __all__ = ["Hands", "key_of", "rebuilt", "rewritten"]
 
@@ -37,10 +38,11 @@ def rewritten(
     """The function with ``tapped`` values and ``entered`` calls passing through ``hands``; in all else the same."""
     code = _code(function.__code__, function.__qualname__, tapped, entered)
     closure: tuple[CellType, ...] = (CellType(hands),)
-    if len(code.co_freevars) > 1:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    free = free_names(code)
+    if len(free) > 1:
+        cells = cells_of(function)
         cells[HANDS] = closure[0]
-        closure = tuple(cells[name] for name in code.co_freevars)
+        closure = tuple(cells[name] for name in free)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__annotations__ = function.__annotations__
@@ -210,10 +212,11 @@ def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
     if isinstance(wrapped, MethodType):
         return MethodType(rebuilt(wrapped.__func__, old, new), wrapped.__self__)
     if isinstance(wrapped, FunctionType):
-        cells = [_cell(cell, old, new) for cell in wrapped.__closure__ or ()]
+        before = cells_of(wrapped).values()
+        cells = [_cell(cell, old, new) for cell in before]
         if any(cell is not None for cell in cells):
-            kept = zip(cells, wrapped.__closure__ or (), strict=True)
-            return _copy(wrapped, tuple(cell if cell is not None else before for cell, before in kept), new)
+            kept = zip(cells, before, strict=True)
+            return _copy(wrapped, tuple(cell if cell is not None else other for cell, other in kept), new)
     raise NoSource(
         f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it: what is inside it cannot be reached. "
         "Its arguments and its output can."
@@ -222,10 +225,7 @@ def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
 
 def _cell(cell: CellType, old: FunctionType, new: FunctionType) -> CellType | None:
     """A new cell where this one holds the old function, under whatever wraps it there."""
-    try:
-        held = cell.cell_contents
-    except ValueError:  # It is still empty.
-        return None
+    held = cell_value(cell)
     return CellType(rebuilt(held, old, new)) if callable(held) and plain(held) is old else None
 
 

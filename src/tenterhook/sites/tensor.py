@@ -19,15 +19,14 @@ from torch import Tensor, nn
 
 from tenterhook._tree import tensors
 from tenterhook.errors import GradientError, HookError
-from tenterhook.sites.wrapped import is_wrapped
+from tenterhook.pytorch.autograd import Hooks, forget_hooks, operation_number, set_hooks, tensor_hooks, view_base
+from tenterhook.pytorch.transforms import is_wrapped
 
 __all__ = [
     "ALONE",
-    "AT_ONCE",
     "TIED",
     "WHY",
     "Counter",
-    "Hooks",
     "LeafHook",
     "Place",
     "PostAccumulateHook",
@@ -35,20 +34,12 @@ __all__ = [
     "attach_part",
     "base_of",
     "hook_tensor",
-    "is_older",
     "is_own",
     "layout_of",
     "mark_own",
-    "number_of",
-    "own_alias",
     "put_in_order",
-    "sequence_number",
     "why_no_gradient",
 ]
-
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-# Autograd takes the ready operation with the highest number first, so that one with a number from here on runs at once.
-AT_ONCE = 1 << 62
 
 MANY = 16  # hooks of one base
 
@@ -103,7 +94,7 @@ class _Tidy:
         if count > 1:
             self.counts[key] = (count - 1, bare)
         elif bare and not getattr(self._tensor, self.table):
-            setattr(self._tensor, self.table, None)
+            forget_hooks(self._tensor, self.table)
 
 
 class LeafHook(_Tidy):
@@ -115,7 +106,7 @@ class LeafHook(_Tidy):
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_hook(function))
-        hooks: dict[Any, Any] = tensor._backward_hooks  # type: ignore[assignment]
+        hooks: Any = tensor_hooks(tensor)
         # What only looks sees what flows on, also if it was there before the hook that changes it.
         for key in [key for key, hook in hooks.items() if getattr(hook, "observes", False)]:
             hooks[key] = hooks.pop(key)  # Not move_to_end: autograd reads the dict beneath, whose order that leaves.
@@ -130,12 +121,6 @@ class PostAccumulateHook(_Tidy):
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))
-
-
-class Hooks(dict[Any, Any]):
-    """The hooks of a tensor, in their order: lighter than the OrderedDict of PyTorch, and as able to be referred to."""
-
-    __slots__ = ("__weakref__",)
 
 
 class _Holder:
@@ -155,13 +140,12 @@ ALONE = _Holder().count()
 
 def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
     """``Tensor.register_hook`` for a tensor that has a history, without a handle: a third of its cost."""
-    hooks: Any = tensor._backward_hooks
+    hooks: Any = tensor_hooks(tensor)
     if hooks is None:
         # Reading grad_fn first spares a crash on a view that was changed through an alias
         # (https://github.com/pytorch/pytorch/issues/196459).
         node = node or tensor.grad_fn
-        hooks = tensor._backward_hooks = Hooks()
-        node._register_hook_dict(tensor)
+        hooks = set_hooks(tensor, node, Hooks())
     hooks[hook] = hook
 
 
@@ -170,8 +154,8 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
 
     Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
     """
-    hook.number = number_of(node)
-    hooks: Any = base._backward_hooks
+    hook.number = operation_number(node)
+    hooks: Any = tensor_hooks(base)
     attach_hook(base, hook)
     if hooks:
         put_in_order(hooks)
@@ -189,40 +173,19 @@ def put_in_order(hooks: dict[Any, Any]) -> None:
 
 def base_of(tensor: Tensor) -> Tensor | None:
     """The base through which a change in place could rewrite this tensor's history, if it is such a view."""
-    base = tensor._base
+    base = view_base(tensor)
     # Nobody may change a leaf that requires a gradient in place, nor a view of it.
     return base if base is not None and base.requires_grad and base.grad_fn is not None else None
 
 
-def is_older(tensor: Tensor, since: int) -> bool:
-    """Whether a tensor that requires a gradient was there before the operation with the sequence number ``since``."""
-    node = tensor.grad_fn
-    return node is None or number_of(node) < since
-
-
-def number_of(node: Any) -> int:
-    """When an operation was made, among the others."""
-    number: int = node._sequence_nr()
-    return number if number < AT_ONCE else number - AT_ONCE
-
-
-def own_alias(tensor: Tensor) -> Tensor:
-    """The same memory with a place of its own in the graph, for what flows back to this use of the tensor alone."""
-    alias = tensor[...]  # Not view_as: it writes the strides of dimensions of size one anew, and kernels look at them.
-    node: Any = alias.grad_fn
-    if node is not None:
-        node._set_sequence_nr(AT_ONCE + node._sequence_nr())
-    return alias
-
-
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
     """Say that nobody but ``module`` has this tensor, for as long as its call runs; None takes it back."""
-    tensor._tenterhook_owner = module  # type: ignore[attr-defined]
+    tensor.tenterhook_owner = module  # type: ignore[attr-defined]
 
 
 def is_own(tensor: Tensor, module: nn.Module) -> bool:
     """Whether nobody but ``module`` has this tensor."""
-    return getattr(tensor, "_tenterhook_owner", None) is module
+    return getattr(tensor, "tenterhook_owner", None) is module
 
 
 class Counter:
@@ -335,7 +298,7 @@ def hook_tensor(
         return None if new is None else place.put(gradient, new)
 
     attach_part(base, tensor.grad_fn, part)
-    handle, shared = tensor.register_hook(own), base._backward_hooks
+    handle, shared = tensor.register_hook(own), tensor_hooks(base)
     table: weakref.ref[Any] = weakref.ref(shared)
 
     def remove() -> None:

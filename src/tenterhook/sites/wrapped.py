@@ -7,63 +7,18 @@ part of a value; putting the parts together is something that all its processes 
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from tenterhook.pytorch.autograd import storage_identity
 
 __all__ = [
     "gathered",
-    "in_pipeline",
-    "in_transform",
     "is_spread",
-    "is_wrapped",
-    "outside",
     "settled",
     "spread_like",
-    "unwrapped",
 ]
-
-_functorch: Any = torch._C._functorch
-is_wrapped = _functorch.is_functorch_wrapped_tensor
-
-
-def in_transform() -> bool:
-    """Whether a transform is running."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
-def outside() -> contextlib.AbstractContextManager[Any]:
-    """As if no transform were running, so that what is made here is plain."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # Loaded with the first transform.
-
-    return temporarily_clear_interpreter_stack()
-
-
-def unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
-    """The whole value beneath a transform's tensor, and whether it was changed in place without being counted above.
-
-    The examples of ``vmap`` lie along the first dimension; of nested ones, the outermost first.
-    """
-    batches: list[int | None] = []
-    changed = False
-    while is_wrapped(tensor):
-        batched = _functorch.is_batchedtensor(tensor)
-        batches.append(_functorch.maybe_get_bdim(tensor) if batched else None)
-        tensor = _functorch.get_unwrapped(tensor)
-        # What vmap hands out does not count the changes of the memory beneath it; other transforms' tensors do.
-        changed = changed or (batched and tensor._version > 0)
-    with outside():
-        tensor = tensor.detach()
-        moved = 0
-        for batch in reversed(batches):
-            if batch is not None:
-                tensor = tensor.movedim(batch + moved, moved)
-                moved += 1
-    return tensor, changed
 
 
 def is_spread(tensor: Any) -> bool:
@@ -86,17 +41,7 @@ def gathered(tensor: Any) -> Tensor:
     if not is_spread(tensor):
         return tensor  # type: ignore[no-any-return]
     whole, local = settled(tensor.full_tensor()), tensor.to_local()
-    return whole.clone() if whole.untyped_storage()._cdata == local.untyped_storage()._cdata else whole
-
-
-def in_pipeline(frame: FrameType | None) -> bool:
-    """Whether a frame was called by a stage of a pipeline, whose neighbours wait for what it will send them."""
-    stage = sys.modules.get("torch.distributed.pipelining.stage")
-    if stage is None:
-        return False
-    while frame is not None and frame.f_globals is not vars(stage):
-        frame = frame.f_back
-    return frame is not None
+    return whole.clone() if storage_identity(whole) == storage_identity(local) else whole
 
 
 def spread_like(whole: Tensor, like: Any) -> Tensor:

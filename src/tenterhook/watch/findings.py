@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tenterhook.pytorch.layers import DROPOUTS
 from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
 from tenterhook.watch.books import ORDERS, Page
 from tenterhook.watch.observe import Slot
@@ -37,7 +38,7 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Hardsigmoid: (0.0, 1.0),
     nn.Softsign: (-1.0, 1.0),
 }
-DROPOUTS = (nn.modules.dropout._DropoutNd, nn.Identity)
+MODULES_THAT_PASS_VALUES = (*DROPOUTS, nn.Identity)
 NEAR = 0.01
 CHANNELS_FIRST = 4  # Dimensions from which on the units are the second one, as convolutions have it.
 
@@ -77,7 +78,9 @@ class Units:
         self.choice += 1
         for slot in slots:
             rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
-            slot.looks = (rectifies and not isinstance(slot.module, DROPOUTS)) or bounds_of(slot.module) is not None
+            slot.looks = (rectifies and not isinstance(slot.module, MODULES_THAT_PASS_VALUES)) or bounds_of(
+                slot.module
+            ) is not None
 
     @torch.inference_mode()
     def look(self, slot: Slot, value: Tensor) -> None:
@@ -142,7 +145,7 @@ class Findings:
         seen = self._seen.get(id(page.rows))
         if seen is None:
             # Of what a dropout gives, about as much is zero as it drops, now here, now there: that says nothing.
-            dropped = {slot.address for slot in slots if isinstance(slot.module, DROPOUTS)}
+            dropped = {slot.address for slot in slots if isinstance(slot.module, MODULES_THAT_PASS_VALUES)}
             if len(self._seen) >= ORDERS:
                 self._seen.clear()
             seen = self._seen[id(page.rows)] = page.rows, *_places(page, parameters, dropped, alike)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from tenterhook.pytorch.autograd import operation_number
 from tenterhook.sinks.likeness import is_plain, plain
 from tenterhook.sinks.statistics import Wanted
-from tenterhook.sites.tensor import number_of
 from tenterhook.watch import locate
 from tenterhook.watch.held import NOTHING
 from tenterhook.watch.locate import NonFiniteReport
@@ -273,4 +273,4 @@ class _Explain:
         if kind == CAUGHT:
             return int(self._cells[place][3])
         node: Any = self._log.entry(place).tensor.grad_fn
-        return number_of(node) if node is not None else 0
+        return operation_number(node) if node is not None else 0

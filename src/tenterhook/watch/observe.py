@@ -18,25 +18,30 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
 from tenterhook.errors import TenterhookWarning
+from tenterhook.pytorch.autograd import (
+    current_backward_id,
+    is_older,
+    operation_number,
+    own_alias,
+    set_hooks,
+    tensor_hooks,
+)
+from tenterhook.pytorch.transforms import in_transform
 from tenterhook.record.cell import Cell, Cells
 from tenterhook.record.gradient import OutputGradient
 from tenterhook.sinks.likeness import plain
-from tenterhook.sites.tensor import is_older, number_of, own_alias
 from tenterhook.sites.wrapped import settled
 from tenterhook.watch.held import NOTHING, RETAINED, Held, Hooks, Pool, Retained
 from tenterhook.watch.log import HELD, NOT_COUNTED, TENSOR, WIDTH, Log
 
 __all__ = ["CaughtGradient", "Gradient", "Ledger", "Slot", "Value", "heal"]
 
-graph_task = torch._C._current_graph_task_id
-transform = torch._C._functorch.peek_interpreter_stack
 NO_CALL = -1
 NOT_GIVEN = None, None, None
 LATELY = 8
@@ -137,7 +142,7 @@ class Ledger:
             node = tensor.grad_fn
             if tensor._version != versions[place]:
                 helds[place] = NOTHING
-            elif node is not None and number_of(node) >= since:
+            elif node is not None and operation_number(node) >= since:
                 helds[place] = _hold(tensor, node, slot, self)
             else:
                 helds[place] = None
@@ -212,13 +217,13 @@ class Value:
 
     def enter(self, call: int, since: int, args: Any, kwargs: Any) -> None:
         """The call begins with these arguments."""
-        if self._ledger.on and graph_task() == -1:
+        if self._ledger.on and current_backward_id() == -1:
             self._ledger.given[self._slot, call] = (since, args, kwargs)
 
     def __call__(self, value: Any, context: Context) -> None:
         slot, ledger = self._slot, self._ledger
         since, args, kwargs = ledger.given.pop((slot, context.call), NOT_GIVEN)
-        if not ledger.on or transform() is not None:  # What a transform hands to a model is of no use outside it.
+        if not ledger.on or in_transform():  # What a transform hands to a model is of no use outside it.
             return
         slot.seen = True
         found = list(tensors(value))
@@ -257,7 +262,7 @@ class Gradient(OutputGradient):
 
     def __call__(self, value: Any, context: Context) -> Any:
         taken, self._slot.taken = self._slot.taken, NO_CALL
-        if taken == context.call or not self._ledger.on or not self._ledger.gradients or transform() is not None:
+        if taken == context.call or not self._ledger.on or not self._ledger.gradients or in_transform():
             self._since.pop(context.call, None)
             return None
         return _caught(self, super().__call__, value, context)
@@ -271,20 +276,20 @@ def _short_way(slot: Slot, ledger: Ledger) -> Callable[..., Tensor | None]:
             return None
         # To ask who made the tensor takes longer than all else here. It can wait where the answer is known.
         if ledger.later and slot.trusted and not (args and tensor is args[0]):
-            if ledger.on and transform() is None:
+            if ledger.on and not in_transform():
                 ledger.held += slot.size
                 ledger.log.extend((slot, (), call, tensor, tensor._version, args, kwargs, since))
             return tensor
         version, node = tensor._version, tensor.grad_fn
         if node is None:
             return None
-        own = number_of(node) >= since
+        own = operation_number(node) >= since
         slot.fickle = slot.fickle or not own
         slot.trusted = slot.size > 0 and not slot.fickle
         if not own:  # A module that hands its input on: its gradient is that of this use alone.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        if ledger.on and transform() is None:
+        if ledger.on and not in_transform():
             held = _hold(tensor, node, slot, ledger)
             ledger.log.extend((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
@@ -303,16 +308,16 @@ def _hold(tensor: Tensor, node: Any, slot: Slot, ledger: Ledger) -> Held | Retai
         ledger.held += slot.size
         tensor.retain_grad()
         return RETAINED
-    hooks: Any = tensor._backward_hooks
+    hooks: Any = tensor_hooks(tensor)
     if type(hooks) is Hooks and hooks.owner is ledger.pool.owner:  # A module and its last child share their output.
         return hooks.last
     ledger.held += slot.size
     if not ledger.gradients:
         return NOTHING
     if hooks is None:
-        hooks = tensor._backward_hooks = ledger.pool.get()
-        node._register_hook_dict(tensor)
-        held: Held = hooks.last
+        own = ledger.pool.get()
+        set_hooks(tensor, node, own)
+        held: Held = own.last
     else:
         held, place = Held(), tensor.output_nr
         # With hooks of others, ours need not stay the last of the tensor; those of the operation are called after all.
@@ -340,7 +345,7 @@ class CaughtGradient:
         return self._slot.seen
 
     def __call__(self, value: Any, context: Context) -> Any:
-        wanted = self._ledger.on and self._ledger.gradients and transform() is None
+        wanted = self._ledger.on and self._ledger.gradients and not in_transform()
         return _caught(self, self._inner, value, context) if wanted else None
 
 
@@ -369,7 +374,7 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
         action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
-        number = max((number_of(edge[0]) for edge in cell.edges if hasattr(edge[0], "_sequence_nr")), default=0)
+        number = max((operation_number(edge[0]) for edge in cell.edges if hasattr(edge[0], "_sequence_nr")), default=0)
         alone = type(value) is Tensor or len(list(tensors(value))) == 1  # It needs no path.
         action._ledger.cells.append((action._slot, context.call, cell, number, alone))
     return result

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +18,9 @@ from tenterhook.engine.action import Binding
 from tenterhook.engine.install import Lane, Tap
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
+from tenterhook.pytorch.autograd import call_after_backward, current_backward_id, keeps_graph
+from tenterhook.pytorch.optimizers import is_step_within_step
+from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.cell import Cells
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.facts import facts
@@ -34,18 +35,16 @@ from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Val
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.parcel import Draft, measured
 from tenterhook.watch.results import Options, about
-from tenterhook.watch.turns import Begins, Call, Patience, Return, is_inner, park, unpark
+from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
 
 __all__ = ["Watch"]
-
-queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Watch(Delivery, Session):
     """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` give plain data."""
 
     verb = "watch"
+    needs = ("gradients",)
 
     def __init__(
         self, model: nn.Module, points: tuple[Point, ...], options: Options, optimizers: tuple[Optimizer, ...]
@@ -212,7 +211,7 @@ class Watch(Delivery, Session):
 
     def on_return(self, value: Any) -> None:
         """The model returns: its backward pass, if there is one, will begin here."""
-        if self._looking or not self._attached or torch._C._current_graph_task_id() != -1:
+        if self._looking or not self._attached or current_backward_id() != -1:
             return
         self._patience.returned(self.steps)
         if not torch.is_grad_enabled():
@@ -225,11 +224,11 @@ class Watch(Delivery, Session):
 
     def backward_begins(self) -> None:
         """A backward pass has come to what the model returned."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward_id()
         self._patience.passed(task)
         if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
             self._queued = task
-            queue_callback(self._backward_ends)
+            call_after_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
         # Nobody will tell of an update, or it is under way and has to be stopped.
@@ -243,12 +242,12 @@ class Watch(Delivery, Session):
             self._measure(*more)
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._attached and self._ledger.on and not is_inner(optimizer, sys._getframe(1)):
+        if self._attached and self._ledger.on and not is_step_within_step(optimizer, own_frame(1)):
             closes = any(map(callable, (*args, *kwargs.values())))
             self._measure(*self._parameters.before(optimizer, closes=closes))
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if not is_inner(optimizer, sys._getframe(1)):
+        if not is_step_within_step(optimizer, own_frame(1)):
             self._end()
 
     def _begin(self) -> None:

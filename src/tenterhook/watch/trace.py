@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenterhook._tree import map_tensors, tensors
+from tenterhook.pytorch.autograd import next_operation_number, operation_number
+from tenterhook.pytorch.modes import TorchDispatchMode
+from tenterhook.pytorch.python_code import frames_from, own_frame
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
 
@@ -31,8 +32,6 @@ FAILED = "the call could not be made once more to find the line ({error})"
 WRITTEN = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "lift_fresh", "where", "_to_copy"}
 LIBRARY = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
-
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,11 @@ class _Step:
     """whether it only writes a number down: an Inf that it made was meant"""
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[misc]
     """Every operation with what went in and what came out; what came out is held, so that no identity comes twice."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._module, self._steps = module, list[_Step]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +143,7 @@ class _Operations(TorchDispatchMode):
         if any(_bad(tensor, nan=False) for tensor in made):
             given = [tensor for _, tensor in tensors((args, kwargs or {}))]
             name = str(func).removeprefix("aten.").removesuffix(".default").split(".")[0]
-            line = _line(self._module, sys._getframe(1), name)
+            line = _line(self._module, own_frame(1), name)
             self._steps.append(_Step(given, made, line, name.strip("_") in WRITTEN))
         return out
 
@@ -192,11 +191,11 @@ class _Lines(TorchFunctionMode):
         self._spans: list[tuple[int, int, Line | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        begun = sequence_number()
+        begun = next_operation_number()
         out = func(*args, **(kwargs or {}))
-        ended = sequence_number()
+        ended = next_operation_number()
         if ended > begun:
-            line = _line(self._module, sys._getframe(1), getattr(func, "__name__", str(func)).strip("_"))
+            line = _line(self._module, own_frame(1), getattr(func, "__name__", str(func)).strip("_"))
             self._spans.append((begun, ended, line))
         return out
 
@@ -212,7 +211,7 @@ def _first_bad_node(start: Tensor, gradient: Tensor) -> int | None:
     def look(node: Any) -> Callable[[Any, Any], None]:
         def hook(made: Any, given: Any) -> None:
             if any(_bad(each, nan=False) for each in made) and not any(_bad(each, nan=False) for each in given):
-                found.append(node._sequence_nr())
+                found.append(operation_number(node))
 
         return hook
 
@@ -237,13 +236,12 @@ def _line(module: nn.Module, frame: FrameType | None, operation: str) -> Line | 
     """The innermost line of the model's own code inside the module's forward; of a PyTorch module, its forward's."""
     code = _code(module)
     chosen = None
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for each in frames_from(frame):
+        name = each.f_code.co_filename
         if chosen is None and not name.startswith((LIBRARY, OURS)) and not name.startswith("<frozen"):
-            chosen = frame
-        if frame.f_code is code:
-            return _told(chosen or frame, operation)
-        frame = frame.f_back
+            chosen = each
+        if each.f_code is code:
+            return _told(chosen or each, operation)
     return None
 
 

@@ -7,24 +7,19 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from tenterhook.engine.action import Context
 from tenterhook.engine.install import Lane, Tap, attach, detach
 from tenterhook.errors import TenterhookWarning
-from tenterhook.record.cell import passes
-from tenterhook.sites.wrapped import in_transform
+from tenterhook.pytorch.autograd import current_backward_id, new_backward_id
+from tenterhook.pytorch.transforms import in_transform
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from torch.optim import Optimizer
-
     from tenterhook.watch.observe import Ledger
     from tenterhook.watch.session import Watch
 
-__all__ = ["Begins", "Call", "Patience", "Return", "is_inner", "park", "unpark"]
+__all__ = ["Begins", "Call", "Patience", "Return", "park", "unpark"]
 
 PATIENT = frozenset(["cuda"])  # Devices whose hooks are put on when the model returns.
 INSIDE = (
@@ -67,19 +62,6 @@ def unpark(parked: Iterable[tuple[Lane, Tap | None]]) -> None:
             tap.put_in()
 
 
-def is_inner(optimizer: Optimizer, frame: FrameType) -> bool:
-    """Whether an optimizer's step was called by its own step, as a subclass does; ``frame`` is where hooks are called.
-
-    PyTorch wraps ``step`` in each class that has one, so that hooks run for each of them.
-    """
-    code, outer = frame.f_code, frame.f_back
-    while outer is not None:
-        if outer.f_code is code and outer.f_locals.get("self") is optimizer:
-            return True
-        outer = outer.f_back
-    return False
-
-
 class Patience:
     """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called.
 
@@ -105,7 +87,7 @@ class Patience:
         if self._ledger.later:
             self.returned(step)
         elif self._lasts and (self._asks or self._last is None or self._hooked is not None):
-            follows = self._follows(passes())
+            follows = self._follows(new_backward_id())
             if not (follows or self._asks):
                 self._give_up()
         self._ledger.later = self._lasts
@@ -117,7 +99,7 @@ class Patience:
         late = self._ledger.catch_up()
         if late and self._hooked is None:
             self._hooked = step
-        if self._asks and not self._follows(passes()):
+        if self._asks and not self._follows(new_backward_id()):
             self._lasts = False
             if late:
                 warnings.warn(INSIDE.format(step=step), TenterhookWarning, stacklevel=2)
@@ -174,7 +156,7 @@ class Call:
 
     def enter(self, *_: Any) -> None:
         """A call begins; one inside a transform of torch.func goes by."""
-        if torch._C._current_graph_task_id() == -1 and not in_transform():
+        if current_backward_id() == -1 and not in_transform():
             self._watch.on_call()
 
     def __call__(self, value: Any, context: Context) -> None:

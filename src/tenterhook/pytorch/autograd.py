@@ -1,0 +1,329 @@
+"""The backward pass: which one is running, when operations were recorded, and the hooks of a tensor."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.pytorch.names import attribute, find, is_absent
+from tenterhook.pytorch.support import check, feature
+
+__all__ = [
+    "BACKWARD_FUNCTION",
+    "PYTHON_NODE",
+    "Hooks",
+    "call_after_backward",
+    "current_backward_id",
+    "existed_before",
+    "forget_hooks",
+    "is_older",
+    "is_own_alias",
+    "keeps_graph",
+    "new_backward_id",
+    "next_operation_number",
+    "operation_number",
+    "own_alias",
+    "post_accumulate_hooks_of",
+    "set_hooks",
+    "size_and_stride",
+    "storage_identity",
+    "tensor_hooks",
+    "view_base",
+]
+
+# -- the backward pass that is running ---------------------------------------------------------------------------------
+
+current_backward_id: Callable[[], int] = find("torch._C._current_graph_task_id")
+"""Return the number of the backward pass that this thread is in, or -1."""
+
+_keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
+_engine: Any = find("torch.autograd.Variable._execution_engine")
+_run_backward: Any = getattr(_engine, "run_backward", None)
+
+# Public from 2.15 on.
+call_after_backward: Callable[[Callable[[], None]], None] = getattr(
+    torch.autograd.graph, "queue_callback", None
+) or getattr(_engine, "queue_callback", _engine)
+"""Have a function called when the backward pass that is running has ended."""
+
+
+def _assume_kept() -> bool:
+    return True
+
+
+keeps_graph: Callable[[], bool] = _assume_kept if is_absent(_keeps_graph) else _keeps_graph
+"""Return whether the backward pass that is running keeps its graph; assumed where PyTorch does not tell."""
+
+
+class _CountingPass(threading.local):
+    """A graph of one leaf, for backward passes that only ask for their number."""
+
+    def __init__(self) -> None:
+        numbers: list[int] = []
+        with torch.inference_mode(mode=False):
+            self.one = torch.ones((), device="cpu")
+            self.leaf = torch.zeros((), device="cpu", requires_grad=True)
+        self.leaf.register_hook(lambda _: numbers.append(current_backward_id()))
+        self.numbers = numbers
+
+
+_counting = _CountingPass()
+
+
+def new_backward_id() -> int:
+    """Run a backward pass for its number: the engine counts its passes, and only code inside one can ask."""
+    leaf = (_counting.leaf,)
+    if _run_backward is None:
+        torch.autograd.grad(leaf, leaf, (_counting.one,))
+    else:  # As torch.autograd.grad does it, without the checks, which take longer than the pass.
+        _run_backward(leaf, (_counting.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)
+    return _counting.numbers.pop()
+
+
+BACKWARD_FUNCTION = "_engine_run_backward"
+"""The function of PyTorch that runs a backward pass, as tracebacks name it."""
+
+PYTHON_NODE: Any = torch.autograd.function.BackwardCFunction
+"""The class of graph nodes that are written in Python."""
+
+# -- operations, and when they were recorded ---------------------------------------------------------------------------
+
+next_operation_number: Callable[[], int] = find("torch._C._autograd._get_sequence_nr")
+"""Return the number that autograd gives to the next operation that it records in this thread."""
+
+attribute("autograd.Node", "_sequence_nr")
+attribute("autograd.Node", "_set_sequence_nr")
+# Of the operations that are ready, autograd runs the one with the highest number first.
+_RUNS_FIRST = 1 << 62
+
+
+def operation_number(node: Any) -> int:
+    """Return when an operation was recorded, as a number that grows."""
+    number: int = node._sequence_nr()
+    return number if number < _RUNS_FIRST else number - _RUNS_FIRST
+
+
+def existed_before(node: Any, since: int) -> bool:
+    """Return whether a node, or what an alias of ours stands for, was recorded before operation number ``since``."""
+    number: int = node._sequence_nr()
+    return number < since or _RUNS_FIRST <= number < _RUNS_FIRST + since
+
+
+def is_own_alias(node: Any) -> bool:
+    """Return whether a node was made by :func:`own_alias`; nodes of leaves have the highest number there is."""
+    return bool(_RUNS_FIRST <= node._sequence_nr() < 2 * _RUNS_FIRST)
+
+
+def is_older(tensor: Tensor, since: int) -> bool:
+    """Return whether a tensor that requires a gradient existed before operation number ``since``."""
+    node = tensor.grad_fn
+    return node is None or operation_number(node) < since
+
+
+def own_alias(tensor: Tensor) -> Tensor:
+    """Return the same memory with its own place in the graph, to separate the gradient of this use of the tensor.
+
+    Its backward runs as soon as it is ready, so that no other operation changes places because of it.
+    """
+    alias = tensor[...]  # Not view_as: it rewrites the strides of dimensions of size one, and kernels look at those.
+    node: Any = alias.grad_fn
+    if node is not None:
+        node._set_sequence_nr(_RUNS_FIRST + node._sequence_nr())
+    return alias
+
+
+attribute("AsStridedBackward0", "_saved_size")
+attribute("AsStridedBackward0", "_saved_stride")
+
+
+def size_and_stride(node: Any) -> tuple[Any, Any]:
+    """Return the size and strides that an ``as_strided`` operation was given."""
+    return node._saved_size, node._saved_stride
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter(attribute("Tensor", "_base"))
+"""Return the tensor that this one is a view of, or None."""
+
+tensor_hooks: Callable[[Tensor], dict[Any, Any] | None] = operator.attrgetter(attribute("Tensor", "_backward_hooks"))
+"""Return the table of a tensor's gradient hooks, or None where it never had one."""
+
+post_accumulate_hooks_of: Callable[[Tensor], dict[Any, Any] | None] = operator.attrgetter(
+    attribute("Tensor", "_post_accumulate_grad_hooks")
+)
+attribute("autograd.Node", "_register_hook_dict")
+
+
+class Hooks(dict[Any, Any]):
+    """A table of tensor hooks that is lighter than PyTorch's OrderedDict, and can be referenced weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _set_hooks_directly(tensor: Tensor, node: Any, hooks: dict[Any, Any]) -> dict[Any, Any]:
+    """Give a tensor that has no hooks a table of them; ``node`` is its ``grad_fn``. Return the table that is in use."""
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+    return hooks
+
+
+def _set_hooks_publicly(tensor: Tensor, _node: Any, hooks: dict[Any, Any]) -> dict[Any, Any]:
+    """Do the same with ``register_hook``, in the table that PyTorch makes."""
+    handle = tensor.register_hook(_no_change)
+    table = tensor_hooks(tensor)
+    if table is None:
+        raise TypeError("Tensor.register_hook has filled no table")  # Probed: cannot happen after the first session.
+    del table[handle.id]
+    table.update(hooks)
+    return table
+
+
+def _no_change(gradient: Any) -> None:
+    """Do nothing; a tensor hook of this function changes no gradient."""
+
+
+set_hooks: Callable[[Tensor, Any, dict[Any, Any]], dict[Any, Any]] = (
+    _set_hooks_directly if hasattr(torch.autograd.graph.Node, "_register_hook_dict") else _set_hooks_publicly
+)
+
+
+def forget_hooks(tensor: Tensor, table: str) -> None:
+    """Remove an empty table of hooks from a tensor: ``_backward_hooks`` or ``_post_accumulate_grad_hooks``."""
+    setattr(tensor, table, None)
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """Return a number that tensors have in common if, and only if, they share memory now."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+attribute("UntypedStorage", "_cdata")
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+def _leaf() -> Tensor:
+    return torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+@feature("backward passes", used_by="every session", still_works="nothing that opens a session")
+def probe_backward_passes() -> str | None:
+    """Check that code can tell whether it runs inside a backward pass, and in which one."""
+    seen: list[int] = []
+
+    def outer(_gradient: Tensor) -> None:
+        seen.append(current_backward_id())
+        inner = _leaf()
+        inner.register_hook(lambda _: seen.append(current_backward_id()))
+        with torch.enable_grad():
+            (inner * 2).sum().backward()
+        seen.append(current_backward_id())
+
+    check(current_backward_id() == -1, "outside of a backward pass its number is not -1")
+    leaf = _leaf()
+    value = leaf * 2
+    value.register_hook(outer)
+    value.sum().backward()
+    check(current_backward_id() == -1, "after a backward pass its number is not -1")
+    check(len(seen) == 3, "tensor hooks do not run once")
+    check(seen[0] == seen[2] != seen[1] and -1 not in seen, "nested backward passes cannot be told apart")
+    tensor = torch.ones(2, device="cpu")
+    version = tensor._version
+    tensor.add_(1)
+    check(tensor._version > version, "the version of a tensor does not count changes in place")
+    return None
+
+
+@feature(
+    "gradients",
+    used_by="recording, editing and watching gradients",
+    still_works="recording and editing values",
+)
+def probe_gradients() -> str | None:
+    """Check operation numbers, aliases, views and the tables of tensor hooks."""
+    leaf = _leaf()
+    first = leaf * 2
+    since = next_operation_number()
+    second = first * 3
+    check(is_older(first, since) and not is_older(second, since), "operation numbers do not grow")
+    check(operation_number(second.grad_fn) > operation_number(first.grad_fn), "operation numbers do not grow")
+    _probe_alias()
+    check(view_base(first[0]) is first and view_base(first) is None, "the base of a view is not known")
+    _probe_hooks()
+    _probe_end()
+    strided = torch.as_strided(_leaf() * 1, (2,), (1,))
+    check(tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "as_strided does not tell its layout")
+    check(storage_identity(first) == storage_identity(first[0]) != storage_identity(second), "memory has no identity")
+    reasons = []
+    if set_hooks is _set_hooks_publicly:
+        reasons.append("hooks are registered one by one with Tensor.register_hook")
+    if keeps_graph is _assume_kept:
+        reasons.append("whether a backward pass keeps its graph is not known, and it is assumed that it does")
+    return "; ".join(reasons) or None
+
+
+def _probe_alias() -> None:
+    """Check that an alias has its own gradient and that it runs before operations that were recorded later."""
+    order: list[str] = []
+    leaf = _leaf()
+    value = leaf * 2
+    alias = own_alias(value)
+    later = value * 3
+    alias.register_hook(lambda _: order.append("alias"))
+    alias.grad_fn.register_hook(lambda *_: order.append("alias ran"))  # type: ignore[union-attr]
+    later.grad_fn.register_hook(lambda *_: order.append("later ran"))  # type: ignore[union-attr]
+    (alias + later).sum().backward()
+    check(order == ["alias", "alias ran", "later ran"], "an alias does not run first in the backward pass")
+    check(leaf.grad is not None and bool((leaf.grad == 8).all()), "an alias changes the gradient")
+    check(view_base(alias) is value and alias.data_ptr() == value.data_ptr(), "an alias has memory of its own")
+
+
+def _probe_hooks() -> None:
+    """Check that hooks in a table run in their order, and replace gradients."""
+    leaf = _leaf()
+    value = leaf * 2
+    seen: list[float] = []
+
+    def look(gradient: Tensor) -> None:
+        seen.append(float(gradient.sum()))
+
+    def double(gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+    hooks = Hooks()
+    hooks["first"] = look
+    table = set_hooks(value, value.grad_fn, hooks)
+    table["second"] = double
+    table["third"] = look
+    check(tensor_hooks(value) is table, "a tensor's table of hooks has moved")
+    value.sum().backward()
+    check(seen == [4, 8], "hooks in a tensor's table do not run in their order")
+    check(leaf.grad is not None and bool((leaf.grad == 4).all()), "a hook cannot replace a gradient")
+    check(tensor_hooks(_leaf()) is None, "a tensor without hooks has a table of them")
+    check(post_accumulate_hooks_of(_leaf()) is None, "a tensor's table of hooks after accumulation has moved")
+
+
+def _probe_end() -> None:
+    """Check that a function is called at the end of a backward pass, and that retain_graph is known there."""
+    leaf, ended, kept = _leaf(), [], []
+    value = leaf * 2
+
+    def hook(_gradient: Tensor) -> None:
+        kept.append(keeps_graph())
+        call_after_backward(lambda: ended.append(leaf.grad is not None))
+
+    value.register_hook(hook)
+    value.sum().backward(retain_graph=True)
+    value.sum().backward()
+    check(ended == [True, True], "no function can be called at the end of a backward pass")
+    known = [True, keeps_graph is _assume_kept]
+    check(kept == known, "whether a backward pass keeps its graph is not known")
+    one, other = new_backward_id(), new_backward_id()
+    check(0 <= one < other, "backward passes are not numbered in their order")

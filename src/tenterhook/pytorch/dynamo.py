@@ -1,0 +1,124 @@
+"""Dynamo without loading it: whether anything was compiled in this process, and code that must not be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tenterhook.pytorch.names import attribute, find
+from tenterhook.pytorch.python_code import closure_values
+
+__all__ = [
+    "DISABLED",
+    "DISABLED_REASON",
+    "INLINED",
+    "disable",
+    "has_compiled_anything",
+    "inline",
+    "inline_only",
+    "is_compiled_wrapper",
+    "resume_compiling",
+    "settings_of_compiled_call",
+    "stop_compiling",
+    "without_compiling",
+]
+
+DISABLED = attribute("function", "_torchdynamo_disable")
+DISABLED_REASON = attribute("function", "_torchdynamo_disable_msg")
+INLINED = attribute("function", "_torchdynamo_inline")
+ORIGINAL_MODULE = attribute("OptimizedModule", "_orig_mod")
+attribute("torch._dynamo.eval_frame", "cached_backends")
+
+# The part in C, which does not load the compiler.
+set_callback: Callable[[Any], Any] = find("torch._C._dynamo.eval_frame.set_eval_frame")
+_set_strategy = find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_Strategy = find("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_Action: Any = find("torch._C._dynamo.eval_frame._FrameAction")
+_used = False
+
+
+def has_compiled_anything() -> bool:
+    """Return whether ``torch.compile`` was ever used in this process; where it was not, sessions pay nothing for it."""
+    global _used  # noqa: PLW0603 - asked at each session's start, and never false again
+    if not _used:
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        # Other libraries load it and use none of it: functions that they keep out of graphs have None for a backend.
+        _used = dynamo is not None and _has_backend(dynamo)
+    return _used
+
+
+def _has_backend(dynamo: Any) -> bool:
+    backends = getattr(dynamo, "cached_backends", None)
+    if backends is None:  # It is not known what was compiled, so anything may have been.
+        return True
+    return any(backend is not None for backend in list(backends.values()))
+
+
+def stop_compiling() -> Any:
+    """Have nothing compiled in this thread from now on; return what :func:`resume_compiling` takes."""
+    return set_callback(None)
+
+
+def resume_compiling(stopped: Any) -> None:
+    """Undo :func:`stop_compiling`."""
+    set_callback(stopped)
+
+
+def without_compiling(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, none of which is compiled: a light form of ``torch.compiler.disable``."""
+    if not has_compiled_anything():
+        return call(*args, **kwargs)
+    stopped = set_callback(None)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        set_callback(stopped)
+
+
+def disable(function: Any, reason: str = "") -> None:
+    """Have Dynamo leave a function alone: it runs as it is, outside of any graph."""
+    setattr(function, DISABLED, True)
+    if reason:
+        setattr(function, DISABLED_REASON, reason)
+
+
+def inline(function: Any, instead: Callable[..., Any]) -> None:
+    """Have Dynamo trace another function wherever it would trace this one."""
+    setattr(function, INLINED, instead)
+
+
+def mark_as_traced(function: Any) -> None:
+    """Mark one of our own functions: Dynamo may begin a graph at it."""
+    function.tenterhook_traced = True
+
+
+def is_marked_as_traced(function: Any) -> bool:
+    """Return whether a function was marked by :func:`mark_as_traced`."""
+    return getattr(function, "tenterhook_traced", False) is True
+
+
+def inline_only(function: Any) -> None:
+    """Have Dynamo inline a function, and never begin a graph at it; where that is not possible, it may."""
+    if _set_strategy and _Strategy and _Action:
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.DEFAULT))
+
+
+def is_compiled_wrapper(module: Any) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` gave; asking by class would load the compiler."""
+    return type(module).__name__ == "OptimizedModule" and ORIGINAL_MODULE in vars(module).get("_modules", ())
+
+
+def original_module(wrapper: Any) -> Any:
+    """Return the module that was given to ``torch.compile``."""
+    return getattr(wrapper, ORIGINAL_MODULE)
+
+
+def settings_of_compiled_call(call: Any) -> Any:
+    """Return the settings of ``module.compile()``, from what it has put in the place of the module's call; or None."""
+    return closure_values(call).get("self") if call is not None and hasattr(call, "__closure__") else None
+
+
+def is_fullgraph(settings: Any) -> bool:
+    """Return whether compilation was asked for with ``fullgraph=True``."""
+    return bool(getattr(settings, "fullgraph", False))

@@ -1,0 +1,322 @@
+"""How PyTorch calls a module: its hook tables, the frame that runs them, and the attribute that replaces the call."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from types import CodeType, FrameType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from tenterhook.pytorch.names import NAMES, attribute, find
+from tenterhook.pytorch.python_code import frames_from, nested_codes, own_frame
+from tenterhook.pytorch.support import check, feature
+
+__all__ = [
+    "CALL_FUNCTIONS",
+    "CALL_OVERRIDE",
+    "GLOBAL_BACKWARD_HOOKS",
+    "GLOBAL_BACKWARD_PRE_HOOKS",
+    "GLOBAL_FORWARD_HOOKS",
+    "GLOBAL_FORWARD_PRE_HOOKS",
+    "USUAL_CALL",
+    "add_forward_hook_for_this_call",
+    "buffers_of",
+    "call_override",
+    "call_state",
+    "call_with_hooks",
+    "children_of",
+    "forward_hooks_of",
+    "forward_pre_hooks_of",
+    "frame_that_runs_hooks",
+    "global_state",
+    "has_hooks",
+    "is_replica",
+    "is_usual_call",
+    "module_being_called",
+    "non_persistent_buffers_of",
+    "parameters_of",
+    "replace_forward_hooks",
+    "same_state",
+    "unwrapped_hook",
+    "with_forward_hook",
+]
+
+# -- what a module holds -----------------------------------------------------------------------------------------------
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter(
+    attribute("nn.Module", "_modules")
+)
+parameters_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter(attribute("nn.Module", "_parameters"))
+buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter(attribute("nn.Module", "_buffers"))
+forward_hooks_of: Callable[[nn.Module], dict[Any, Any]] = operator.attrgetter(attribute("nn.Module", "_forward_hooks"))
+forward_pre_hooks_of: Callable[[nn.Module], dict[Any, Any]] = operator.attrgetter(
+    attribute("nn.Module", "_forward_pre_hooks")
+)
+non_persistent_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
+    attribute("nn.Module", "_non_persistent_buffers_set")
+)
+attribute("nn.Module", "_backward_hooks")
+attribute("nn.Module", "_backward_pre_hooks")
+
+GLOBAL_FORWARD_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_forward_hooks", {})
+GLOBAL_FORWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_forward_pre_hooks", {})
+GLOBAL_BACKWARD_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_hooks", {})
+GLOBAL_BACKWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_pre_hooks", {})
+WrappedHook: Any = find("torch.nn.modules.module._WrappedHook")
+
+
+def has_hooks(state: dict[str, Any]) -> object:
+    """Return something true if PyTorch calls more than the forward of the module with this ``__dict__``."""
+    try:
+        return (
+            state["_forward_hooks"] or state["_forward_pre_hooks"]
+            or state["_backward_hooks"] or state["_backward_pre_hooks"]
+            or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS or GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS
+        )  # fmt: skip
+    except KeyError:  # The module was made in some other way than PyTorch's.
+        return True
+
+
+def replace_forward_hooks(module: nn.Module, table: Any) -> None:
+    """Give a module another table of forward hooks; Dynamo can trace this."""
+    module._forward_hooks = table
+
+
+def with_forward_hook(module: nn.Module, key: Any, hook: Callable[..., Any]) -> Any:
+    """Return a copy of a module's table of forward hooks with one more; Dynamo can trace this."""
+    return {**module._forward_hooks, key: hook}
+
+
+def unwrapped_hook(hook: Any) -> Any:
+    """Return the function inside PyTorch's own wrapper of a hook; None if ``hook`` is no such wrapper."""
+    wrapped: Any = hook if isinstance(WrappedHook, type) and isinstance(hook, WrappedHook) else None
+    return None if wrapped is None else wrapped.hook
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return whether a module is a copy that ``nn.DataParallel`` made for one device."""
+    return attribute("nn.Module", "_is_replica") in module.__dict__
+
+
+def same_state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes by which another module shares all parameters, buffers and children of this one."""
+    return {
+        "_modules": children_of(module), "_parameters": parameters_of(module), "_buffers": buffers_of(module),
+        "_non_persistent_buffers_set": non_persistent_buffers_of(module),
+    }  # fmt: skip
+
+
+def load_from_state_dict(module: nn.Module, *args: Any) -> None:
+    """Have a module load its own part of a state dict."""
+    module._load_from_state_dict(*args)
+
+
+attribute("nn.Module", "_load_from_state_dict")
+
+
+def global_state() -> dict[str, Any]:
+    """Return PyTorch's process-wide tables of module hooks that are not empty, and the methods that make a call."""
+    named = [(name, value) for name, value in vars(torch_module).items() if name.startswith("_global_") and value]
+    tables = {f"global: {name}": dict(value) if isinstance(value, dict) else value for name, value in named}
+    return {**tables, "class: Module.__call__": nn.Module.__call__, "class: Module._call_impl": USUAL_CALL}
+
+
+# -- the call itself ---------------------------------------------------------------------------------------------------
+
+CALL_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
+"""The functions of PyTorch around a forward, as tracebacks name them."""
+
+CALL_OVERRIDE = attribute("nn.Module", "_compiled_call_impl")
+"""The instance attribute that PyTorch calls instead of a module's usual call; ``Module.compile()`` sets it."""
+
+USUAL_CALL: Any = find("torch.nn.Module._call_impl")
+_WRAPPED_CALL: Any = nn.Module.__call__
+_SLOW_FORWARD: Any = find("torch.nn.Module._slow_forward")
+_INNER_CALLS: frozenset[CodeType] = frozenset(nested_codes(USUAL_CALL.__code__) if USUAL_CALL else ())
+"""The code that calls a forward and then the forward hooks. A call that finds no hook at its start does without."""
+_CALLS: frozenset[CodeType] = _INNER_CALLS | ({USUAL_CALL.__code__} if USUAL_CALL else set())
+_BETWEEN: frozenset[CodeType] = frozenset({_SLOW_FORWARD.__code__} if _SLOW_FORWARD else ())
+# Another library may have put its own function in the place of PyTorch's.
+_IS_PYTORCHS_OWN = bool(USUAL_CALL) and USUAL_CALL.__code__.co_filename == torch_module.__file__
+_keys = itertools.count()
+
+
+def call_override(module: nn.Module) -> Any:
+    """Return what stands in the place of a module's call, or None."""
+    return module.__dict__.get(CALL_OVERRIDE)
+
+
+def is_usual_call(module: nn.Module) -> bool:
+    """Return whether PyTorch calls this module as it calls most: with its own code, without hooks, not compiled."""
+    return (
+        _IS_PYTORCHS_OWN
+        and type(module)._call_impl is USUAL_CALL
+        and module.__dict__.get(CALL_OVERRIDE) is None
+        and not has_hooks(module.__dict__)
+    )
+
+
+def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
+    """Call a module as PyTorch does, hooks included; ``caller`` is the frame that called what stood in its place."""
+    if caller.f_code is _WRAPPED_CALL.__code__:
+        module = caller.f_locals["self"]  # A replica of nn.DataParallel carries a method bound to the original.
+    return module._call_impl(*args, **kwargs)
+
+
+def module_being_called(frame: FrameType | None, *, within: int) -> nn.Module | None:
+    """Return the module that PyTorch is calling, seen from at most ``within`` frames below that call."""
+    for each in itertools.islice(frames_from(frame), within):
+        if each.f_code in _CALLS:
+            return each.f_locals["self"]  # type: ignore[no-any-return]
+    return None
+
+
+def frame_that_runs_hooks(frame: FrameType | None, module: nn.Module, skip: set[str]) -> FrameType | None:
+    """Return the frame that will run a module's forward hooks; None for a direct call, ``module.forward(...)``.
+
+    ``skip`` names the files whose frames may stand in between.
+    """
+    while frame is not None and (frame.f_code.co_filename in skip or frame.f_code in _BETWEEN):
+        frame = frame.f_back
+    if frame is None or frame.f_code not in _INNER_CALLS or frame.f_locals["self"] is not module:
+        return None
+    return frame
+
+
+def add_forward_hook_for_this_call(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:
+    """Add a forward hook that runs last in the call that is under way: PyTorch reads the table after the forward."""
+    forward_hooks_of(module)[key] = hook
+
+
+def call_state(frame: FrameType) -> dict[str, Any] | None:
+    """Return the variables of a call that will run hooks: ``self``, ``args``, ``kwargs``, ``result`` and so on."""
+    return frame.f_locals if frame.f_code in _INNER_CALLS else None
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+class _Doubles(nn.Module):
+    """The module that probes call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def _probe_input() -> torch.Tensor:
+    return torch.ones(2, dtype=torch.float64, device="cpu")
+
+
+@feature(
+    "module calls",
+    used_by="every session",
+    still_works="nothing that opens a session; reading tapes, stores and pages does",
+)
+def probe_module_calls() -> str | None:
+    """Check that an instance's forward is called once, that hook tables tell, and that children can be listed."""
+    outer, inner = nn.Sequential(_Doubles()), None
+    inner = outer[0]
+    check(children_of(outer) == {"0": inner}, "a module's table of children does not list its children")
+    outer.register_buffer("known", torch.zeros(1, device="cpu"), persistent=False)
+    check("known" in buffers_of(outer) and not parameters_of(outer), "a module's table of buffers has moved")
+    check(non_persistent_buffers_of(outer) == {"known"}, "a module's set of buffers that are not saved has moved")
+    calls: list[Any] = []
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return x * 3
+
+    inner.__dict__["forward"] = MethodType(forward, inner)
+    out = outer(_probe_input())
+    check(calls == [inner] and out.tolist() == [3, 3], "a forward that an instance carries is not what is called")
+    del inner.__dict__["forward"]
+    check(outer(_probe_input()).tolist() == [2, 2], "a module whose own forward was removed does not use its class's")
+    _probe_tables(inner)
+    return _probe_override(inner)
+
+
+def _probe_tables(module: nn.Module) -> None:
+    before = tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS)))
+    handle = module.register_forward_hook(_no_change)
+    check(has_hooks(module.__dict__) and len(forward_hooks_of(module)) == 1, "forward hooks are kept elsewhere")
+    handle.remove()
+    handle = module.register_forward_pre_hook(_no_change)
+    check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are kept elsewhere")
+    handle.remove()
+    for register_backward in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+        handle = register_backward(_no_change)
+        check(has_hooks(module.__dict__), "backward hooks are kept elsewhere")
+        handle.remove()
+    registries: tuple[tuple[Any, dict[Any, Any]], ...] = (
+        (torch_module.register_module_forward_hook, GLOBAL_FORWARD_HOOKS),
+        (torch_module.register_module_forward_pre_hook, GLOBAL_FORWARD_PRE_HOOKS),
+    )
+    for register, table in registries:
+        size = len(table)
+        handle = register(_no_change)
+        grew = len(table) == size + 1
+        handle.remove()
+        check(grew, "hooks for all modules are kept elsewhere")
+    # A backward hook for all modules would set a flag in the process for good, so none is registered here.
+    tables = ("_global_backward_hooks", "_global_backward_pre_hooks")
+    known = all(NAMES[f"torch.nn.modules.module.{table}"] for table in tables)
+    check(known, "backward hooks for all modules are kept elsewhere")
+    check(before == tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS))), "a hook could not be removed")
+
+
+def _no_change(*_: Any) -> None:
+    """Do nothing; hooks of this function change no value."""
+
+
+def _probe_override(module: nn.Module) -> str | None:
+    """Return why the usual call cannot be replaced as a whole, where that is so; sessions then replace the forward."""
+    if not _IS_PYTORCHS_OWN:
+        return "another library has replaced nn.Module._call_impl; the forward of a module is replaced, not its call"
+    calls: list[Any] = []
+
+    def call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return x * 5
+
+    module.__dict__[CALL_OVERRIDE] = MethodType(call, module)
+    try:
+        replaced = module(_probe_input()).tolist() == [5, 5] and calls == [module]
+    finally:
+        del module.__dict__[CALL_OVERRIDE]
+    return None if replaced else "a module's call cannot be replaced as a whole; its forward is replaced instead"
+
+
+@feature(
+    "hooks of other libraries",
+    used_by="a session on a module that has forward hooks of others",
+    still_works="sessions on modules without forward hooks",
+)
+def probe_foreign_hooks() -> str | None:
+    """Check that a hook added during a call runs last in it, and that a direct call of forward is recognised."""
+    seen: list[Any] = []
+    module = _Doubles()
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        frame = frame_that_runs_hooks(own_frame(1), module, set())
+        state = None if frame is None else call_state(frame)
+        if frame is not None:
+            add_forward_hook_for_this_call(self, f"probe-{next(_keys)}", last)
+        seen.append(None if state is None else (state["self"], len(state["args"]), state["kwargs"], state["result"]))
+        return x * 2
+
+    def last(_module: nn.Module, _args: Any, value: torch.Tensor) -> None:
+        seen.append(value.tolist())
+
+    module.register_forward_hook(lambda _module, _args, value: value + 1)
+    module.__dict__["forward"] = MethodType(forward, module)
+    module(_probe_input())
+    check(seen == [(module, 1, {}, None), [3, 3]], "a hook that is added during a call does not run last in it")
+    del seen[:]
+    module.forward(_probe_input())
+    check(seen == [None], "a direct call of forward cannot be told from a call of the module")
+    return None

@@ -1,0 +1,29 @@
+"""Classes that were registered with PyTorch's pytrees, such as the outputs of Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenterhook.pytorch.names import find
+from tenterhook.pytorch.support import check, feature
+
+__all__ = [
+    "registered",
+]
+
+_REGISTERED: Any = find("torch.utils._pytree.SUPPORTED_NODES", {})
+
+
+def registered(kind: type) -> Any:
+    """Return how instances of a class are taken apart (``flatten_fn``) and made again (``unflatten_fn``), or None."""
+    return _REGISTERED.get(kind)
+
+
+@feature("structured values", used_by="every session", still_works="nothing that opens a session")
+def probe_structures() -> str | None:
+    """Check that a registered class can be taken apart and made again."""
+    node = registered(dict)
+    check(node is not None, "the classes that pytrees know cannot be listed")
+    parts, context = node.flatten_fn({"a": 1, "b": 2})
+    check(list(parts) == [1, 2] and node.unflatten_fn(parts, context) == {"a": 1, "b": 2}, "pytrees work differently")
+    return None

@@ -1,0 +1,143 @@
+"""Features that depend on PyTorch's internals, and whether they work with the installed release.
+
+A feature has a probe: a small run that checks what the feature is used for. It runs once per process, before the first
+session that needs the feature. A probe has three outcomes: the fast way works; a slower public way is used instead; or
+the feature is unavailable, and what needs it raises ``UnsupportedTorch`` as it starts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from tenterhook.errors import UnsupportedTorch
+
+__all__ = [
+    "FEATURES",
+    "Feature",
+    "ProbeFailed",
+    "Status",
+    "check",
+    "feature",
+    "is_available",
+    "require",
+]
+
+
+class Status(StrEnum):
+    """The outcome of a probe."""
+
+    FAST = "fast"
+    FALLBACK = "fallback"
+    UNAVAILABLE = "unavailable"
+
+
+class ProbeFailed(Exception):
+    """A probe saw something other than what tenterhook relies on."""
+
+
+@dataclass(slots=True)
+class Feature:
+    """Something that tenterhook can do if PyTorch's internals behave as expected."""
+
+    name: str
+    used_by: str
+    """what needs it, in a user's words"""
+    probe: Callable[[], str | None]
+    """raises if the feature does not work; returns the reason why a fallback is used, or None"""
+    still_works: str
+    status: Status | None = None
+    """None until the probe has run"""
+    why: str = ""
+
+    def run(self) -> Status:
+        """Run the probe, if it has not run yet."""
+        with _lock:
+            if self.status is None:
+                self._run()
+        return self.status or Status.UNAVAILABLE
+
+    def _run(self) -> None:
+        try:
+            reason = _in_clean_thread(self.probe)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong makes the feature unavailable
+            self.status, self.why = Status.UNAVAILABLE, f"{type(error).__name__}: {error}".partition("\n")[0]
+        else:
+            self.status = Status.FALLBACK if reason else Status.FAST
+            self.why = reason or ""
+
+    def error(self) -> UnsupportedTorch:
+        """Return the error for a session that needs this feature where it is unavailable."""
+        return UnsupportedTorch(
+            f"{self.name} is not available with torch {torch.__version__}, and {self.used_by} cannot do without it.\n"
+            f"Reason: {self.why}\n"
+            f"Still works: {self.still_works}\n"
+            "`tenterhook doctor` lists every feature. Please report this with its output."
+        )
+
+
+FEATURES: dict[str, Feature] = {}
+_lock = threading.RLock()
+_work: set[tuple[str, ...]] = set()
+"""Groups of features that all work, so that a session asks for them with one look."""
+
+
+def feature(
+    name: str, *, used_by: str, still_works: str
+) -> Callable[[Callable[[], str | None]], Callable[[], str | None]]:
+    """Register the decorated function as the probe of a feature."""
+
+    def register(probe: Callable[[], str | None]) -> Callable[[], str | None]:
+        FEATURES[name] = Feature(name, used_by, probe, still_works)
+        return probe
+
+    return register
+
+
+def is_available(name: str) -> bool:
+    """Return whether a feature works, by whatever way."""
+    return FEATURES[name].run() is not Status.UNAVAILABLE
+
+
+def require(*names: str) -> None:
+    """Raise ``UnsupportedTorch`` unless all of these features work."""
+    if names in _work:
+        return
+    for name in names:
+        found = FEATURES[name]
+        if found.run() is Status.UNAVAILABLE:
+            raise found.error()
+    _work.add(names)
+
+
+def check(holds: object, what: str) -> None:
+    """Fail the probe that calls this unless something holds."""
+    if not holds:
+        raise ProbeFailed(what)
+
+
+def _in_clean_thread(probe: Callable[[], str | None]) -> str | None:
+    """Run a probe in a thread of its own.
+
+    Gradient mode, autocast, inference mode, torch.func transforms, dispatch modes and the default device belong to a
+    thread. Whatever the user has switched on, a probe sees PyTorch as it is by default.
+    """
+    result: list[str | None] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(probe())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tenterhook-probe", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]

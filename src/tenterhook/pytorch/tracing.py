@@ -1,0 +1,85 @@
+"""Calls that only trace a model: ``torch.export``, ``torch.fx``, ``torch.jit.trace`` and ``make_fx``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.compiler
+import torch.fx
+
+from tenterhook.pytorch.names import attribute, find, is_absent
+from tenterhook.pytorch.support import check, feature
+
+__all__ = [
+    "is_exporting",
+    "name_of_tracer",
+]
+
+attribute("torch.compiler", "_is_exporting_flag")
+_fx_flag: Any = find("torch.fx._symbolic_trace._get_is_fx_tracing")  # From 2.14 on; before that a module's variable.
+_fx: Any = find("torch.fx._symbolic_trace")
+_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
+_dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
+_PROXY: Any = find("torch._C._TorchDispatchModeKey.PROXY")
+_jit_state: Callable[[], Any] = find("torch._C._get_tracing_state", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+if is_absent(_fx_flag) and hasattr(_fx, "_is_fx_tracing_flag"):
+    attribute("torch.fx._symbolic_trace", "_is_fx_tracing_flag")
+
+    def _is_fx_tracing() -> bool:
+        return _fx._is_fx_tracing_flag  # type: ignore[no-any-return]
+else:
+    _is_fx_tracing = _fx_flag
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` is tracing; Dynamo can inline this."""
+    return torch.compiler._is_exporting_flag
+
+
+if not hasattr(torch.compiler, "_is_exporting_flag"):
+    is_exporting = torch.compiler.is_exporting
+
+
+def name_of_tracer() -> str | None:
+    """Return the name of what is tracing this call, or None for a call that computes."""
+    if is_exporting():
+        return "torch.export"
+    if _is_fx_tracing():
+        return "torch.fx"
+    if _jit_state():
+        return "torch.jit.trace"
+    if _dispatch_modes() and _dispatch_mode(_PROXY) is not None:
+        return "make_fx"
+    return None
+
+
+class _Asks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str | None] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(name_of_tracer())
+        return x * 2
+
+
+@feature("tracing", used_by="every session", still_works="nothing that opens a session")
+def probe_tracing() -> str | None:
+    """Check that traced calls are told from those that compute."""
+    module, x = _Asks(), torch.ones(2, device="cpu")
+    module(x)
+    check(module.seen == [None], "a plain call looks traced")
+    torch.fx.symbolic_trace(module)
+    check(module.seen[-1] == "torch.fx", "torch.fx cannot be noticed")
+    module(x)
+    check(module.seen[-1] is None, "a plain call looks traced after tracing")
+    check(not is_absent(_PROXY) and not _dispatch_modes() and _dispatch_mode(_PROXY) is None, "make_fx has changed")
+    make_fx = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "make_fx", None)
+    if make_fx is not None:  # It is slow to load, and where nobody has loaded it nobody uses it.
+        make_fx(module)(x)
+        check(module.seen[-1] in ("make_fx", "torch.fx"), "make_fx cannot be noticed")
+    return None
