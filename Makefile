@@ -5,10 +5,11 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 ZOO_ARGS ?=
+VERSIONS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-PY_SOURCES := $(wildcard src tests benchmarks examples hazards zoo docs)
+PY_SOURCES := $(wildcard src tests benchmarks examples hazards versions zoo docs)
 
 # One thread for each test worker: several workers with a thread per core each would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -25,7 +26,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards zoo clean
+.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards versions zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +99,11 @@ soak: $(READY) ## random sessions on random models, for long; SOAK_EXAMPLES says
 
 hazards: $(READY) ## what goes wrong with hooks, run with several tools; writes docs/hazards.md
 	@$(BIN)/python -m hazards
+
+# It makes its own environments, so it needs no .venv. KEEP, PYTEST_ARGS and VERSIONS_DIR reach it as variables.
+versions: ## test every supported torch and Python, and write docs/versions.md; VERSIONS="2.15.0/3.13" for one
+	@$(CHROMIUM_READY)
+	@WORKERS=$(WORKERS) $(PYTHON) -m versions $(VERSIONS)
 
 zoo: .venv-zoo/.ready ## check every architecture that can be built, and write docs/zoo.md
 	@.venv-zoo/bin/python -m zoo $(ZOO_ARGS)
