@@ -28,9 +28,9 @@ NAMES = """
     HarvestError HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded
     Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped StoreError Sweep
     SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning
-    UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp edit features grid harvest hooks
-    load load_edits mean noise open page points project recipes record replay run_from save_edits scale set sweep watch
-    zero
+    UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp edit features grid
+    harvest hooks load load_edits mean noise open page points project recipes record replay run_from save_edits
+    scale set sweep watch zero
 """
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook.testing import no_leak
+from tests.gradients.test_outputs import ViewLinear
 from tests.gradients.test_random_models import STEPS, WIDTH, Model, Unrolled, check_points
 
 X = torch.arange(12.0).view(2, 2, 3) / 7 - 0.8
@@ -26,7 +27,7 @@ class Chain(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a, self.b, self.c = ViewLinear(3, 3), ViewLinear(3, 3), ViewLinear(3, 3)
         self.then = {}
         self.seen = {}
 

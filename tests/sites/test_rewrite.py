@@ -333,7 +333,8 @@ def test_what_is_read_from_stdin_or_typed_at_a_prompt_says_that_it_has_no_source
 
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, *flags], input=ASKED, capture_output=True, text=True, check=True, env=path)
-    assert "said: Typed.forward has no source that can be read" in done.stdout
+    if flags == ["-"] or sys.version_info < (3, 13):  # From 3.13 on, Python keeps what is typed at a prompt.
+        assert "said: Typed.forward has no source that can be read" in done.stdout
     assert "recorded: [1.0, 1.0] [2.0, 2.0]" in done.stdout
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from tenterhook.address.walk import find
 from tenterhook.compiled.inside import NO_SOURCE
 from tenterhook.compiled.plan import FOREIGN, part_of
+from tenterhook.compiled.served import UNDECIDED
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.errors import SessionError
-from tenterhook.pytorch.dynamo import is_fullgraph, original_module, settings_of_compiled_call
+from tenterhook.pytorch.dynamo import begins_outside_of, is_fullgraph, original_module, settings_of_compiled_call
 from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import compiled_call
@@ -70,7 +71,19 @@ def _why_not(lane: Lane, outer: nn.Module) -> str | None:
         return FOREIGN
     if any(binding.point.spot is not None and binding.point.spot.operation for binding in lane.inner):
         return NO_SOURCE
+    return _why_not_outside(lane) if _begins_outside(outer) else None
+
+
+def _why_not_outside(lane: Lane) -> str | None:
+    """Say why it cannot be traced where the graph begins before the compiled module's own forward."""
+    if hasattr(lane.guard, "prepare"):
+        return UNDECIDED
     bindings = (*lane.looks_out, *lane.inner, *(binding for _, binding in lane.looks_in))
-    stops = any(getattr(binding.action, "stops", False) for binding in bindings)
-    inlined = isinstance(outer, OptimizedModule) and is_skipped(type(original_module(outer)).forward)
-    return STOPS if stops and inlined else None
+    return STOPS if any(getattr(binding.action, "stops", False) for binding in bindings) else None
+
+
+def _begins_outside(outer: nn.Module) -> bool:
+    """Return whether the graph begins before the compiled module's own forward, where a stop could be caught."""
+    if isinstance(outer, OptimizedModule):
+        return is_skipped(type(original_module(outer)).forward)
+    return begins_outside_of(compiled_call(outer))
