@@ -12,7 +12,6 @@ import collections
 import sys
 import weakref
 from collections.abc import Callable
-from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from tenterhook.pytorch.dynamo_tracing import (
 )
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import MISSING, compiled_call
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
@@ -135,7 +135,7 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
             found = [lane.session.reel for lane in tap.lanes if lane.session.reel is not None]
             reels = tuple(found) if uses_cuda_graphs(callback) else ()
             run = without_compiling(_copy, tap, packs=bool(reels))
-        me = get_ident()
+        me = current.token
         for lane in tap.lanes:
             if lane.owner == me:
                 break

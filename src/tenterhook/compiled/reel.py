@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from tenterhook.pytorch.dynamo import without_compiling
 from tenterhook.pytorch.dynamo_tracing import counters
 from tenterhook.pytorch.modes import copy_all
 from tenterhook.sites.module import MISSING
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +137,7 @@ class Reel:
                 _PHASES[phase](parts[key], values, token)
 
     def _is_mine(self, items: Any) -> bool:
-        mine = get_ident() == self.parts[items[0][0]].lane.owner
+        mine = current.token == self.parts[items[0][0]].lane.owner
         self.strangers += not mine
         return mine
 

@@ -7,7 +7,6 @@ run never comes to. Until its first call, a module carries a ``forward`` that do
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from tenterhook.engine.tracing import refuse_traced
 from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import has_hooks
 from tenterhook.pytorch.tracing import is_exporting
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -97,7 +97,7 @@ class Sleepers:
                 if (
                     tap.call is not None
                     and tap.in_place
-                    and get_ident() == lane.owner
+                    and current.token == lane.owner
                     and not has_hooks(module.__dict__)
                 ):
                     return tap.call

@@ -9,7 +9,6 @@ The value is left to other libraries' forward hooks first, where there are any: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from tenterhook.pytorch.module_calls import (
 from tenterhook.pytorch.python_code import is_running, own_frame
 from tenterhook.pytorch.support import require
 from tenterhook.sites.module import MISSING
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Guard
@@ -59,7 +59,7 @@ def dispatch(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if current_backward_id() != -1 or recompute.acting() is not None:
         visits = recompute.visits(tap)
     else:
-        me = get_ident()
+        me = current.token
         visits = [(lane, lane.next_call()) for lane in tap.lanes if lane.mine(me)]
     if not visits:
         return tap.outside(args, kwargs)
@@ -189,13 +189,13 @@ def after_foreign_hooks(tap: Tap, visits: list[Visit], frame: FrameType | None) 
     foreign hook makes, and, if a foreign hook raised, all later ones. It knows its own call by the frame.
     """
     hooks = forward_hooks_of(tap.module)
-    key, thread = tap.new_key(), get_ident()
+    key, thread = tap.new_key(), current.token
 
     def last(_module: nn.Module, _args: Any, value: Any) -> Any:
         nonlocal frame
         caller = own_frame(1)
         mine = caller is frame
-        if mine or (get_ident() == thread and not is_running(frame, caller)):
+        if mine or (current.token == thread and not is_running(frame, caller)):
             hooks.pop(key, None)
             tap.waiting.discard(key)
             frame = None  # It holds this very function.

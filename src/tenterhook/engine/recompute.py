@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from tenterhook.pytorch.checkpointing import (
@@ -21,6 +20,7 @@ from tenterhook.pytorch.checkpointing import (
 )
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.pytorch.support import require
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -107,7 +107,7 @@ def visits(tap: Tap) -> list[tuple[Lane, int]]:
     if is_recomputing(own_frame(1)):
         return []  # A checkpoint that ran before these sessions were opened.
     # Not a checkpoint of PyTorch's: code of the model's own that calls modules in its backward.
-    me = get_ident()
+    me = current.token
     return [(lane.again_only(), lane.next_call()) for lane in tap.lanes if lane.mine(me) and lane.again]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,6 +33,7 @@ from tenterhook.pytorch.support import require
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
 from tenterhook.sites.parameter import Swap, is_offloaded
+from tenterhook.sites.threads import current
 from tenterhook.sites.wrapped import is_spread
 
 __all__ = ["Session", "open_here"]
@@ -87,7 +87,7 @@ class Session:
         self.done = False
         self.stopped = False
         self.tape: Any = None
-        self.owner = get_ident()
+        self.owner = current.token
         self._lanes: dict[nn.Module, Lane] = {}
         self._sleepers: Sleepers | None = None
         self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
@@ -107,7 +107,7 @@ class Session:
         """Install everything, or nothing and raise."""
         if self._state != "new":
             raise self._not_new()
-        self.owner = get_ident()
+        self.owner = current.token
         try:
             require(*NEEDED, *self.needs)
             self._plan()

@@ -13,7 +13,6 @@ at them itself and, where it finds a hook, or another ``forward`` than ours, has
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_h
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING
+from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Direct
@@ -71,7 +71,7 @@ def keeping(  # noqa: C901
 
         def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
             if (
-                get_ident() != owner
+                current.token != owner
                 or current_backward_id() != -1
                 or self is not module
                 or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
@@ -130,7 +130,7 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (
-                get_ident() != owner or current_backward_id() != -1 or self is not module
+                current.token != owner or current_backward_id() != -1 or self is not module
                 or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be around it.
                 or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
             ):  # fmt: skip
@@ -174,7 +174,7 @@ def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if (
-            get_ident() != owner or current_backward_id() != -1 or self is not module
+            current.token != owner or current_backward_id() != -1 or self is not module
             or (again and may_be_checkpointed())
             or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
         ):  # fmt: skip

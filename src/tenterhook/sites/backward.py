@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from tenterhook.pytorch.autograd import is_older, next_operation_number, own_ali
 from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 from tenterhook.sites.inplace import model_changes_in_place
 from tenterhook.sites.tensor import Counter, hook_tensor
+from tenterhook.sites.threads import current
 
 __all__ = ["BackwardHooks", "backward_hooks", "name_of"]
 
@@ -88,19 +88,19 @@ class BackwardHooks:
     def way_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the inputs through a gate, and see to it that the output is met behind all other forward hooks."""
         passage = Passage(module, tuple(self.before.values()), tuple(self.after.values()))
-        self._running.setdefault(get_ident(), []).append(passage)
+        self._running.setdefault(current.token, []).append(passage)
         # PyTorch collects the forward hooks after forward has returned, so it still finds this one last.
         _tables(module)[2].move_to_end(KEY)
         return passage.let_in((args, kwargs)) if torch.is_grad_enabled() else None
 
     def way_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Let the output through, in the same call."""
-        running = self._running.get(get_ident())
+        running = self._running.get(current.token)
         if not running:  # The hook came while the call was running.
             return None
         passage = running.pop()
         if not running:
-            del self._running[get_ident()]
+            del self._running[current.token]
         return passage.let_out(output) if torch.is_grad_enabled() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackwardHooks:

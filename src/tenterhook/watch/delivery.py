@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from threading import get_ident
 from typing import TYPE_CHECKING
 
 from tenterhook.errors import NonFinite, TenterhookWarning
+from tenterhook.sites.threads import current
 from tenterhook.watch.observe import heal
 from tenterhook.watch.parcel import Parcel, read_together
 from tenterhook.watch.results import Results
@@ -152,6 +152,6 @@ class Delivery(Results):
             sink.write(page, new, self._books)
 
     def _settle(self, *, wait: bool = True) -> None:
-        if get_ident() == self.owner:  # Others see what is published.
+        if current.token == self.owner:  # Others see what is published.
             self._drain(wait=wait, let_go=wait)
             self._publish_ready()
