@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tenterhook.compiled.expected import expected
 
-__all__ = ["TAGS", "Catch", "ChangeGradient", "library"]
+__all__ = ["TAGS", "Catch", "ChangeGradient", "changed_gradient", "library"]
 
 # Kept out of CUDA graphs, which would run it once and never again.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe", "pt2_compliant_tag") if hasattr(torch.Tag, name))
@@ -63,9 +63,13 @@ class ChangeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Hand on what the edit makes of the gradient."""
-        step = ctx.step
-        if step.opaque:
-            return torch.ops.tenterhook.opaque(gradient, step.token), None
-        new = step.function(gradient, step.context)
-        return gradient if new is None else new, None
+        """Return what the edit makes of the gradient."""
+        return changed_gradient(ctx.step, gradient), None
+
+
+def changed_gradient(step: Any, gradient: Tensor) -> Tensor:
+    """Return what an edit makes of a gradient."""
+    if step.opaque:
+        return torch.ops.tenterhook.opaque(gradient, step.token)  # type: ignore[no-any-return]
+    new: Tensor | None = step.function(gradient, step.context)
+    return gradient if new is None else new

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook.compiled.gradient import Catch, ChangeGradient
+from tenterhook.compiled.gradient import Catch, ChangeGradient, changed_gradient
 from tenterhook.compiled.opaque import opaque
 from tenterhook.errors import Stopped
-from tenterhook.pytorch.dynamo_tracing import graph_break
+from tenterhook.pytorch.dynamo_tracing import graph_break, view_base
 from tenterhook.pytorch.tracing import is_exporting
 from tenterhook.sites.module import MISSING
 
@@ -108,7 +108,7 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
             for index, swap in enumerate(part.swaps):
                 enter_swap(part, index, swap)
         args, kwargs = income(parts, args, kwargs)
-        value = outcome(parts, body(*args, **kwargs))
+        value = outcome(parts, body(*args, **kwargs), (args, kwargs))
         for part in parts:
             for swap in part.swaps:
                 leave_swap(swap)
@@ -166,11 +166,11 @@ def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def outcome(parts: tuple[Part, ...], value: Any) -> Any:
-    """What flows on after the edits; then what observes sees it.
+def outcome(parts: tuple[Part, ...], value: Any, given: Any) -> Any:
+    """Return the output after the edits; what observes sees it then. ``given`` are the arguments of the call.
 
-    Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. On the
-    way forward that is the other way round.
+    Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. Functions
+    that the value passes forward are therefore applied in the opposite order, and hooks in this one.
     """
     pending: list[Any] = []
     done: list[Any] = []
@@ -178,7 +178,8 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
         flags = []
         for step in part.edits_out:
             if not step.gradient:
-                value = with_gradients(pending, value)
+                hook_gradients(pending, value, given)
+                value = with_gradients(pending, value, given)
                 pending = []
             new, applied = changed(step, value)
             if step.gradient and applied:
@@ -187,11 +188,12 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
                 value = new
             flags.append(applied)
         done.append(tuple(flags))
+    hook_gradients(pending, value, given)
     for part, flagged in zip(parts, done, strict=True):
         seen = []
         for look in part.looks_out:
             if look.gradient:
-                value, mark = caught(part, value)
+                value, mark = caught(part, value, given)
                 seen.append(mark)
             else:
                 seen.append(own(value, look))
@@ -199,7 +201,7 @@ def outcome(parts: tuple[Part, ...], value: Any) -> Any:
     for part in parts:
         for look in part.looks_out:
             stop_after(part, look)
-    return with_gradients(pending, value)
+    return with_gradients(pending, value, given)
 
 
 def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
@@ -309,33 +311,72 @@ def any_gradient(value: Any) -> bool:
     return False
 
 
-def with_gradients(steps: list[Any], value: Any) -> Any:
+def takes_hook(value: Tensor, given: Any) -> bool:
+    """Return whether a hook on an output sees the gradient of this output alone, whatever is changed in place later.
+
+    It does if the call has made the tensor, and it is no view. ``given`` is None where the arguments are not known;
+    then, and for other tensors, the value passes through a function, whose result no in-place operation may change.
+    """
+    return given is not None and view_base(value) is None and not value.is_leaf and not is_among(value, given)
+
+
+def is_among(value: Tensor, given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return given is value
+    if type(given) is tuple or type(given) is list:
+        return any([is_among(value, part) for part in given])  # noqa: C419  A generator would not be unrolled.
+    if type(given) is dict:
+        return any([is_among(value, part) for part in given.values()])  # noqa: C419
+    return False
+
+
+def hook_gradients(steps: list[Any], value: Any, given: Any) -> None:
+    """Edit the gradients of those tensors that take a hook."""
+    for step in steps:
+        each_hooked(value, step, given)
+
+
+def each_hooked(value: Any, step: Step, given: Any, path: tuple[Any, ...] = ()) -> None:
+    if isinstance(value, Tensor):
+        meant = step.part is None or step.part == path
+        if meant and value.requires_grad and takes_hook(value, given):
+            value.register_hook(lambda gradient: changed_gradient(step, gradient))
+    elif type(value) is tuple or type(value) is list:
+        for i, part in enumerate(value):
+            each_hooked(part, step, given, (*path, i))
+    elif type(value) is dict:
+        for key, part in value.items():
+            each_hooked(part, step, given, (*path, key))
+
+
+def with_gradients(steps: list[Any], value: Any, given: Any = None) -> Any:
+    """Pass a value through the edits of its gradient; tensors that take a hook have them already."""
     for step in reversed(steps):
-        value = each_gradient(value, step)
+        value = each_gradient(value, step, given=given)
     return value
 
 
-def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = ()) -> Any:
+def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = (), given: Any = None) -> Any:
     if isinstance(value, Tensor):
         meant = step.part is None or step.part == path
-        if not meant or not value.requires_grad:
+        if not meant or not value.requires_grad or takes_hook(value, given):
             return value
         return ChangeGradient.apply(value, step)  # type: ignore[no-untyped-call]
     if type(value) is tuple:
-        return tuple([each_gradient(part, step, (*path, i)) for i, part in enumerate(value)])
+        return tuple([each_gradient(part, step, (*path, i), given) for i, part in enumerate(value)])
     if type(value) is list:
-        return [each_gradient(part, step, (*path, i)) for i, part in enumerate(value)]
+        return [each_gradient(part, step, (*path, i), given) for i, part in enumerate(value)]
     if type(value) is dict:
-        return {key: each_gradient(part, step, (*path, key)) for key, part in value.items()}
+        return {key: each_gradient(part, step, (*path, key), given) for key, part in value.items()}
     return value
 
 
-def caught(part: Part, value: Any) -> tuple[Any, Any]:
-    """A value whose gradient will be caught; and its shape, the numbers of its gradients, and why there is none."""
+def caught(part: Part, value: Any, given: Any = None) -> tuple[Any, Any]:
+    """Return a value whose gradient will be caught; its shape, the numbers of its gradients, and why there is none."""
     reel = part.reel
     numbers: list[Any] = []
     if torch.is_grad_enabled():
-        value = each_caught(reel.token, counted(reel.chain), value, (), numbers)
+        value = each_caught(reel.token, counted(reel.chain), value, (), numbers, given)
         emit(part, "gradients", (), len(numbers))
         why = "" if numbers else "no need"
     else:
@@ -343,22 +384,27 @@ def caught(part: Part, value: Any) -> tuple[Any, Any]:
     return value, (shape_of(value), tuple(numbers), why)
 
 
-def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], numbers: list[Any]) -> Any:
+def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
     if isinstance(value, Tensor):
-        if not value.requires_grad:
-            return value
-        number = first + len(numbers)
-        numbers.append((path, number))
-        return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
+        return one_caught(token, first, value, path, numbers, given) if value.requires_grad else value
     if type(value) is tuple:
-        return tuple([each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)])
+        return tuple([each_caught(token, first, part, (*path, i), numbers, given) for i, part in enumerate(value)])
     if type(value) is list:
-        return [each_caught(token, first, part, (*path, i), numbers) for i, part in enumerate(value)]
+        return [each_caught(token, first, part, (*path, i), numbers, given) for i, part in enumerate(value)]
     if type(value) is dict:
-        return {key: each_caught(token, first, part, (*path, key), numbers) for key, part in value.items()}
+        return {key: each_caught(token, first, part, (*path, key), numbers, given) for key, part in value.items()}
     if value is not None and not isinstance(value, int | float | str):
         graph_break(msg=WALK)
     return value
+
+
+def one_caught(token: Tensor, first: int, value: Tensor, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
+    number = first + len(numbers)
+    numbers.append((path, number))
+    if takes_hook(value, given):
+        value.register_hook(lambda gradient: torch.ops.tenterhook.caught(gradient, token, number))
+        return value
+    return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
 
 
 def shape_of(value: Any) -> Any:

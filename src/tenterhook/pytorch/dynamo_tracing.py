@@ -27,6 +27,7 @@ __all__ = [
     "keep_out",
     "settings_of_wrapper",
     "uses_cuda_graphs",
+    "view_base",
 ]
 
 OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule", ())
@@ -82,6 +83,11 @@ def settings_of_wrapper(wrapper: Any) -> Any:
 
 
 attribute("OptimizedModule", "dynamo_ctx")
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, or None; Dynamo can trace this."""
+    return tensor._base
 
 
 def uses_cuda_graphs(callback: Any) -> bool:
