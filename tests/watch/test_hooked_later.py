@@ -112,7 +112,7 @@ def test_passes_of_another_model_in_every_step_are_no_surprise():
 def test_where_there_are_no_others_a_pass_is_made_to_ask_in_the_first_steps_alone(monkeypatch):
     model, x, asked = Force(), torch.randn(5, 3), []
     model.derives = False
-    monkeypatch.setattr(turns, "passes", lambda: asked.append(1) or passes())
+    monkeypatch.setattr(turns, "new_backward_id", lambda: asked.append(1) or passes())
     with th.watch(model, steps="manual", of=("values", "gradients")) as watch:
         for _ in range(6):
             model(leaf(x)).backward()

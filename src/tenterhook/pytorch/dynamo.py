@@ -122,7 +122,7 @@ def settings_of_compiled_call(call: Any) -> Any:
 def begins_outside_of(call: Any) -> bool:
     """Return whether the graph of ``module.compile()`` begins before the module's own forward is called.
 
-    From 2.15 on it does for classes of PyTorch's own, as it does for ``torch.compile(module)``.
+    From 2.14 on it does for classes of PyTorch's own, as it does for ``torch.compile(module)``.
     """
     function = closure_values(call).get("fn") if call is not None and hasattr(call, "__closure__") else None
     code = getattr(function, "__code__", None)  # Its own name is that of the function that it wraps.
