@@ -1,1 +1,1 @@
-"""What is installed, and which features work with it: the report for a bug report."""
+"""The report on an installation: versions, features that work, packages and settings."""

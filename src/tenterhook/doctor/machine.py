@@ -31,7 +31,7 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A model of GPU, and how many of it there are."""
+    """A model of GPU, and the number of them."""
 
     name: str
     count: int
@@ -50,7 +50,7 @@ class Torch:
     accelerator: str | None
     """the type of device that it was built for, such as ``cuda``"""
     devices: int | None
-    """how many of them torch can use; None if it fails to count them"""
+    """the number of them that torch can use; None if it fails to count them"""
     gpus: tuple[Gpu, ...]
     """the GPUs by name, if that is known; those that CUDA_VISIBLE_DEVICES hides too"""
 

@@ -29,7 +29,7 @@ class Package:
     extra: str = ""
     """the extra of tenterhook that installs it"""
     required: bool = False
-    """whether it is installed with tenterhook itself"""
+    """true if it is installed with tenterhook itself"""
     needs: str = ""
     """the versions that tenterhook accepts, such as ``>=0.8``"""
 

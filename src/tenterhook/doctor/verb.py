@@ -20,7 +20,7 @@ __all__ = ["Diagnosis", "doctor"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """What :func:`doctor` found. Printing it gives plain text without home directories, user names or secrets."""
+    """The findings of :func:`doctor`. Printing them gives plain text without home directories, user names or secrets."""
 
     tenterhook: str
     python: Python
@@ -33,7 +33,7 @@ class Diagnosis:
 
     @property
     def tested(self) -> bool:
-        """Whether tenterhook was tested with this release of torch."""
+        """True if tenterhook was tested with this release of torch."""
         return not self.torch.untested
 
     @property
