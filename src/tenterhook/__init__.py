@@ -12,6 +12,7 @@ from tenterhook import hooks, recipes
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection
 from tenterhook.audit.verb import Audit, audit
+from tenterhook.doctor.verb import Diagnosis, doctor
 from tenterhook.edit.ready import Add as add
 from tenterhook.edit.ready import Clamp as clamp
 from tenterhook.edit.ready import Mean as mean
@@ -75,6 +76,7 @@ __all__ = [
     "AmbiguousCall",
     "Audit",
     "ClosedSession",
+    "Diagnosis",
     "DifferentHarvest",
     "EditError",
     "EditFileError",
@@ -117,6 +119,7 @@ __all__ = [
     "audit",
     "blackbox",
     "clamp",
+    "doctor",
     "edit",
     "features",
     "grid",

@@ -9,6 +9,7 @@ import click
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
+from tenterhook.cli.doctor import doctor
 from tenterhook.cli.harvesting import harvest, verify
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
 from tenterhook.cli.recording import record
@@ -172,5 +173,5 @@ def completion(shell: str) -> None:
         click.echo(found(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE").source())
 
 
-for command in (record, show, page, diff, harvest, verify):
+for command in (record, show, page, diff, harvest, verify, doctor):
     tenterhook.add_command(command)

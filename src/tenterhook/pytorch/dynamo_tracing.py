@@ -51,6 +51,7 @@ _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
     attribute("Dynamo backend", "_torchdynamo_orig_callable"),
 )
+_WRAPPED_BACKEND = attribute("Dynamo backend", "compiler_fn")
 _WRAPPERS = 6  # At most so many of Dynamo's own stand around a backend.
 
 
@@ -131,11 +132,24 @@ def probe_compiled() -> str | None:
         counters.clear()
         for kind, counts in before.items():
             counters[kind].update(counts)
+        _forget_probe_backend()
     return None
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-    return torch.compile(function, backend="eager", **options)
+    return torch.compile(function, backend=_probe_backend, **options)
+
+
+def _probe_backend(graph: Any, _inputs: Any) -> Any:
+    return graph.forward
+
+
+def _forget_probe_backend() -> None:
+    """Remove the backend of the probe from those in use: a process that compiles nothing else pays for no compiler."""
+    backends: dict[int, Any] = getattr(_eval_frame, "cached_backends", {})
+    for key, backend in list(backends.items()):
+        if _probe_backend in (backend, getattr(backend, _WRAPPED_BACKEND, None)):
+            backends.pop(key, None)
 
 
 def _probe_inlining() -> None:

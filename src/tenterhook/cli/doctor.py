@@ -1,0 +1,37 @@
+"""``tenterhook doctor``: what is installed, and which features work with it."""
+
+from __future__ import annotations
+
+import click
+
+from tenterhook.cli.options import print_json
+from tenterhook.doctor.verb import doctor as look
+
+__all__ = ["doctor"]
+
+UNAVAILABLE = 1  # the exit code
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  tenterhook doctor
+  tenterhook doctor --json > doctor.json
+\b
+The exit code is 1 if a feature is unavailable, otherwise 0.
+"""
+)
+@click.option("--json", "json_", is_flag=True, help="For programs.")
+def doctor(*, json_: bool) -> None:
+    """Versions, features and packages of this installation, for a bug report.
+
+    Each feature is checked by a small run on the CPU, which takes some seconds. Home directories, user names and values
+    that may be secrets are left out.
+    """
+    found = look()
+    if json_:
+        print_json(found.to_dict())
+    else:
+        click.echo(str(found))  # Plain and whole in a terminal too, because it is there to be copied.
+    if found.unavailable:
+        raise click.exceptions.Exit(UNAVAILABLE)

@@ -1,0 +1,1 @@
+"""The report on an installation: versions, features that work, packages and settings."""

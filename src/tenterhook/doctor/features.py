@@ -1,0 +1,29 @@
+"""Features that depend on PyTorch's internals, each with the outcome of its check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenterhook.doctor.redact import redact
+from tenterhook.pytorch.all_features import run_all_probes
+
+__all__ = ["FeatureStatus", "features"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureStatus:
+    """A feature, and whether it works here."""
+
+    name: str
+    status: str
+    """``fast``, ``fallback`` (a slower way is used, with the same results) or ``unavailable``"""
+    why: str
+    """why it is not fast"""
+    used_by: str
+
+
+def features() -> tuple[FeatureStatus, ...]:
+    """Check every feature that was not checked yet, and return all of them."""
+    return tuple(
+        FeatureStatus(each.name, str(each.status), redact(each.why), each.used_by) for each in run_all_probes()
+    )

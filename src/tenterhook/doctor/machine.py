@@ -1,0 +1,113 @@
+"""Python, torch and the GPUs of this machine. CUDA is not initialised for it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tenterhook.doctor.redact import redact
+from tenterhook.pytorch.release import why_untested
+
+__all__ = ["Gpu", "Python", "Torch", "python", "torch_build"]
+
+PATIENCE = 10  # seconds for nvidia-smi, which takes long where its daemon does not run
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """The Python that runs, and its platform."""
+
+    version: str
+    implementation: str
+    platform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A model of GPU, and the number of them."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """The installed torch, what it was built for, and the GPUs."""
+
+    version: str
+    untested: str
+    """why this release counts as untested; empty if it was tested"""
+    git: str | None
+    cuda: str | None
+    rocm: str | None
+    accelerator: str | None
+    """the type of device that it was built for, such as ``cuda``"""
+    devices: int | None
+    """the number of them that torch can use; None if it fails to count them"""
+    gpus: tuple[Gpu, ...]
+    """the GPUs by name, if that is known; those that CUDA_VISIBLE_DEVICES hides too"""
+
+
+def python() -> Python:
+    """Return the Python of this process."""
+    return Python(platform.python_version(), platform.python_implementation(), platform.platform())
+
+
+def torch_build() -> Torch:
+    """Return the torch of this process."""
+    kind, devices = _devices()
+    version = str(torch.__version__)
+    return Torch(
+        version=version,
+        untested=why_untested(version),
+        git=getattr(torch.version, "git_version", None),
+        cuda=getattr(torch.version, "cuda", None),
+        rocm=getattr(torch.version, "hip", None),
+        accelerator=kind,
+        devices=devices,
+        gpus=tuple(Gpu(name, count) for name, count in Counter(_names(kind, devices)).items()),
+    )
+
+
+def _devices() -> tuple[str | None, int | None]:
+    """Return the type of device that torch was built for, and how many it can use."""
+    kind = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A driver that is too old shows in the count.
+            device = torch.accelerator.current_accelerator()
+            kind = None if device is None else device.type
+            return kind, torch.get_device_module(kind).device_count() if kind else 0
+    except Exception:  # noqa: BLE001 - a broken driver must not keep the rest of the report away
+        return kind, None
+
+
+def _names(kind: str | None, devices: int | None) -> list[str]:
+    if kind is None:
+        return []
+    module: Any = torch.get_device_module(kind)
+    if devices and getattr(module, "is_initialized", bool)():
+        return [redact(module.get_device_name(index)) for index in range(devices)]
+    # Asking torch would initialise CUDA, and a process that has initialised it cannot fork workers that use it.
+    return _names_by_nvidia_smi() if kind == "cuda" and torch.version.hip is None else []
+
+
+def _names_by_nvidia_smi() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    try:
+        found = subprocess.run(  # noqa: S603 - a fixed command without a shell
+            [command, "--query-gpu=name", "--format=csv,noheader"],
+            check=True, capture_output=True, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [redact(line.strip()) for line in found.stdout.splitlines() if line.strip()]

@@ -1,0 +1,72 @@
+"""Packages beside PyTorch: their versions, and why tenterhook uses them. None of them is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+__all__ = ["Package", "packages"]
+
+OTHERS = (
+    "accelerate", "bitsandbytes", "deepspeed", "lightning", "numpy", "peft", "safetensors", "scikit-learn", "timm",
+    "torchao", "torchvision", "transformers", "triton", "vllm", "wandb",
+)  # fmt: skip
+"""Packages that are reported if they are installed, although no extra installs them, or if extras are not known."""
+
+FOR_DEVELOPERS = frozenset({"bench", "dev", "docs"})
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*([^;]*)")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package, with its version if it is installed."""
+
+    name: str
+    version: str | None
+    extra: str = ""
+    """the extra of tenterhook that installs it"""
+    required: bool = False
+    """true if it is installed with tenterhook itself"""
+    needs: str = ""
+    """the versions that tenterhook accepts, such as ``>=0.8``"""
+
+
+def packages() -> tuple[Package, ...]:
+    """Return what tenterhook requires, what its extras install, and other packages that are installed."""
+    known = {each.name: each for each in _required()}
+    others = (Package(name, version) for name in OTHERS if name not in known and (version := _version(name)))
+    return tuple(sorted([*known.values(), *others], key=lambda each: each.name))
+
+
+def _required() -> Iterator[Package]:
+    """Yield what the metadata of tenterhook names; nothing if it was not installed by a package manager."""
+    found: dict[str, tuple[set[str], str]] = {}
+    for text in _requirements():
+        parsed = _REQUIREMENT.match(text)
+        extra = _EXTRA.search(text)
+        if parsed is None or (extra and extra[1] in FOR_DEVELOPERS):
+            continue
+        name = re.sub(r"[-_.]+", "-", parsed[1]).lower()
+        extras, needs = found.setdefault(name, (set(), parsed[2].strip(" ()")))
+        extras.add(extra[1] if extra else "")
+    for name, (extras, needs) in found.items():
+        if name != "torch":
+            shown = "" if "" in extras else ", ".join(sorted(extras))
+            yield Package(name, _version(name), shown, "" in extras, needs)
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("tenterhook") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: what was left by an uninstall that failed.
+        return None

@@ -1,0 +1,52 @@
+"""Functions of PyTorch that another library has replaced in this process."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+__all__ = ["replaced_functions"]
+
+_WATCHED = (
+    "autograd.backward",
+    "autograd.grad",
+    "compile",
+    "nn.Module.__call__",
+    "nn.Module.__getattr__",
+    "nn.Module.__setattr__",
+    "nn.Module._call_impl",
+    "nn.Module.register_forward_hook",
+    "Tensor.backward",
+    "Tensor.register_hook",
+    "utils.checkpoint.checkpoint",
+)
+"""Functions that tenterhook relies on and that other libraries are known to replace."""
+
+
+def replaced_functions() -> dict[str, str]:
+    """Return the functions of PyTorch that are not PyTorch's own now, each with the name of what is in its place."""
+    found = {f"torch.{name}": _full_name(function) for name in _WATCHED if (function := _current(name)) is not None}
+    return {name: by for name, by in found.items() if by.partition(".")[0] != "torch"}
+
+
+def _current(name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(torch)
+    except AttributeError:  # This release does not have it; if that matters, a probe says so.
+        return None
+
+
+def _full_name(function: Any) -> str:
+    """Return the module and name of a function as they are in its code, because ``functools.wraps`` hides them."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        return f"{function.__globals__.get('__name__', '?')}.{function.__code__.co_qualname}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
