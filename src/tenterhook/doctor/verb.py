@@ -20,7 +20,7 @@ __all__ = ["Diagnosis", "doctor"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """The findings of :func:`doctor`. Printing them gives plain text without home directories, user names or secrets."""
+    """The findings of :func:`doctor`, printed as plain text without home directories, user names or secrets."""
 
     tenterhook: str
     python: Python
