@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from tenterhook._text import printable
+
 __all__ = ["Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
 
 Path = tuple[Any, ...]
@@ -37,7 +39,7 @@ class Opaque:
     type: str
 
     def __repr__(self) -> str:
-        return f"<{self.type}, not kept>"
+        return printable(f"<{self.type}, not kept>")
 
     @classmethod
     def of(cls, value: object) -> Opaque:
@@ -97,12 +99,16 @@ def show_path(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path)
 
 
-def describe(value: Any) -> str:  # noqa: PLR0911
+def describe(value: Any) -> str:
     """A structure in a few words.
 
     >>> describe((torch.zeros(2, 3), None))
     '(float32[2, 3], None)'
     """
+    return printable(_described(value))
+
+
+def _described(value: Any) -> str:  # noqa: PLR0911
     if isinstance(value, Tensor):
         shape = f" nested[{value.size(0)}]" if value.is_nested else list(value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}{shape}"
@@ -113,7 +119,7 @@ def describe(value: Any) -> str:  # noqa: PLR0911
     parts = parts_of(value)
     if parts is None:
         return type(value).__name__
-    inside = [describe(part) for _, part in parts]
+    inside = [_described(part) for _, part in parts]
     if type(value) is tuple:
         return f"({', '.join(inside)})"
     if type(value) is list:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tenterhook._draw import Table, short_number
+from tenterhook._text import printable, printable_lines
 from tenterhook._version import __version__
 from tenterhook.record.store import replacing
 from tenterhook.record.tape import Tape
@@ -173,15 +174,24 @@ def render(page: Page) -> str:
         "version": __version__,
     }
     # What ends a script must not stand in it, whatever a module is called.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(_shown(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
-        "TITLE": html.escape(page.title),
+        "TITLE": html.escape(printable(page.title)),
         "STYLE": _joined(STYLES),
         "SCRIPT": _joined(SCRIPTS),
         "DATA": text,
     }
     pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
     return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _shown(value: Any) -> Any:
+    """Plain data in which every text is safe to show; names that were equal still are."""
+    if isinstance(value, str):
+        return value if value.isprintable() else printable_lines(value)
+    if isinstance(value, dict):
+        return {_shown(key): _shown(part) for key, part in value.items()}
+    return [_shown(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _joined(names: Iterable[str]) -> str:

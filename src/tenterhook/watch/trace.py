@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenterhook._text import printable
 from tenterhook._tree import map_tensors, tensors
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
@@ -46,7 +47,7 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}"
+        return printable(f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}")
 
 
 def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> tuple[Line | None, str]:
