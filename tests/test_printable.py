@@ -16,7 +16,8 @@ from tenterhook.cli.command import tenterhook
 
 BAD = [
     "\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\r", "\x08", "\x00", "\x7f", "\u202e", "\u2066", "\u200b", "\u2028",
-    "\U000e0001", "\n", "\t", "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "$x^{", "'\"`", "é", "漢",
+    "\U000e0001", "\n", "\t", "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>", "$x^{", "'\"`", "é", "漢",
 ]  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def test_no_result_prints_a_control_character(seed, tmp_path):
 def test_no_recipe_prints_a_control_character(seed):
     model, x = hostile(seed), torch.randn(6, 4)
     points = [name for name, _ in model.named_children()][:1]
-    loss = lambda: model(x).square().mean()  # noqa: E731
+    loss = lambda: model(x).square().mean()
     results = [th.recipes.learning_signal(model, loss), th.recipes.saliency(model, x, target=0)]
     results.append(
         th.recipes.probe(model, x.repeat(4, 1), [0, 1] * 12, points=["act", *map(_escaped, points)], folds=2)
@@ -141,7 +142,7 @@ def test_no_error_or_warning_prints_a_control_character(seed, tmp_path):
         lambda: edited(model, name),
     ]
     for call in tries:
-        with pytest.raises(Exception) as caught:  # noqa: PT011  # each of its own kind
+        with pytest.raises(Exception) as caught:  # each of its own kind
             call()
         check([str(caught.value)])
     with warnings.catch_warnings(record=True) as said:
@@ -162,9 +163,11 @@ def test_no_command_prints_a_control_character(seed, tmp_path, monkeypatch):
         tape.save(f"{number}.th")
     outputs = []
     for args in (
-        ["show", "0.th"], ["show", "0.th", "--json"], ["show", "0.th", "--maps", "2"], ["show", "0.th", names(seed, 1)[0]],
+        ["show", "0.th"], ["show", "0.th", "--json"], ["show", "0.th", "--maps", "2"],
+        ["show", "0.th", names(seed, 1)[0]],
         ["diff", "0.th", "1.th", "--all"], ["diff", "0.th", "1.th", "--json"], ["page", "0.th", "1.th"],
-        ["show", names(seed, 1)[0].replace("\0", "")], [names(seed, 1)[0]], ["points", names(seed, 1)[0].replace("\0", "")],
+        ["show", names(seed, 1)[0].replace("\0", "")], [names(seed, 1)[0]],
+        ["points", names(seed, 1)[0].replace("\0", "")],
     ):  # fmt: skip
         done = CliRunner().invoke(tenterhook, args)
         assert done.exit_code in (0, 1, 2, 4), (args, done.output)

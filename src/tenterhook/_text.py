@@ -9,13 +9,16 @@ fc\x1b[2J a\nb gnp.\u202eexe
 
 from __future__ import annotations
 
+import json
 import re
 
-__all__ = ["printable", "printable_json", "printable_lines"]
+__all__ = ["printable", "printable_json", "printable_lines", "printable_strings"]
 
 _ASCII = "".join(map(chr, range(0x20, 0x7F)))
 _SUSPECT = re.compile(f"[^{re.escape(_ASCII)}]")
 _KEPT_LINES = "\n\t"
+_IN_JSON = re.compile(rf"\\u[0-9a-f]{{4}}|\\.|{_SUSPECT.pattern}")
+_KEPT_JSON = frozenset(("\\n", "\\t", '\\"', "\\\\", "\\/"))
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -43,6 +46,26 @@ def printable_json(text: str) -> str:
         return "".join(f"\\u{units[place]:02x}{units[place + 1]:02x}" for place in range(0, len(units), 2))
 
     return _SUSPECT.sub(escaped, text)
+
+
+def printable_strings(text: str) -> str:
+    r"""JSON whose strings are shown to a person: in each, what is not printed as itself becomes an escape, but lines.
+
+    >>> printable_strings('["a\\u001b", "b\\n"]')
+    '["a\\\\x1b", "b\\n"]'
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        part = found[0]
+        if part in _KEPT_JSON or part.isprintable() and not part.startswith("\\"):
+            return part
+        char = chr(int(part[2:], 16)) if part.startswith("\\u") else _SHORT.get(part, part)
+        return json.dumps(printable_lines(char), ensure_ascii=False)[1:-1]
+
+    return _IN_JSON.sub(shown, text)
+
+
+_SHORT = {"\\b": "\b", "\\f": "\f", "\\r": "\r"}
 
 
 def _escaped(char: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tenterhook._draw import Table, short_number
-from tenterhook._text import printable, printable_lines
+from tenterhook._text import printable, printable_strings
 from tenterhook._version import __version__
 from tenterhook.record.store import replacing
 from tenterhook.record.tape import Tape
@@ -115,6 +115,7 @@ def tapes_page(
     from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
     from tenterhook.report.lighten import lighten
+    from tenterhook.report.limit import Limit
     from tenterhook.report.remarks import remarks
 
     if not 1 <= len(tapes) <= MOST_RUNS:
@@ -124,7 +125,8 @@ def tapes_page(
     if size < LEAST:
         raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
     pictures = Pictures(size, maps)
-    rows = points(tapes, pictures)
+    limit = Limit.of(list(tapes.values()))
+    rows = points(tapes, pictures, limit)
     first, notes = next(iter(tapes.values())), [tape.notes for tape in tapes.values()]
     page = Page(
         title=title or notes[0].get("model", {}).get("class") or " and ".join(tapes),
@@ -137,7 +139,7 @@ def tapes_page(
         figures=figures(also, (size - LEAST) // 2),
     )
     left_out = lighten(rows, size - SPARE * len(pictures.layouts), lambda: len(render(page).encode()))
-    page.remarks = [*page.remarks, *({"text": text} for text in left_out)]
+    page.remarks = [*page.remarks, *({"text": text} for text in (*limit.left_out, *left_out))]
     pictures.size = size - len(render(page).encode())
     page.pictures = pictures.encode(progress)
     return page
@@ -174,7 +176,8 @@ def render(page: Page) -> str:
         "version": __version__,
     }
     # What ends a script must not stand in it, whatever a module is called.
-    text = json.dumps(_shown(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    plain = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = printable_strings(plain).replace("<", "\\u003c")
     parts = {
         "TITLE": html.escape(printable(page.title)),
         "STYLE": _joined(STYLES),
@@ -183,15 +186,6 @@ def render(page: Page) -> str:
     }
     pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
     return "".join(parts.get(piece, piece) for piece in pieces)
-
-
-def _shown(value: Any) -> Any:
-    """Plain data in which every text is safe to show; names that were equal still are."""
-    if isinstance(value, str):
-        return value if value.isprintable() else printable_lines(value)
-    if isinstance(value, dict):
-        return {_shown(key): _shown(part) for key, part in value.items()}
-    return [_shown(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _joined(names: Iterable[str]) -> str:
