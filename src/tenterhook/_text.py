@@ -57,15 +57,12 @@ def printable_strings(text: str) -> str:
 
     def shown(found: re.Match[str]) -> str:
         part = found[0]
-        if part in _KEPT_JSON or part.isprintable() and not part.startswith("\\"):
+        if part in _KEPT_JSON or (part.isprintable() and not part.startswith("\\")):
             return part
-        char = chr(int(part[2:], 16)) if part.startswith("\\u") else _SHORT.get(part, part)
+        char = json.loads(f'"{part}"') if part.startswith("\\") else part
         return json.dumps(printable_lines(char), ensure_ascii=False)[1:-1]
 
     return _IN_JSON.sub(shown, text)
-
-
-_SHORT = {"\\b": "\b", "\\f": "\f", "\\r": "\r"}
 
 
 def _escaped(char: str) -> str:

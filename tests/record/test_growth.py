@@ -73,7 +73,6 @@ def test_ten_times_the_calls_take_about_ten_times_the_time(make, tmp_path):
 @pytest.mark.parametrize("make", [looped, wide])
 def test_a_hundred_thousand_calls_are_saved_loaded_shown_and_drawn(make, tmp_path):
     few, many = (times_of(make(calls), tmp_path, 1) for calls in (10_000, 100_000))
-    print({what: (round(few[what], 2), round(many[what], 2)) for what in many})
     for what, seconds in many.items():
         assert seconds < 10 * FASTER_THAN_LINEAR * max(few[what], 0.01), (what, few, many)
 

@@ -113,8 +113,10 @@ class Delivery(Results):
     @property
     def _at_once(self) -> int:
         """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
-        told = self._sinks or self._ring is not None or self._server is not None
-        return 1 if told or self.steps < AT_ONCE or self._findings.units.looking else AT_ONCE
+        told = self._sinks or self._ring is not None
+        if told or self.steps < AT_ONCE or self._findings.units.looking:
+            return 1
+        return 1 if self._server is not None and self._server.due() else AT_ONCE
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
