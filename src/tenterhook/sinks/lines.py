@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tenterhook.errors import TapeFileError
 from tenterhook.sinks.appending import Appender
 from tenterhook.sinks.statistics import COLUMNS
@@ -17,15 +19,17 @@ __all__ = ["JsonLines"]
 
 LONGEST = 2**26  # bytes of a line, which is one step; a model of 100,000 points has shorter ones
 FIELDS: dict[str, Any] = {"step": int, "time": (int, float), "rows": dict, "findings": list}
+END = b',"checksum":"%016x"}\n'
 NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class JsonLines:
     """Writes a line of JSON for each watched step of ``th.watch(..., sinks=[th.JsonLines(path)])``.
 
-    A line has ``step``, ``time``, ``rows`` (kind, then address, then statistics) and the ``findings`` that were new. It
-    is handed to the system at once, and whole: a line for which the disk has no room is taken back. Numbers that are
-    not finite are written as the text ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has no word for them.
+    A line has ``step``, ``time``, ``rows`` (kind, then address, then statistics), the ``findings`` that were new, and a
+    ``checksum`` over what stands before it. It is handed to the system at once, and whole: a line for which the disk
+    has no room is taken back. Numbers that are not finite are written as the text ``"nan"``, ``"inf"`` or ``"-inf"``,
+    since JSON has no word for them.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -42,7 +46,8 @@ class JsonLines:
             rows.setdefault(kind, {})[address] = {name: _plain(number) for name, number in numbers.items()}
         found = [finding.to_dict() for finding in findings]
         line = {"step": page.step, "time": page.time, "rows": rows, "findings": found}
-        record = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(line, separators=(",", ":"))[:-1].encode()
+        record = text + END % _checksum(text)
         if self._file is None:
             self._file = Appender(self.path)
             if not self._file.ends_with(b"\n"):  # A process was killed while it wrote: its last line stays alone.
@@ -77,6 +82,10 @@ def _plain(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
+def _checksum(text: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(text)
+
+
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as opened:
         number = 0
@@ -89,6 +98,9 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _step(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    text, comma, _ = line.rpartition(b",")
+    if not comma or line + b"\n" != text + END % _checksum(text):
+        raise TapeFileError(f"{file} is damaged at line {number}: its checksum does not match what it holds.")
     try:
         found = json.loads(line)
         _check(found)
@@ -97,6 +109,7 @@ def _step(file: Path, number: int, line: bytes) -> dict[str, Any]:
                 rows[address] = {name: _number(numbers[name]) for name in COLUMNS}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise TapeFileError(f"{file} is damaged at line {number}: {type(error).__name__}: {error}") from error
+    del found["checksum"]
     return dict(found)
 
 
