@@ -96,7 +96,7 @@ def show_path(path: Path) -> str:
     >>> show_path((0, "logits"))
     "[0]['logits']"
     """
-    return "".join(f"[{key!r}]" for key in path)
+    return "".join(f"[{_written(key)}]" for key in path)
 
 
 def describe(value: Any) -> str:
@@ -115,7 +115,7 @@ def _described(value: Any) -> str:  # noqa: PLR0911
     if isinstance(value, Opaque):
         return f"<{value.type.rpartition('.')[2]}>"
     if isinstance(value, CONSTANTS):
-        return repr(value) if len(repr(value)) < SHORT else type(value).__name__
+        return text if len(text := _written(value)) < SHORT else type(value).__name__
     parts = parts_of(value)
     if parts is None:
         return type(value).__name__
@@ -126,6 +126,13 @@ def _described(value: Any) -> str:  # noqa: PLR0911
         return f"[{', '.join(inside)}]"
     named = ", ".join(f"{key}={text}" for (key, _), text in zip(parts, inside, strict=True))
     return f"{type(value).__name__}({named})"
+
+
+def _written(constant: Any) -> str:
+    try:
+        return repr(constant)
+    except ValueError:  # Python refuses to write integers of thousands of digits.
+        return f"<{type(constant).__name__}>"
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:

@@ -129,6 +129,21 @@ def test_code_that_calls_exit_does_not_pass_for_success(run):
     assert "the code called exit(0)" in run("points", "nets.py:leaves", code=2).stderr
 
 
+@pytest.mark.parametrize("place", ["s3://no-such-bucket/acts", "http://127.0.0.1:1/acts", "nowhere://acts"])
+def test_an_object_store_that_does_not_answer_is_told(run, place, monkeypatch):
+    pytest.importorskip("obstore")
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "x"),
+        ("AWS_SECRET_ACCESS_KEY", "x"),
+        ("AWS_ENDPOINT", "http://127.0.0.1:1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    told = run("verify", place, code=4).stderr
+    assert told.startswith("error: ")
+    assert len(told.splitlines()) < 6
+
+
 # -- archives and headers that promise more than there is -------------------------------------------------------------
 
 

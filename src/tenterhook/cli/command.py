@@ -41,6 +41,9 @@ Rows of a whole data set, for probes and sparse autoencoders:
   tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token -o acts
   tenterhook verify acts
 \b
+Exit codes: 0 done, 1 a difference or damage, 2 a mistake in what was asked, 3 the model failed, 4 a file that
+cannot be used, 5 nothing to compare, 6 a fault of tenterhook, 130 interrupted, 141 nobody reads the output.
+\b
 """
     + FORMS
 )

@@ -101,10 +101,15 @@ def speaking(what: str = "", *, debug: bool | None = None, kind: type[Trouble] =
         show_traceback = _debug() if debug is None else debug
         if show_traceback:
             show_debug()
-        elif not what and not isinstance(error, TenterhookError | OSError):
+        elif not what and not isinstance(error, TenterhookError | OSError) and not _of_object_store(error):
             raise  # Nobody foresaw it: a fault of this program.
-        unreadable = not what and isinstance(error, OSError)
+        unreadable = not what and (isinstance(error, OSError) or _of_object_store(error))
         raise (Unreadable if unreadable else kind)(_words(error, what, more=not show_traceback)) from error
+
+
+def _of_object_store(error: BaseException) -> bool:
+    """Whether an object store has refused, which its library tells in exceptions of its own."""
+    return type(error).__module__.partition(".")[0] == "obstore"
 
 
 def missing_package(package: str, extra: str) -> Trouble:
@@ -132,7 +137,8 @@ def _words(error: BaseException, what: str, *, more: bool) -> str:
     elif isinstance(error, SystemExit):
         text = f"the code called exit({error.code if error.code is not None else ''})"
     else:
-        text = f"{type(error).__name__}: {error}"
+        said = str(error).partition("\n\nDebug source:")[0]
+        text = f"{type(error).__name__}: {said}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(last.filename).is_relative_to(PACKAGE)  # A line of this program says nothing to who uses it.
     at = f"\n  at {last.filename}:{last.lineno} in {last.name}" if what and not ours else ""
