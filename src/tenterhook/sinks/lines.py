@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from tenterhook.errors import TapeFileError
 from tenterhook.sinks.appending import Appender
 from tenterhook.sinks.statistics import COLUMNS
@@ -83,6 +81,8 @@ def _plain(number: float) -> float | str:
 
 
 def _checksum(text: bytes) -> int:
+    import xxhash  # Only a watch with a log has to pay for it.
+
     return xxhash.xxh3_64_intdigest(text)
 
 
