@@ -144,10 +144,10 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
         ({"x.npy": "rows_nets.py:batch"}, 2, "Did you mean batches"),
         ({"x.npy": "lines.txt"}, 2, "needs a tokenizer"),
         ({"2": "3"}, 2, "3"),
-        ({"acts": "rows_nets.py"}, 2, "is a file; a store is a directory"),
+        ({"acts": "rows_nets.py"}, 4, "is a file; a store is a directory"),
         ({"rows_nets.py:Rows": "rows_nets.py:batches"}, 2, "is a list. Name a model"),
         ({"rows_nets.py:Rows": "rows_nets.py:Broken", "2": "1"}, 3, "the model failed"),
-        ({"acts": "/proc/acts"}, 2, "/proc/acts: No such file"),
+        ({"acts": "/proc/acts"}, 4, "/proc/acts: No such file"),
         ({10: "10 --memory 3"}, 2, "--memory is a number of bytes"),
         ({10: "10 --shard-rows 3 --shard-size 1k"}, 2, "not both"),
         ({10: "10 --rows-dtype float12"}, 2, "float12"),
@@ -165,7 +165,7 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
 
 def test_what_is_no_store_is_told(call):
     told = call("verify", "nowhere")
-    assert told.exit_code == 2
+    assert told.exit_code == 4
     assert "is no store of harvested rows" in told.stderr
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from tenterhook._text import printable
 from tenterhook.address.match import Point
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Context:
         return self._session.nearest_tape()
 
     def __repr__(self) -> str:
-        return f"<{self.address}#{self.call}>"
+        return printable(f"<{self.address}#{self.call}>")
 
 
 class Action(Protocol):

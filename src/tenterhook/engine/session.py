@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from tenterhook._text import printable
 from tenterhook.address.match import Site
 from tenterhook.address.walk import Shape, find
 from tenterhook.compiled import begin as compiled
@@ -335,4 +336,4 @@ class Session:
         return next(tapes, None)
 
     def __repr__(self) -> str:
-        return f"<{self._state} {self.verb} session on a {type(self.model).__name__}>"
+        return printable(f"<{self._state} {self.verb} session on a {type(self.model).__name__}>")

@@ -164,8 +164,10 @@ class View(Mapping[str, Any]):
 
     @staticmethod
     def _position(entries: dict[int, Any], call: int) -> int:
+        if call >= 0:
+            return call
         held: list[int] = sorted(entries)
-        return call if call >= 0 else held[call] if -call <= len(held) else -1
+        return held[call] if -call <= len(held) else -1
 
     def _unknown(self, address: str) -> TenterhookError:
         names = list(self._tracks)
