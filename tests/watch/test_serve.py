@@ -187,9 +187,9 @@ def test_requests_that_are_none_end_the_connection_and_nothing_else():
             b"A" * 9000,
         ):
             with socket.create_connection(("127.0.0.1", port_of(url)), timeout=10) as connection:
-                connection.sendall(junk)
-                connection.shutdown(socket.SHUT_WR)
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(OSError):  # The server may hang up before it has read everything.
+                    connection.sendall(junk)
+                    connection.shutdown(socket.SHUT_WR)
                     assert b"200" not in connection.recv(100)
         assert json.loads(get(url + "numbers"))["steps"] == 0
 
