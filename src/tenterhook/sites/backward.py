@@ -7,19 +7,17 @@ sees what ``forward`` gets, and a forward hook that comes last, so that it sees 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tenterhook.pytorch.module_calls import forward_pre_hooks_of, hook_tables_of
-from tenterhook.sites.call_gradients import CallGradients, name_of
+from tenterhook.sites.call_gradients import CallGradients
+from tenterhook.sites.call_hook import Hook, name_of
 from tenterhook.sites.threads import current
 
 __all__ = ["KEY", "BackwardHooks", "backward_hooks", "name_of", "put_last"]
-
-Hook = Callable[..., Any]
 
 KEY = "tenterhook-backward"
 STALE = 32  # calls under way in one thread, from which on those that an exception ended are looked for
@@ -62,6 +60,7 @@ class BackwardHooks:
         if len(running) > STALE:
             running[:] = [each for each in running if not each.is_over]
         running.append(call)
+        call.is_last = next(reversed(forward_pre_hooks_of(module))) == KEY
         # PyTorch reads the table of forward hooks after the forward, so it still finds this one last.
         put_last(hook_tables_of(module)[2])
         if not torch.is_grad_enabled():

@@ -30,35 +30,24 @@ from tenterhook.pytorch.autograd import (
     rebase,
     view_base,
 )
+from tenterhook.sites.call_hook import (
+    LATE,
+    LEAF,
+    NO_INPUT,
+    NOWHERE,
+    ORDER,
+    OVERLAP,
+    Gradients,
+    Hook,
+    as_tuple,
+    checked,
+    name_of,
+    run_hook,
+)
 from tenterhook.sites.call_slots import Slot, can_alias, exchange, merge, overlap, slots_of, wanted_of
 from tenterhook.sites.tensor import attach_part
 
-__all__ = ["CallGradients", "name_of"]
-
-Gradients = tuple[Tensor | None, ...]
-Hook = Callable[..., Any]
-
-OVERLAP = (
-    "outputs of {module} share memory with one another, or with an input, and were changed in place after it returned, "
-    "so that a backward hook cannot separate their gradients. Return copies: .clone()"
-)
-LATE = (
-    "the backward hook {hook} of {module} returned another gradient, but a tensor that shares memory with an input or "
-    "output of {module} was changed in place after the call, so that the gradients were passed on before all of them "
-    "were known. Return copies from the module, .clone(), or change nothing in the hook."
-)
-NO_INPUT = (
-    "the backward hook {hook} of {module} returned a gradient, but no input of that call requires one. "
-    "Return None, or make an input require a gradient: x.requires_grad_()"
-)
-NOWHERE = (
-    "the backward hook {hook} of {module} returned a gradient at place {place} of {what}, to which no gradient flowed "
-    "in this backward pass. Return None there."
-)
-LEAF = (
-    "an input of {module} is a leaf tensor that was changed in place, or that came from a forward pre-hook which was "
-    "registered after the backward hook. Its gradient through this module cannot be separated. Pass a copy: x.clone()"
-)
+__all__ = ["CallGradients"]
 
 
 class _Pass:
@@ -87,6 +76,8 @@ class CallGradients:
         self._outputs: list[Slot] = []
         self._input_count = self._output_count = 0
         self._passes: dict[int, _Pass] = {}
+        self.is_last = True
+        """Whether no forward pre-hook comes between this and the forward."""
         # While the call runs: the aliases, and how to put back what was exchanged inside lists and dicts.
         self._given: list[tuple[weakref.ref[Tensor], Slot]] = []
         self._undo: list[Callable[[], None]] = []
@@ -132,16 +123,18 @@ class CallGradients:
 
     def leave(self, given: tuple[Any, Any], output: Any) -> Any:
         """Return the output with an alias of each tensor that requires a gradient; the call is over."""
-        for undo in self._undo:
-            undo()
         bases = [slot.base for slot in self._inputs]
         slots = slots_of(output)
         wanted = wanted_of(slots)
-        if self._inputs:
+        if self._inputs and not self.is_last:
             self._check_inputs(given)
-            self._find_changes([tensor.grad_fn for _, _, tensor in wanted])
+        for undo in self._undo:
+            undo()
+        self._find_changes([tensor.grad_fn for _, _, tensor in wanted])
         self._undo, self._given = [], []
         for slot in self._inputs:
+            if not slot.changed_inside and not any(_shows(tensor, slot.base) for _, _, tensor in wanted):
+                slot.settle()
             slot.forget()
         if not wanted or not torch.is_grad_enabled():
             return None
@@ -155,12 +148,13 @@ class CallGradients:
         found = [(index, tensor) for index, _, tensor in wanted_of(slots)]
         if [mine.get(id(tensor)) for _, tensor in found] == self._inputs:
             return
-        self._input_count = max(len(slots), self._input_count if not given[1] else 0)
+        self._input_count = len(slots)
+        ours = [index for index, tensor in found if id(tensor) in mine]
+        if len(ours) not in (0, len(found)) or any(tensor.grad_fn is None for _, tensor in found):
+            raise HookError(ORDER.format(module=type(self._module).__name__))
         new: list[Slot] = []
         for index, tensor in found:
-            slot = mine.pop(id(tensor), None)
-            if slot is None:
-                slot = self._hook_late(index, tensor, several=len(found) > 1)
+            slot = mine.pop(id(tensor), None) or self._hook_late(index, tensor, several=len(found) > 1)
             slot.index = index
             new.append(slot)
         for slot in self._inputs:
@@ -168,8 +162,6 @@ class CallGradients:
         self._inputs = new
 
     def _hook_late(self, index: int, tensor: Tensor, *, several: bool) -> Slot:
-        if tensor.grad_fn is None:
-            raise HookError(LEAF.format(module=type(self._module).__name__))
         slot = Slot(index, tensor, late=several)
         tensor.register_hook(lambda gradient: self._take_in(slot, gradient))
         tensor.register_hook(lambda gradient: self._hand_in(slot, gradient))
@@ -214,6 +206,8 @@ class CallGradients:
             ready.append((path, inner, number))
         if bases:
             rebase(bases, self._see_out if len(wanted) > 1 else _as_it_is)
+        if len(wanted) > 1:  # Views that were there before pass by the new node.
+            ready = [(path, t if n is None or t is bases[n] else _again(t, bases[n]), n) for path, t, n in ready]
         for (index, *_), (path, inner, number) in zip(wanted, ready, strict=True):
             alias = self._hook_out(index, inner, number, several=len(wanted) > 1)
             output = replace_at(output, path, alias)
@@ -281,10 +275,11 @@ class CallGradients:
         """Take the gradient of an output that shows other memory, which was changed in place since."""
         if total is None or not slot.changed:
             return None
-        if len(self._outputs) > 1:
-            raise HookError(OVERLAP.format(module=type(self._module).__name__))
         current = self._now()
         mine = current.outgoing[slot.index] = slot.take(total)
+        if len(self._outputs) > 1:
+            current.waits = True
+            return None
         self._call_before(current)
         new = _replacement(current.new_outgoing, slot, current.outgoing)
         return None if new is None else merge(total, slot, mine, new)
@@ -329,8 +324,8 @@ class CallGradients:
         if not self._inputs:
             nothing: Gradients = (None,) * self._input_count
             for hook in self._after:
-                new = _run(hook, self._module, nothing, outgoing)
-                if new is not None and any(each is not None for each in _as_tuple(new)):
+                new = run_hook(hook, self._module, nothing, outgoing)
+                if new is not None and any(each is not None for each in as_tuple(new)):
                     raise HookError(NO_INPUT.format(hook=name_of(hook), module=type(self._module).__name__))
 
     # -- the backward pass: inputs -------------------------------------------------------------------------------------
@@ -376,7 +371,10 @@ class CallGradients:
     def _deliver_in(self) -> Callable[[Slot], Tensor | None]:
         """Call the hooks if all gradients of the inputs are there."""
         current = self._now()
-        if len(self._inputs) > 1 and any(slot.arrives_late for slot in self._inputs):
+        missing = any(
+            slot.number is None and slot.changed and slot.index not in current.outgoing for slot in self._outputs
+        )
+        if (len(self._inputs) > 1 and any(slot.arrives_late for slot in self._inputs)) or missing:
             current.waits = True
         else:
             if current.waits:
@@ -403,10 +401,10 @@ class CallGradients:
         self, hook: Hook, gradients: Gradients, others: tuple[Any, ...], what: str, places: set[int], *, late: bool
     ) -> Gradients:
         """Call a hook with these gradients, and return what it makes of them."""
-        new = _run(hook, self._module, gradients, *others)
+        new = run_hook(hook, self._module, gradients, *others)
         if new is None:
             return gradients
-        made = _checked(new, len(gradients), what, hook)
+        made = checked(new, len(gradients), what, hook)
         name, module = name_of(hook), type(self._module).__name__
         for place in places:
             if made[place] is not None and gradients[place] is None:
@@ -414,6 +412,15 @@ class CallGradients:
             if late and made[place] is not gradients[place]:
                 raise HookError(LATE.format(hook=name, module=module))
         return made
+
+
+def _shows(tensor: Tensor, base: Tensor | None) -> bool:
+    return base is not None and (tensor is base or view_base(tensor) is base)
+
+
+def _again(view: Tensor, base: Tensor) -> Tensor:
+    """Return the same view of its base, made now."""
+    return base.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 def _as_it_is(gradients: Gradients) -> Gradients:
@@ -433,28 +440,3 @@ def _replacement(new: Gradients, slot: Slot, old: dict[int, Tensor]) -> Tensor |
     if mine is None:
         return torch.zeros_like(old[slot.index])
     return None if mine is old[slot.index] else mine
-
-
-def _run(hook: Hook, module: nn.Module, *gradients: Gradients) -> Any:
-    try:
-        return hook(module, *gradients)
-    except Exception as error:
-        error.add_note(f"in the backward hook {name_of(hook)} of a {type(module).__name__}")
-        raise
-
-
-def _as_tuple(new: Any) -> Gradients:
-    return new if isinstance(new, tuple) else (new,)
-
-
-def _checked(new: Any, length: int, what: str, hook: Hook) -> Gradients:
-    gradients = _as_tuple(new)
-    if len(gradients) != length:
-        text = f"the backward hook {name_of(hook)} returned {len(gradients)} gradients for {what}"
-        raise HookError(f"{text}, which has {length}")
-    return gradients
-
-
-def name_of(hook: Hook) -> str:
-    """Return the name of a hook for an error."""
-    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)

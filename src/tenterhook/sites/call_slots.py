@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.errors import HookError
-from tenterhook.pytorch.autograd import view_base
+from tenterhook.pytorch.autograd import is_of_several_views, view_base
 from tenterhook.pytorch.transforms import is_wrapped
 from tenterhook.sites.tensor import TIED, Place, base_of, layout_of
 
@@ -35,13 +35,8 @@ class Slot:
         self.base: Tensor | None = base
         self.edge: Any = None if base is None else (base.grad_fn, base.output_nr)
         self.nodes = [alias.grad_fn, *([] if alias.grad_fn is None else [n for n, _ in alias.grad_fn.next_functions])]
-        watched = alias if base is None and not is_wrapped(alias) and _is_strided(alias) else None
-        self._place: Place | None = None
-        if base is not None:
-            self._place = Place(alias, layout_of(base))
-        elif watched is not None:
-            self._place = Place(alias, layout_of(alias))
-        self._unshared = base is None
+        strided = can_alias(alias) and not is_wrapped(alias) and not is_of_several_views(alias)
+        self._place = Place(alias, layout_of(alias if base is None else base)) if strided else None
 
     @staticmethod
     def fits(tensor: Tensor, base: Tensor) -> bool:
@@ -59,6 +54,10 @@ class Slot:
     def arrives_late(self) -> bool:
         """Return whether its gradient may be known only after those of other inputs were passed on."""
         return self._late or (self.changed and not self.changed_inside)
+
+    def settle(self) -> None:
+        """Note that nothing else shows the module's share of the memory: all its gradient comes by the alias."""
+        self._place = None
 
     def forget(self) -> None:
         """Drop what is needed during the call only."""
@@ -108,10 +107,6 @@ def overlap(slots: list[Slot]) -> bool:
 
 def can_alias(tensor: Tensor) -> bool:
     """Return whether a tensor can have an alias: sparse ones cannot."""
-    return _is_strided(tensor)
-
-
-def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
