@@ -52,10 +52,7 @@ class Network(nn.Module):
     def forward(self, x):
         first = x
         for kind, layer, residual, both in zip(self.kinds, self.layers, self.residual, self.both, strict=True):
-            if kind in ("bilinear", "sum"):
-                h = layer(x, first)
-            else:
-                h = layer(x)
+            h = layer(x, first) if kind in ("bilinear", "sum") else layer(x)
             if kind == "two":
                 h = h[0] + h[1] if both else h[1]
             x = x + h if residual else h

@@ -43,6 +43,18 @@ def changes(x, by=1.5):
     return x.mul_(by)
 
 
+def in_two(h):
+    return h[:, :1], h[:, 1:]
+
+
+def with_sum(h):
+    return h, h.sum()
+
+
+def added(one, other):
+    return one + other
+
+
 MODULES = {
     "flatten": lambda self, x, y: x.flatten(),
     "unflatten": lambda self, x, y: x.unflatten(1, (3, 1)),
@@ -63,8 +75,8 @@ MODULES = {
     "product": lambda self, x, y: x * y,
     "two": lambda self, x, y: (x * y, x + 2 * y),
     "two of one": lambda self, x, y: (x * y).unbind(0),
-    "views of its own": lambda self, x, y: (lambda h: (h[:, :1], h[:, 1:]))(x * y),
-    "a whole and its sum": lambda self, x, y: (lambda h: (h, h.sum()))(x * y),
+    "views of its own": lambda self, x, y: in_two(x * y),
+    "a whole and its sum": lambda self, x, y: with_sum(x * y),
     "keeps its input": lambda self, x, y: keeps(self, x) * y,
     "keeps a view": lambda self, x, y: keeps(self, x[0]).sin() * y,
     "keeps and returns a view": lambda self, x, y: keeps(self, x).view(3, 2),
@@ -74,7 +86,7 @@ MODULES = {
     "changes a part": lambda self, x, y: (changes(x[:, :1]), x * y)[1],
     "changes and returns it": lambda self, x, y: changes(x),
     "changes and returns a view": lambda self, x, y: changes(x).flatten(),
-    "uses and changes": lambda self, x, y: (lambda s: changes(x) + s)((x + y).sin()),
+    "uses and changes": lambda self, x, y: added((x + y).sin(), changes(x)),
     "changes both": lambda self, x, y: (changes(x), (y * 1).add_(x))[1],
     "changes its own": lambda self, x, y: changes(x * y).relu_(),
     "changes a part and returns both": lambda self, x, y: (changes(x[0]), x),

@@ -309,3 +309,11 @@ def test_hooked_steps_leave_no_tensor():
     with no_leak():
         for _ in range(5):
             step()
+
+
+def test_under_transforms_of_torch_func_gradients_are_those_without_hooks():
+    module = nn.Linear(3, 3)
+    plain = torch.func.grad(lambda x: module(x).tanh().sum())(X)
+    hooks.register_backward_hook(module, lambda *_: None)
+    same(torch.func.grad(lambda x: module(x).tanh().sum())(X), plain)
+    same(torch.func.vmap(module)(X), module(X))

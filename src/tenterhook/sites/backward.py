@@ -75,8 +75,9 @@ class BackwardHooks:
         running = self._running.get(current.token)
         if not running:  # The hook came while the call was running.
             return None
-        given = (args, kwargs)
-        depth = next((n for n in reversed(range(len(running))) if running[n].got(given)), len(running) - 1)
+        given, depth = (args, kwargs), len(running) - 1
+        if depth:
+            depth = next((n for n in range(depth, -1, -1) if running[n].got(given)), depth)
         call = running[depth]
         del running[depth:]  # Calls inside this one that are still there were ended by an exception.
         if not running:

@@ -30,6 +30,7 @@ from tenterhook.pytorch.autograd import (
     rebase,
     view_base,
 )
+from tenterhook.pytorch.transforms import is_wrapped
 from tenterhook.sites.call_hook import (
     LATE,
     LEAF,
@@ -44,7 +45,20 @@ from tenterhook.sites.call_hook import (
     name_of,
     run_hook,
 )
-from tenterhook.sites.call_slots import Slot, can_alias, exchange, merge, overlap, slots_of, wanted_of
+from tenterhook.sites.call_slots import (
+    Slot,
+    again,
+    as_it_is,
+    can_alias,
+    exchange,
+    input_slots,
+    merge,
+    overlap,
+    replacement,
+    shows,
+    slots_of,
+    wanted_of,
+)
 from tenterhook.sites.tensor import attach_part
 
 __all__ = ["CallGradients"]
@@ -96,7 +110,7 @@ class CallGradients:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Return the arguments with an alias of each tensor that requires a gradient."""
-        slots = _input_slots(args, kwargs)
+        slots = input_slots(args, kwargs)
         wanted = wanted_of(slots)
         self._input_count = len(slots)
         if not self._after or not wanted:
@@ -133,7 +147,7 @@ class CallGradients:
         self._find_changes([tensor.grad_fn for _, _, tensor in wanted])
         self._undo, self._given = [], []
         for slot in self._inputs:
-            if not slot.changed_inside and not any(_shows(tensor, slot.base) for _, _, tensor in wanted):
+            if not slot.changed_inside and not any(shows(tensor, slot.base) for _, _, tensor in wanted):
                 slot.settle()
             slot.forget()
         if not wanted or not torch.is_grad_enabled():
@@ -144,7 +158,7 @@ class CallGradients:
     def _check_inputs(self, given: tuple[Any, Any]) -> None:
         """Note what ``forward`` got in the end: forward pre-hooks may have come after ours in this call."""
         mine = {id(alias): slot for find, slot in self._given if (alias := find()) is not None}
-        slots = _input_slots(*given)
+        slots = input_slots(*given)
         found = [(index, tensor) for index, _, tensor in wanted_of(slots)]
         if [mine.get(id(tensor)) for _, tensor in found] == self._inputs:
             return
@@ -205,9 +219,9 @@ class CallGradients:
             inner = tensor[...] if base is None and len(wanted) > 1 and can_alias(tensor) else tensor
             ready.append((path, inner, number))
         if bases:
-            rebase(bases, self._see_out if len(wanted) > 1 else _as_it_is)
+            rebase(bases, self._see_out if len(wanted) > 1 else as_it_is)
         if len(wanted) > 1:  # Views that were there before pass by the new node.
-            ready = [(path, t if n is None or t is bases[n] else _again(t, bases[n]), n) for path, t, n in ready]
+            ready = [(path, t if n is None or t is bases[n] else again(t, bases[n]), n) for path, t, n in ready]
         for (index, *_), (path, inner, number) in zip(wanted, ready, strict=True):
             alias = self._hook_out(index, inner, number, several=len(wanted) > 1)
             output = replace_at(output, path, alias)
@@ -217,7 +231,12 @@ class CallGradients:
         """Return the tensor that has this output's memory, if the module computed it and may share it with nobody."""
         base = view_base(tensor)
         base = tensor if base is None else base
-        if not can_alias(base) or base.grad_fn is None or operation_number(base.grad_fn) < self._since:
+        if (
+            not can_alias(base)
+            or is_wrapped(base)
+            or base.grad_fn is None
+            or operation_number(base.grad_fn) < self._since
+        ):
             return None
         if any(base is each for each in inputs) or not all(
             Slot.fits(each, base) for each in outputs if each is base or view_base(each) is base
@@ -269,7 +288,7 @@ class CallGradients:
             current.waits = True  # That gradient arrives later, at the base.
             return None
         self._call_before(current)
-        return _replacement(current.new_outgoing, slot, current.outgoing)
+        return replacement(current.new_outgoing, slot, current.outgoing)
 
     def _base_out(self, slot: Slot, total: Tensor | None) -> Tensor | None:
         """Take the gradient of an output that shows other memory, which was changed in place since."""
@@ -281,7 +300,7 @@ class CallGradients:
             current.waits = True
             return None
         self._call_before(current)
-        new = _replacement(current.new_outgoing, slot, current.outgoing)
+        new = replacement(current.new_outgoing, slot, current.outgoing)
         return None if new is None else merge(total, slot, mine, new)
 
     def _see_out(self, totals: Gradients) -> Gradients:
@@ -302,7 +321,7 @@ class CallGradients:
         self._call_before(current)
         new = list(totals)
         for slot in own:
-            replaced = _replacement(current.new_outgoing, slot, current.outgoing)
+            replaced = replacement(current.new_outgoing, slot, current.outgoing)
             total = new[slot.number or 0]
             if replaced is not None and total is not None:
                 new[slot.number or 0] = merge(total, slot, current.outgoing[slot.index], replaced)
@@ -380,7 +399,7 @@ class CallGradients:
             if current.waits:
                 self._call_before(current, late=True)
             self._call_after(current)
-        return lambda slot: _replacement(current.new_incoming, slot, current.incoming)
+        return lambda slot: replacement(current.new_incoming, slot, current.incoming)
 
     def _call_after(self, current: _Pass, *, late: bool = False) -> None:
         # Without a gradient of an output, this is a pass that starts inside the module: a second backward pass.
@@ -412,31 +431,3 @@ class CallGradients:
             if late and made[place] is not gradients[place]:
                 raise HookError(LATE.format(hook=name, module=module))
         return made
-
-
-def _shows(tensor: Tensor, base: Tensor | None) -> bool:
-    return base is not None and (tensor is base or view_base(tensor) is base)
-
-
-def _again(view: Tensor, base: Tensor) -> Tensor:
-    """Return the same view of its base, made now."""
-    return base.as_strided(view.size(), view.stride(), view.storage_offset())
-
-
-def _as_it_is(gradients: Gradients) -> Gradients:
-    return gradients
-
-
-def _input_slots(args: Any, kwargs: Any) -> list[Any]:
-    slots = [((0, *path), tensor) for path, tensor in slots_of(args)]
-    return slots + [((1, *path), tensor) for path, tensor in slots_of(kwargs)]
-
-
-def _replacement(new: Gradients, slot: Slot, old: dict[int, Tensor]) -> Tensor | None:
-    """Return the gradient that takes the place of a slot's own; None where it stays."""
-    if not new or slot.index not in old:
-        return None
-    mine = new[slot.index]
-    if mine is None:
-        return torch.zeros_like(old[slot.index])
-    return None if mine is old[slot.index] else mine

@@ -45,13 +45,13 @@ NOWHERE = (
     "in this backward pass. Return None there."
 )
 LEAF = (
-    "{module} changed an input in place that is a leaf tensor, under no_grad, so that its backward hooks cannot have the "
-    "gradient through it. Pass a copy: x.clone()"
+    "{module} changed an input in place that is a leaf tensor, under no_grad, so that its backward hooks cannot have "
+    "the gradient through it. Pass a copy: x.clone()"
 )
 ORDER = (
-    "a forward pre-hook of {module} was registered after its backward hook, and made new inputs beside those that it was "
-    "given, so that their gradients cannot be separated in this call. They can from the next call on; or register it "
-    "with tenterhook.hooks.register_forward_pre_hook, or before the backward hook."
+    "a forward pre-hook of {module} was registered after its backward hook, and made new inputs beside those that it "
+    "was given, so that their gradients cannot be separated in this call. They can from the next call on; or register "
+    "it with tenterhook.hooks.register_forward_pre_hook, or before the backward hook."
 )
 
 

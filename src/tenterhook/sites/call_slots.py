@@ -13,9 +13,23 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.errors import HookError
 from tenterhook.pytorch.autograd import is_of_several_views, view_base
 from tenterhook.pytorch.transforms import is_wrapped
+from tenterhook.sites.call_hook import Gradients
 from tenterhook.sites.tensor import TIED, Place, base_of, layout_of
 
-__all__ = ["Slot", "can_alias", "exchange", "merge", "overlap", "slots_of", "wanted_of"]
+__all__ = [
+    "Slot",
+    "again",
+    "as_it_is",
+    "can_alias",
+    "exchange",
+    "input_slots",
+    "merge",
+    "overlap",
+    "replacement",
+    "shows",
+    "slots_of",
+    "wanted_of",
+]
 
 NO_PART = f"a backward hook cannot have the gradient of a tensor: {TIED}."
 
@@ -171,3 +185,34 @@ def _put_back(value: Any, key: Any, made: Any, old: Any) -> None:
             value[key] = old
     elif getattr(value, key, None) is made:
         object.__setattr__(value, key, old)
+
+
+def shows(tensor: Tensor, base: Tensor | None) -> bool:
+    """Return whether a tensor shows the memory of a base."""
+    return base is not None and (tensor is base or view_base(tensor) is base)
+
+
+def again(view: Tensor, base: Tensor) -> Tensor:
+    """Return the same view of its base, made now."""
+    return base.as_strided(view.size(), view.stride(), view.storage_offset())
+
+
+def as_it_is(gradients: Gradients) -> Gradients:
+    """Return gradients unchanged."""
+    return gradients
+
+
+def input_slots(args: Any, kwargs: Any) -> list[Any]:
+    """Return the slots of arguments, and then of keywords."""
+    slots = [((0, *path), tensor) for path, tensor in slots_of(args)]
+    return slots + [((1, *path), tensor) for path, tensor in slots_of(kwargs)]
+
+
+def replacement(new: Gradients, slot: Slot, old: dict[int, Tensor]) -> Tensor | None:
+    """Return the gradient that takes the place of a slot's own; None where it stays."""
+    if not new or slot.index not in old:
+        return None
+    mine = new[slot.index]
+    if mine is None:
+        return torch.zeros_like(old[slot.index])
+    return None if mine is old[slot.index] else mine
