@@ -191,7 +191,7 @@ def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False
 
 
 def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonly: bool) -> Handle:
-    require("module calls", "backward passes", "gradients")
+    require("module calls", "backward passes", "gradients", "backward hooks")
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
     manager: BackwardHooks = backward_hooks(module)

@@ -140,7 +140,7 @@ def own_alias(tensor: Tensor) -> Tensor:
 
 
 _unsafe_preserve_version_counter: Any = find("torch.autograd.grad_mode._unsafe_preserve_version_counter")
-_creation_of_view: Callable[[Tensor], Any] = find("torch._C._autograd._get_creation_meta")
+_creation_of_view: Any = find("torch._C._autograd._get_creation_meta")
 _SEVERAL_VIEWS: Any = find("torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE")
 
 
@@ -171,7 +171,9 @@ def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ..
 
 def is_of_several_views(tensor: Tensor) -> bool:
     """Return whether a tensor is a view from ``chunk``, ``unbind`` and the like, which nothing may change in place."""
-    return view_base(tensor) is not None and _creation_of_view(tensor) == _SEVERAL_VIEWS
+    if view_base(tensor) is None or not _creation_of_view:
+        return False
+    return bool(_creation_of_view(tensor) == _SEVERAL_VIEWS)
 
 
 attribute("AsStridedBackward0", "_saved_size")
@@ -294,7 +296,6 @@ def probe_gradients() -> str | None:
     _probe_alias()
     check(view_base(first[0]) is first and view_base(first) is None, "the base of a view is not known")
     _probe_hooks()
-    _probe_rebase()
     _probe_end()
     strided = torch.as_strided(_leaf() * 1, (2,), (1,))
     check(tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "as_strided does not tell its layout")
@@ -348,7 +349,12 @@ def _probe_hooks() -> None:
     check(post_accumulate_hooks_of(_leaf()) is None, "a tensor's table of hooks after accumulation has moved")
 
 
-def _probe_rebase() -> None:
+@feature(
+    "backward hooks",
+    used_by="tenterhook.hooks.register_backward_hook and register_backward_pre_hook",
+    still_works="sessions that record and edit gradients",
+)
+def probe_rebase() -> str | None:
     """Check that gradients of later uses of a tensor can be seen together, whatever is changed in place."""
     leaf = _leaf()
     first, second = leaf.tanh(), leaf * 3
@@ -367,6 +373,7 @@ def _probe_rebase() -> None:
     check(leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]], "they cannot be replaced")
     part, _ = (leaf * 1).chunk(2)
     check(is_of_several_views(part) and not is_of_several_views(view), "views made together cannot be recognised")
+    return None
 
 
 def _probe_end() -> None:
