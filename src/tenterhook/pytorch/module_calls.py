@@ -35,6 +35,7 @@ __all__ = [
     "frame_that_runs_hooks",
     "global_state",
     "has_hooks",
+    "hook_tables_of",
     "is_replica",
     "is_usual_call",
     "module_being_called",
@@ -60,6 +61,20 @@ forward_pre_hooks_of: Callable[[nn.Module], dict[Any, Any]] = operator.attrgette
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
     attribute("nn.Module", "_non_persistent_buffers_set")
 )
+_CALL_TABLES = tuple(
+    attribute("nn.Module", name)
+    for name in (
+        "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    )
+)  # fmt: skip
+
+
+def hook_tables_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's tables: pre-hooks, those with keywords, forward hooks, with keywords, called always."""
+    return tuple(module.__dict__[name] for name in _CALL_TABLES)
+
+
 attribute("nn.Module", "_backward_hooks")
 attribute("nn.Module", "_backward_pre_hooks")
 
