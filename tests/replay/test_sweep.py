@@ -1,5 +1,6 @@
 """Sweeps: one row for each case, equal to running the cases one by one by hand."""
 
+import decimal
 import os
 import signal
 import subprocess
@@ -327,7 +328,6 @@ def test_the_bar_is_shown_where_it_is_asked_for(gpt2, capsys):
     assert capsys.readouterr().out == ""
 
 
-RUNS = []
 DRIFTS_AFTER = 2  # The unedited run, and the first batch.
 
 
@@ -340,8 +340,8 @@ class Drifting(nn.Module):
         self.one, self.two, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
 
     def forward(self, x):
-        RUNS.append(1)
-        x = self.one(x) + (len(RUNS) > DRIFTS_AFTER)
+        decimal.getcontext().prec += 1
+        x = self.one(x) + (decimal.getcontext().prec - 1 > DRIFTS_AFTER)
         return self.out(self.two(x))
 
 
@@ -354,10 +354,10 @@ def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatc
     monkeypatch.setattr(runner.Runner, "_settle", lambda self: (again.append(len(self._unsettled)), settle(self))[1])
     model = Drifting()
     cases = [{point: th.scale(float(factor))} for point in ("two", "out") for factor in range(1, 5)]
-    RUNS.clear()
+    decimal.getcontext().prec = 1
     found = th.sweep(model, cases, lambda output: output.sum(), torch.ones(1, 4), batch=5)
     for case, value in zip(cases, found.values, strict=True):
-        RUNS[:] = [] if "two" in case else [1] * DRIFTS_AFTER
+        decimal.getcontext().prec = 1 if "two" in case else 1 + DRIFTS_AFTER
         with torch.no_grad(), th.edit(model, case):
             torch.testing.assert_close(value, model(torch.ones(1, 4)).sum())
     assert again == [2]

@@ -109,7 +109,7 @@ def keep_memory() -> None:
 
 def still_holds(run: Run) -> bool:
     """Whether all modules hold what they held in the recorded run: what joins was computed then."""
-    return all(own.holds() for own in run.state.values())
+    return all(own.holds() for own in run.state.values()) and not run.dependencies.changed()
 
 
 def is_whole(output: Any, unedited: Any, count: int, batch: int) -> bool:
