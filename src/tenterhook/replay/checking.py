@@ -24,8 +24,8 @@ from tenterhook.replay.cases import Prepared
 __all__ = ["Chooser", "Row", "is_probe", "joining_rows", "loud", "numbers", "quiet", "rows_of", "spread"]
 
 LOUD = 16  # times the largest value
-FIRST = 8  # cases of the first group that are run by themselves as well
-LATER = (4, 1)  # cases of each later group, in a small sweep and in a large one
+FIRST = (8, 4)  # cases of the first group that are run by themselves as well, in a small sweep and in a large one
+LATER = (4, 1)  # cases of each later group
 SMALL = 64  # cases of a small sweep
 FEWEST, SHARE = 32, 10  # So many cases of a sweep at most, and of every ten cases one more.
 
@@ -99,13 +99,13 @@ class Chooser:
 
     def __init__(self, cases: int) -> None:
         self._left = FEWEST + cases // SHARE
-        self._most, self._later = FIRST, LATER[cases > SMALL]
+        self._most, self._later = FIRST[cases > SMALL], LATER[cases > SMALL]
         self._draw = random.Random(cases)  # noqa: S311  Nothing is kept secret.
 
     def choose(self, count: int, measures: Tensor | None) -> list[int]:
         """Return the places of the chosen ones among the cases of a group."""
         extreme = [] if measures is None else measures.nan_to_num(0.0).argmax(1).tolist()
-        others = [count - 1, 0, *self._draw.sample(range(count), min(count, FIRST))]
+        others = [count - 1, 0, *self._draw.sample(range(count), min(count, max(FIRST)))]
         found = list(dict.fromkeys([*extreme, *others]))[: min(self._left, self._most)]
         self._left, self._most = self._left - len(found), self._later
         return found

@@ -354,9 +354,9 @@ class Runner:
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
-            lines.append(
-                "cases were run as batches; the unedited input and some cases came out as they do by themselves"
-            )
+            alone = self._checks_served.runs
+            text = "1 row that was" if alone == 1 else f"{alone} rows that were"
+            lines.append(f"cases were run as batches; the unedited input, and {text} also run alone, came out the same")
             if self._joined:
                 lines.append("cases that begin later joined a batch that was under way")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
