@@ -12,10 +12,11 @@ from torch import nn
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.session import Session, open_here
 from tenterhook.errors import ReplayError, TenterhookWarning
+from tenterhook.replay.digest import digest
 from tenterhook.replay.scribe import Scribe
 from tenterhook.replay.script import Run, Script
 from tenterhook.replay.serve import Served, Server
-from tenterhook.replay.state import ambient, digest, in_the_way
+from tenterhook.replay.state import ambient, in_the_way
 from tenterhook.sites.module import MISSING, can_be_called
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Replay(Session):
             return MISSING
         limit = self._stand(run, others)
         self.server.begin(run)
+        if self._verify:
+            self.server.compare_bits(self._standing or ())
         if ahead:
             self.server.ahead.decide(self._standing or (), limit)
         return MISSING
