@@ -109,7 +109,7 @@ def test_types_gradients_and_sizes(call):
     assert len(store.shards) > 3
     other = call(*ROWS, *options[:3], "--loss", "sum", *options[5:])
     assert other.exit_code == 2
-    assert "grad: the store has" in other.stderr
+    assert "grad.how: the store has 'mean', this call has 'sum'" in other.stderr
 
 
 @pytest.fixture(scope="module")

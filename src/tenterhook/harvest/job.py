@@ -15,9 +15,8 @@ from tenterhook._tree import map_tensors
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
 from tenterhook.harvest.ahead import Ahead, Begin
-from tenterhook.harvest.rows import Taking, named, tensor_at
+from tenterhook.harvest.rows import Taking, tensor_at
 from tenterhook.harvest.source import digest
-from tenterhook.harvest.weights import weights_of
 from tenterhook.record.capture import Copy
 from tenterhook.record.verb import record
 from tenterhook.sinks.pinned import Piece
@@ -84,20 +83,6 @@ class Job:
         risky = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001  # all kinds of them
         if any(isinstance(module, risky) and module.training for module in self.model.modules()):
             warnings.warn(TRAINING, TenterhookWarning, stacklevel=6)
-
-    def described(self) -> dict[str, Any]:
-        """What a manifest says of it, and a resumed harvest must say too."""
-        return {
-            "model": {
-                "class": f"{type(self.model).__module__}.{type(self.model).__qualname__}",
-                "weights": weights_of(self.model),
-                "training": self.model.training,
-            },
-            "points": list(self.addresses),
-            **self.taking.described(),
-            "grad": None if self.grad is None else named(self.grad),
-            "call": None if self.call is None else named(self.call),
-        }
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Options:
     workers: int | None = None
     address: str | None = None
     progress: bool | None = None
+    trust: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
@@ -88,7 +89,7 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
     with place.alone():
         place.sweep()
         made, source = job(), options.source(batches)
-        plan = settle(place, made, source, options.asked)
+        plan = settle(place, made, source, options)
         return run_here(made, plan, source, place, options, lambda _: True)
 
 

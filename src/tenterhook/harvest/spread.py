@@ -55,7 +55,7 @@ def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, in
     if is_fsdp:
         part, writes = _part_of(job, rank)
         return _in_step(job, _known(source), place, options, part, writes=writes)
-    plan = settle(place, job, source, options.asked)
+    plan = settle(place, job, source, options)
     mine = range(number, plan.shards, world) if plan.shards is not None else _Every(number, world)
     place.sweep(mine)
     return run_here(job, plan, source, place, options, lambda shard: shard % world == number)
@@ -110,7 +110,7 @@ def _known(source: Source) -> Source:
 
 def _settled(job: Job, source: Source, place: Place, options: Options) -> Plan:
     """The plan, settled by all processes together; each then runs every batch of its own, the first one too."""
-    plan = settle(place, job, source, options.asked, _as_the_first_sees_it)
+    plan = settle(place, job, source, options, _as_the_first_sees_it)
     job.tried("")
     return plan
 

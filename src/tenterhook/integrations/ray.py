@@ -117,7 +117,7 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         here, source = job(), options.source(batches)
         if source.length is None or source.samples_before(source.length) is None:
             raise HarvestError(KNOWN)
-        plan = settle(place, here, source, options.asked)
+        plan = settle(place, here, source, options)
         found = committed(place)
         todo = sorted(set(range(plan.shards or 0)) - set(found))
         on_gpu, points = here.device.type == "cuda", here.found or ()

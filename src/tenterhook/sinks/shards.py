@@ -37,11 +37,12 @@ __all__ = [
     "file_name",
     "pack",
     "read_commit",
+    "read_end",
     "read_manifest",
     "unpack",
 ]
 
-FORMAT, FORMAT_VERSION = "tenterhook.rows", 1
+FORMAT, FORMAT_VERSION = "tenterhook.rows", 2
 MANIFEST, END = "manifest.json", "end.json"
 COMMIT = re.compile(rf"{COMMITS}/(\d{{8,}})\.json")
 
@@ -143,3 +144,10 @@ def read_commit(place: Place, shard: int) -> dict[str, Any]:
     if commit.get("shard") != shard:
         raise StoreError(f"{place}/{name} is the commit of shard {commit.get('shard')}; it was moved or renamed.")
     return commit
+
+
+def read_end(place: Place) -> int | None:
+    """The number of batches that a stream had, if its end was seen."""
+    if place.size(END) is None:
+        return None
+    return int(unpack(place.read(END), f"{place}/{END}")["batches"])

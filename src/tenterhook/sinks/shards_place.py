@@ -235,7 +235,8 @@ class ObjectStore:
     def names(self, folder: str) -> list[str]:
         import obstore
 
-        return sorted(entry["path"] for page in obstore.list(self.store, folder or None) for entry in page)
+        found = [entry["path"] for page in obstore.list(self.store, folder or None) for entry in page]
+        return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def write(self, name: str, data: bytes) -> None:
         import obstore
