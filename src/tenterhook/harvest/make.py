@@ -130,7 +130,7 @@ def _in_passing(
                 break
             yield shard, itertools.chain([ahead], batches), first_sample
         else:
-            _pass_over(place, shard, batches, known=shard in there)
+            _pass_over(place, plan, shard, batches, known=shard in there)
         if stream.batches - first_batch < plan.per_shard:
             break
     if plan.batches is not None and stream.batches != plan.batches:
@@ -139,13 +139,13 @@ def _in_passing(
     check_end(place, stream.batches)
 
 
-def _pass_over(place: Place, shard: int, batches: Iterable[Any], *, known: bool) -> None:
+def _pass_over(place: Place, plan: Plan, shard: int, batches: Iterable[Any], *, known: bool) -> None:
     seen = Digest()
     for batch in batches:
         if known:
             seen.add(batch)
     if known:
-        then = read_commit(place, shard)["data"]
+        then = read_commit(place, shard, plan.manifest)["data"]
         if "each" in then:  # An older commit has a digest of another kind.
             check_digest(place, shard, then["all"], seen.text() if seen.first else None)
 

@@ -6,7 +6,7 @@ import functools
 import platform
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import safetensors
@@ -38,6 +38,8 @@ class Plan:
     columns: tuple[Column, ...]
     per_shard: int
     batches: int | None
+    manifest: dict[str, Any] = field(repr=False, compare=False)
+    """The part of the manifest that commits are checked against."""
 
     @property
     def shards(self) -> int | None:
@@ -81,9 +83,10 @@ def settle(place: Place, job: Job, source: Source, options: Options, agree: Call
     compare(place, manifest, identity, trust=options.trust)
     columns = tuple(map(Column.of, manifest["columns"]))
     job.found = tuple(column.key for column in columns if column.kind == "value")
-    plan = Plan(columns, manifest["plan"]["batches_per_shard"], source.length)
-    check_sample(place, plan.per_shard, source)
-    return plan
+    check_sample(place, manifest, source)
+    expected = {key: manifest[key] for key in ("columns", "plan")}
+    expected["harvest"] = {"data": manifest["harvest"]["data"]}
+    return Plan(columns, manifest["plan"]["batches_per_shard"], source.length, expected)
 
 
 def _changed_by_running(before: Identity, job: Job, options: Options) -> list[str]:

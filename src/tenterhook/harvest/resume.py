@@ -10,7 +10,7 @@ from typing import Any
 from tenterhook.errors import DifferentHarvest, StoreError
 from tenterhook.harvest.identity import Identity, shortened
 from tenterhook.harvest.source import SHORT, Source, digest
-from tenterhook.sinks.shards import END, committed, pack, read_commit, read_end
+from tenterhook.sinks.shards import END, committed, pack, planned, read_commit, read_end
 from tenterhook.sinks.shards_place import Place
 
 __all__ = ["check_digest", "check_end", "check_sample", "compare"]
@@ -55,7 +55,9 @@ def compare(place: Place, manifest: dict[str, Any], identity: Identity, *, trust
 def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str, Any]:
     """What an older manifest says, with the rest as it is now: the user vouches for that."""
     now = identity.tree
-    model = {key: then.get("model", {}).get(key) for key in ("class", "weights", "training")}
+    found = then.get("model")
+    model = found if isinstance(found, dict) else {}
+    model = {key: model.get(key) for key in ("class", "weights", "training")}
     return {**now, "model": {**now["model"], **model}, **{key: then.get(key) for key in OLD_KEYS}}
 
 
@@ -75,26 +77,27 @@ def _minor(version: str) -> str:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def check_sample(place: Place, per_shard: int, source: Source) -> None:
+def check_sample(place: Place, manifest: dict[str, Any], source: Source) -> None:
     """Compare some batches with those that were committed: others each time; a stream is compared as it passes."""
-    shards = committed(place)
+    shards, per_shard = committed(place, planned(place, manifest)), manifest["plan"]["batches_per_shard"]
     if not shards or source.samples_before(per_shard) is None:
         return
-    known = dict(_digests(place, shards, per_shard, _count_resume(place)))
+    known = dict(_digests(place, shards, manifest, _count_resume(place)))
     now = source.some(list(known))
     for number, then in known.items():
         batch = next(now, None)
         check_digest(place, number // per_shard, then, None if batch is None else digest(batch)[:SHORT])
 
 
-def _digests(place: Place, shards: list[int], per_shard: int, turn: int) -> Iterator[tuple[int, str]]:
+def _digests(place: Place, shards: list[int], manifest: dict[str, Any], turn: int) -> Iterator[tuple[int, str]]:
     """The numbers of the batches to compare, in order, each with its digest."""
+    per_shard = manifest["plan"]["batches_per_shard"]
     places = _sampled(len(shards) * per_shard, turn)
     commit: dict[str, Any] = {}
     for each in places:
         shard, batch = shards[each // per_shard], each % per_shard
         if commit.get("shard") != shard:
-            commit = read_commit(place, shard)
+            commit = read_commit(place, shard, manifest)
         digests = commit["data"].get("each", ())
         if batch < len(digests):  # The last shard may be shorter, and an older commit has none.
             yield shard * per_shard + batch, digests[batch]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Collection, Container, Iterator
 from pathlib import Path
@@ -20,12 +21,16 @@ __all__ = ["COMMITS", "SHARDS", "Directory", "ObjectStore", "Place", "place_of"]
 
 TEMPORARY = ".tenterhook-"
 SHARDS, COMMITS = "shards", "commits"
+MOST = 64 << 20  # bytes of a file that is read whole
+TOO_LONG = "{place}/{name} has {size:,} bytes, and at most {most:,} are read: it is damaged, or not of tenterhook."
+OUTSIDE = "{place}/{name} is a link out of the folder, to {target}: it is not followed. Put the file itself there."
+NO_FILE = "{place}/{name} is no file: there is a {kind} in its place."
 
 
 class Place(Protocol):
     """What a store asks of where it is. Names are relative, with slashes."""
 
-    def read(self, name: str) -> bytes: ...
+    def read(self, name: str, most: int = MOST) -> bytes: ...
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray: ...
 
@@ -44,6 +49,8 @@ class Place(Protocol):
     def publish(self, spooled: dict[str, Path]) -> None: ...
 
     def delete(self, name: str) -> None: ...
+
+    def clear(self, name: str) -> None: ...
 
     def sweep(self, shards: Container[int] | None = None) -> int: ...
 
@@ -76,30 +83,74 @@ class Directory:
     def __reduce__(self) -> Any:
         return Directory, (self.root,)
 
-    def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+    def path(self, name: str) -> Path:
+        """Where a file is: below the root, whatever the name and the links on the way say."""
+        path = self.root / name
+        real, root = os.path.realpath(path), os.path.realpath(self.root)
+        if os.path.commonpath([real, root]) != root:
+            raise StoreError(OUTSIDE.format(place=self, name=name, target=real))
+        return path
+
+    def _file(self, name: str) -> Path:
+        """A file that is there, and that reading cannot block on or run away with."""
+        path = self.path(name)
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "directory" if stat.S_ISDIR(mode) else "device, pipe or socket"
+            raise StoreError(NO_FILE.format(place=self, name=name, kind=kind))
+        return path
+
+    def read(self, name: str, most: int = MOST) -> bytes:
+        """A whole file, if it is not longer than it can be."""
+        with self._told(name), self._file(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise StoreError(TOO_LONG.format(place=self, name=name, size=size, most=most))
+            return file.read(most)
 
     def map(self, name: str, nbytes: int) -> Tensor | None:
         """The bytes of a file, mapped: nothing is copied, no descriptor is held, and no change reaches the file."""
-        return torch.from_file(str(self.root / name), shared=False, size=nbytes, dtype=torch.uint8)
+        with self._told(name):
+            path = self._file(name)
+            if path.stat().st_size < nbytes:
+                raise StoreError(f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes, and had {nbytes:,}.")
+            return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray:
-        data = bytearray(stop - start)
-        with (self.root / name).open("rb") as file:
+        with self._told(name), self._file(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = bytearray(max(0, min(stop, size) - start))
             file.seek(start)
             count = file.readinto(data)
         return data[:count]
 
     def size(self, name: str) -> int | None:
+        with self._told(name):
+            try:
+                return self._file(name).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Any failure to read as an error of the store; that a file is not there remains what it is."""
         try:
-            return (self.root / name).stat().st_size
-        except FileNotFoundError:
-            return None
+            yield
+        except (StoreError, FileNotFoundError):
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            raise StoreError(f"{self}/{name} cannot be read: {error}") from error
 
     def names(self, folder: str) -> list[str]:
-        """Every file below a folder, but for those that are being written, and the lock."""
-        found = [file for file in (self.root / folder).rglob("*") if file.is_file()]
-        return sorted(str(file.relative_to(self.root)) for file in found if not file.name.startswith("."))
+        """Every file below a folder, but for those that are being written, and the lock. Links are not followed."""
+        top = self.path(folder)
+        if top.exists() and not top.is_dir():
+            raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("no file", "no folder"))
+        found = []
+        for at, folders, files in os.walk(top):
+            folders[:] = [each for each in folders if not each.startswith(".")]
+            found += [Path(at, file).relative_to(self.root).as_posix() for file in files if not file.startswith(".")]
+        return sorted(found)
 
     def write(self, name: str, data: bytes) -> None:
         self.publish({name: self._written(name, data)})
@@ -108,7 +159,7 @@ class Directory:
         """Write a file unless it is there: of many processes, one does."""
         temporary = self._written(name, data)
         try:
-            os.link(temporary, self.root / name)
+            os.link(temporary, self.path(name))
         except FileExistsError:
             return False
         finally:
@@ -126,7 +177,8 @@ class Directory:
 
     def spool(self, name: str) -> Path:
         """A name to write to before the file is put in its place."""
-        folder = (self.root / name).parent
+        folder = self.path(name).parent
+        self.path(str(folder.relative_to(self.root)))
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{TEMPORARY}{Path(name).name}-{secrets.token_hex(8)}"
 
@@ -143,8 +195,22 @@ class Directory:
                 self._known.add(folder)
 
     def delete(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
-        _sync((self.root / name).parent)
+        """Remove what has a name: a file, a link (and not what it leads to), or a folder in its place."""
+        path = self.root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        _sync(path.parent)
+
+    def clear(self, name: str) -> None:
+        """Remove what stands in the way of a file: links on the way to it, and what is no file in its place."""
+        path = self.root
+        for part in Path(name).parts:
+            path = path / part
+            is_last = path == self.root / name
+            if path.is_symlink() or (path.exists() and path.is_dir() == is_last):
+                self.delete(str(path.relative_to(self.root)))
 
     def sweep(self, shards: Container[int] | None = None) -> int:
         """Remove what a killed process left half-written, of these shards or of all; nobody else may write them."""
@@ -152,7 +218,8 @@ class Directory:
             found = [file for shard in shards for file in (self.root / SHARDS / f"{shard:08d}").glob(f"{TEMPORARY}*")]
             found += (self.root / COMMITS).glob(f"{TEMPORARY}*")
         else:
-            found = [*self.root.rglob(f"{TEMPORARY}*")]
+            found = [Path(at, file) for at, _, files in os.walk(self.root) for file in files]
+            found = [file for file in found if file.name.startswith(TEMPORARY)]
         left = [file for file in found if shards is None or _shard_of(file) in shards]
         for file in left:
             file.unlink(missing_ok=True)
@@ -208,10 +275,14 @@ class ObjectStore:
             return _again, (self._url, self._options)
         return ObjectStore, (self.store, self._text)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MOST) -> bytes:
         import obstore
 
-        return bytes(obstore.get(self.store, name).bytes())
+        with self._told(name):
+            found = obstore.get(self.store, name)
+            if found.meta["size"] > most:
+                raise StoreError(TOO_LONG.format(place=self, name=name, size=found.meta["size"], most=most))
+            return bytes(found.bytes())
 
     def map(self, name: str, nbytes: int) -> Tensor | None:  # noqa: ARG002
         return None  # It has to be read.
@@ -221,27 +292,44 @@ class ObjectStore:
 
         if start == stop:
             return bytearray()
-        # Into memory of our own: tensors that share it must be able to be written to.
-        return bytearray(obstore.get_range(self.store, name, start=start, end=stop))
+        with self._told(name):  # Into memory of our own: tensors that share it must be able to be written to.
+            return bytearray(obstore.get_range(self.store, name, start=start, end=stop))
 
     def size(self, name: str) -> int | None:
         import obstore
 
+        with self._told(name):
+            try:
+                return int(obstore.head(self.store, name)["size"])
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Any failure as an error of the store; that an object is not there remains what it is."""
+        from obstore.exceptions import BaseError, NotFoundError
+
         try:
-            return int(obstore.head(self.store, name)["size"])
-        except FileNotFoundError:
-            return None
+            yield
+        except (StoreError, FileNotFoundError):
+            raise
+        except NotFoundError as error:
+            raise FileNotFoundError(f"{self}/{name}") from error
+        except (BaseError, OSError, ValueError) as error:
+            raise StoreError(f"{self}/{name} cannot be read or written: {error}") from error
 
     def names(self, folder: str) -> list[str]:
         import obstore
 
-        found = [entry["path"] for page in obstore.list(self.store, folder or None) for entry in page]
+        with self._told(folder):
+            found = [entry["path"] for page in obstore.list(self.store, folder or None) for entry in page]
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def write(self, name: str, data: bytes) -> None:
         import obstore
 
-        obstore.put(self.store, name, data)
+        with self._told(name):
+            obstore.put(self.store, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         import obstore
@@ -266,13 +354,18 @@ class ObjectStore:
         import obstore
 
         for name, path in spooled.items():
-            obstore.put(self.store, name, path)
+            with self._told(name):
+                obstore.put(self.store, name, path)
             path.unlink()
 
     def delete(self, name: str) -> None:
         import obstore
 
-        obstore.delete(self.store, name)
+        with self._told(name), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, name)
+
+    def clear(self, name: str) -> None:
+        """Nothing stands in the way of an object."""
 
     def sweep(self, shards: Container[int] | None = None) -> int:  # noqa: ARG002
         return 0  # An object that was not put whole is not there.
