@@ -1,5 +1,6 @@
 """A harvest in a process of its own, to be killed; ``python killed.py FOLDER [SLEEP]``."""
 
+import os
 import sys
 import time
 
@@ -27,7 +28,10 @@ def run(folder, **options):
 
 
 def slow(pause):
-    """Every write and every finish of a file takes a while, and half of its bytes come before, half after."""
+    """Every write and every finish of a file takes a while, and half of its bytes come before, half after.
+
+    No file is finished as long as there is one at the path in HOLD.
+    """
     plain, finish = RowsFile.write, RowsFile.finish
 
     def write(file, data):
@@ -38,6 +42,8 @@ def slow(pause):
 
     def finished(file):
         time.sleep(pause)
+        while os.path.exists(os.environ.get("HOLD", "")):
+            time.sleep(0.01)
         record = finish(file)
         time.sleep(pause)
         return record

@@ -138,7 +138,7 @@ def test_a_url_names_a_store_and_spooled_files_go(tmp_path):
     url = (tmp_path / "by url").as_uri()
     place = place_of(url)
     th.harvest(net(), x, "1", to=place, batch_size=50)
-    assert place._scratch is None
+    assert place._spool is None
     assert len(th.open(url)) == 500
     assert isinstance(place_of(S3Store("bucket", region="us-east-1")), ObjectStore)
     with pytest.raises(TypeError, match="a path, a URL or a store"):

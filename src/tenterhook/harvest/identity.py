@@ -37,6 +37,7 @@ PLUMBING = {*vars(nn.Module()), "_hf_hook", "_old_forward", "_is_hf_initialized"
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
 """Modules that run another one; what they keep is of this process, and not of the model."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+SPREADING = ("tenterhook.", "accelerate.", "torch.distributed.")
 ROOTS = {"forward", "__call__", "__getattr__"}
 
 
@@ -122,7 +123,7 @@ def _module(describer: Describer, module: nn.Module, where: str) -> dict[str, Tr
     tree["extra_repr"] = _said(module)
     tree |= _buffers(module)
     for name, value in sorted(vars(module).items()):
-        if name not in PLUMBING and name not in SKIPPED and _counts(cls, name, value):
+        if name not in PLUMBING | SKIPPED and not name.startswith("__") and _counts(cls, name, value):
             tree[name] = describer.of(value, f"{where}, attribute {name}")
     if not code.is_library(cls):
         methods = code.reached(cls, ROOTS)
@@ -182,15 +183,17 @@ def _is_library(function: Any) -> bool:
 
 
 def _hooks(describer: Describer, module: nn.Module, where: str) -> dict[str, Tree]:
-    """Hooks that change what passes; those of sessions are no part of the model."""
+    """Hooks that change what passes; those of sessions, and of what spreads a model, are no part of it."""
     found: dict[str, Tree] = {}
     for kind in HOOKS:
         hooks = (getattr(module, kind, None) or {}).values()
-        kept = [hook for hook in hooks if not code.is_ours(getattr(hook, "__func__", hook)) and not _is_hf(hook)]
+        kept = [hook for hook in hooks if not _module_of(hook).startswith(SPREADING)]
         for place, hook in enumerate(kept):
             found[f"{kind.strip('_')[:-1]} {place}"] = describer.of(hook, f"{where}, a hook")
     return found
 
 
-def _is_hf(hook: Any) -> bool:
-    return code.name_of(type(hook)).startswith("accelerate.") or code.name_of(hook).startswith("accelerate.")
+def _module_of(hook: Any) -> str:
+    function = getattr(hook, "__func__", hook)
+    named = isinstance(function, types.FunctionType | types.BuiltinFunctionType)
+    return f"{code.module_of(function if named else type(hook))}."

@@ -22,6 +22,7 @@ __all__ = [
     "is_library",
     "is_ours",
     "members",
+    "module_of",
     "name_of",
     "names_in",
     "reached",
@@ -50,15 +51,15 @@ def name_of(thing: Any) -> str:
 
 def is_library(thing: Any) -> bool:
     """Whether a function, class or module is of an installed package, or of Python itself: its version tells it."""
-    return _is_installed(_module_of(thing))
+    return _is_installed(module_of(thing))
 
 
 def is_ours(thing: Any) -> bool:
     """Whether it is a part of tenterhook, as the functions of an open session are."""
-    return _module_of(thing).partition(".")[0] == "tenterhook"
+    return module_of(thing).partition(".")[0] == "tenterhook"
 
 
-def _module_of(thing: Any) -> str:
+def module_of(thing: Any) -> str:
     """Where it is written. A wrapper says that it is what it wraps; its globals tell."""
     if isinstance(thing, types.FunctionType):
         return str(thing.__globals__.get("__name__") or "__main__")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "settle"]
 
 SHARD_BYTES = 512 << 20
+OWN = (".lock", ".resumes", ".tenterhook-")  # files of ours that are no part of a store
 LONGEST = 180  # characters of a file's name, for which most systems have 255 bytes
 
 
@@ -104,9 +105,7 @@ def _check_empty(place: Place) -> None:
         return
     if not place.root.is_dir():
         raise StoreError(f"{place} is a file; a store is a directory.")
-    foreign = [
-        file.name for file in place.root.iterdir() if file.name != ".lock" and not file.name.startswith(".tenter")
-    ]
+    foreign = [file.name for file in place.root.iterdir() if not file.name.startswith(OWN)]
     if foreign and place.size(MANIFEST) is None:  # Another process may have begun it meanwhile.
         shown = ", ".join(sorted(foreign)[:3])
         raise StoreError(f"{place} holds other things ({shown}) and no {MANIFEST}; choose an empty or a new directory.")

@@ -23,7 +23,7 @@ from tenterhook.harvest.job import Job
 from tenterhook.harvest.make import make_shard
 from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
-from tenterhook.harvest.runners import Options, result, run_here
+from tenterhook.harvest.runners import Options, job_of_ranks, result, run_here
 from tenterhook.harvest.source import Source
 from tenterhook.sinks.shards import committed
 from tenterhook.sinks.shards_place import Place, place_of
@@ -46,8 +46,14 @@ OTHERS = (
 
 
 def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, int]) -> Harvest:
-    """Make this process' share."""
+    """Make this process' share. The processes of one job hold the place together."""
     place = place_of(options.to)
+    options.job = job_of_ranks()
+    with place.alone(options.holder(rank[0])):
+        return _share(job, source, place, options, rank)
+
+
+def _share(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
     number, world = rank
     is_fsdp = _is_fsdp(job.model)
     if job.gather and not is_fsdp:

@@ -45,6 +45,7 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     address: str | None = None,
     progress: bool | None = None,
     trust: bool = False,
+    wait: bool | float = False,
 ) -> Harvest:
     """Run a model over a data set and store what passes at the points, row by row, in a directory or object store.
 
@@ -92,6 +93,8 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         progress: a bar on standard error; by default if that is a terminal.
         trust: vouch for what cannot be identified, such as an open file that ``call=`` reads: a resumed harvest cannot
             tell it from another.
+        wait: if another job harvests into the same place, wait until it has ended, or so many seconds; by default it
+            is an error, which names that job's machine and process.
     """
     from tenterhook.harvest.job import Job
     from tenterhook.harvest.rows import Taking
@@ -108,6 +111,7 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         address=address,
         progress=progress,
         trust=trust,
+        wait=wait,
     )
 
     def job() -> Job:

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tenterhook.errors import StoreError
+from tenterhook.sinks.shards_lock import Holder, NoLocks, held_by_note, held_folder
+from tenterhook.sinks.shards_spool import Spool, remove_dead_spools
 
 __all__ = ["COMMITS", "SHARDS", "Directory", "ObjectStore", "Place", "place_of"]
 
@@ -54,7 +55,9 @@ class Place(Protocol):
 
     def sweep(self, shards: Container[int] | None = None) -> int: ...
 
-    def alone(self) -> contextlib.AbstractContextManager[None]: ...
+    def stamps(self, folder: str) -> dict[str, float]: ...
+
+    def alone(self, holder: Holder | None = None) -> contextlib.AbstractContextManager[None]: ...
 
 
 def place_of(where: str | os.PathLike[str] | Any, **options: Any) -> Place:
@@ -225,28 +228,29 @@ class Directory:
             file.unlink(missing_ok=True)
         return len(left)
 
+    def stamps(self, folder: str) -> dict[str, float]:
+        """The files of a folder, with the times at which they were written last."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.path(folder)):
+                with contextlib.suppress(FileNotFoundError):
+                    found[f"{folder}/{entry.name}"] = entry.stat(follow_symlinks=False).st_mtime
+        return {name: when for name, when in found.items() if name.endswith(".json")}
+
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the directory for one harvest at a time. A process that dies lets go of it."""
+    def alone(self, holder: Holder | None = None) -> Iterator[None]:
+        """Hold the directory for one job at a time. A process that dies lets go of it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise StoreError(f"{self.root} is a file; a store is a directory.") from None
-        try:
-            import fcntl
-        except ImportError:  # There is none on Windows.
-            yield
-            return
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        holder = holder or Holder()
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = f"another process is harvesting into {self.root}; wait for it, or choose another place."
-                raise StoreError(text) from None
+                stack.enter_context(held_folder(self.root, holder, self.sweep))
+            except NoLocks:
+                stack.enter_context(held_by_note(self, holder))
             yield
-        finally:
-            os.close(descriptor)
 
 
 class ObjectStore:
@@ -254,7 +258,7 @@ class ObjectStore:
 
     def __init__(self, store: Any, text: str, url: str = "", options: dict[str, Any] | None = None) -> None:
         self.store, self._text, self._url, self._options = store, text, url, options or {}
-        self._scratch: Path | None = None
+        self._spool: Spool | None = None
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectStore:
@@ -346,9 +350,9 @@ class ObjectStore:
         return True
 
     def spool(self, name: str) -> Path:
-        if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="tenterhook-"))
-        return self._scratch / f"{secrets.token_hex(8)}-{Path(name).name}"
+        if self._spool is None:
+            self._spool = Spool()
+        return self._spool.folder / f"{secrets.token_hex(8)}-{Path(name).name}"
 
     def publish(self, spooled: dict[str, Path]) -> None:
         import obstore
@@ -370,15 +374,25 @@ class ObjectStore:
     def sweep(self, shards: Container[int] | None = None) -> int:  # noqa: ARG002
         return 0  # An object that was not put whole is not there.
 
+    def stamps(self, folder: str) -> dict[str, float]:
+        """The objects of a folder, with the times at which they were put."""
+        import obstore
+
+        with self._told(folder):
+            found = [entry for page in obstore.list(self.store, folder) for entry in page]
+        return {entry["path"]: entry["last_modified"].timestamp() for entry in found}
+
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Two harvests into one prefix write the same bytes under the same names; only their work is doubled."""
+    def alone(self, holder: Holder | None = None) -> Iterator[None]:
+        """Hold the prefix for one job at a time, by a note in it; and remove what killed ones left on this machine."""
+        remove_dead_spools()
         try:
-            yield
+            with held_by_note(self, holder or Holder()):
+                yield
         finally:
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
-                self._scratch = None
+            if self._spool is not None:
+                self._spool.close()
+                self._spool = None
 
 
 def _shard_of(file: Path) -> int:
