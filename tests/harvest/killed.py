@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def slow(pause):
 
     No file is finished as long as there is one at the path in HOLD.
     """
-    plain, finish = RowsFile.write, RowsFile.finish
+    plain, finish, hold = RowsFile.write, RowsFile.finish, os.environ.get("HOLD")
 
     def write(file, data):
         half = len(data) // 2
@@ -42,7 +43,7 @@ def slow(pause):
 
     def finished(file):
         time.sleep(pause)
-        while os.path.exists(os.environ.get("HOLD", "")):
+        while hold and Path(hold).exists():
             time.sleep(0.01)
         record = finish(file)
         time.sleep(pause)

@@ -186,7 +186,7 @@ def test_a_job_of_torchrun_and_a_single_process_do_not_meet_either(tmp_path, hol
     with pytest.raises(th.StoreError, match="another process is harvesting"):
         killed.run(folder)
     single = start(tmp_path / "other", HOLD=str(hold))
-    until(lambda: (tmp_path / "other/manifest.json").exists())
+    until((tmp_path / "other/manifest.json").exists)
     codes, told = ended(ranks(tmp_path / "other", port=free_port()))
     end(single)
     hold.unlink()
@@ -325,7 +325,7 @@ def test_a_spool_of_a_living_process_stays(tmp_path, monkeypatch):
     spool = shards_spool.Spool()
     assert shards_spool.remove_dead_spools() == 0
     (tmp_path / "tenterhook-spool-new").mkdir()
-    os.symlink(tmp_path, tmp_path / "tenterhook-spool-link")
+    (tmp_path / "tenterhook-spool-link").symlink_to(tmp_path)
     assert shards_spool.remove_dead_spools() == 0
     os.close(spool._lock)  # as when it dies
     assert shards_spool.remove_dead_spools() == 1
@@ -335,7 +335,7 @@ def test_a_spool_of_a_living_process_stays(tmp_path, monkeypatch):
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "acts").mkdir()
-    os.symlink(tmp_path / "mine", tmp_path / "acts/.lock")
+    (tmp_path / "acts/.lock").symlink_to(tmp_path / "mine")
     with pytest.raises(th.StoreError, match="link"):
         killed.run(tmp_path / "acts")
     assert (tmp_path / "mine").read_text() == "mine"

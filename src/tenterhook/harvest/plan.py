@@ -84,6 +84,11 @@ def settle(place: Place, job: Job, source: Source, options: Options, agree: Call
     compare(place, manifest, identity, trust=options.trust)
     columns = tuple(map(Column.of, manifest["columns"]))
     job.found = tuple(column.key for column in columns if column.kind == "value")
+    unknown = set(job.found) - set(job.addresses)
+    if unknown:
+        raise StoreError(
+            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is no point of it."
+        )
     check_sample(place, manifest, source)
     expected = {key: manifest[key] for key in ("columns", "plan")}
     expected["harvest"] = {"data": manifest["harvest"]["data"]}
