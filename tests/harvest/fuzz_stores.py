@@ -30,8 +30,8 @@ SECONDS = 20  # for one input
 ROOM = 1 << 30  # bytes that a process may have beyond what it has at the start
 NASTY = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**200, 1e308, 0.5, "", "x", "..", ".", "../../x",
-    "/etc/passwd", "a/b", "a\0b", "\x1b[31m", "é" * 300, "x" * 10_000, [], {}, [[]], [0], [-1, 2**70], {"a": 1}, "F64", "I8", "grad",
-    "@" + "0" * 32,
+    "/etc/passwd", "a/b", "a\0b", "\x1b[31m", "é" * 300, "x" * 10_000, [], {}, [[]], [0], [-1, 2**70], {"a": 1},
+    "F64", "I8", "grad", "@" + "0" * 32,
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ SCRIPT = Path(fuzz_stores.__file__)
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(1, 250), *(pytest.param(seed, 4000, marks=pytest.mark.slow) for seed in range(2, 7))]
+    ("seed", "count"), [(1, 120), *(pytest.param(seed, 4000, marks=pytest.mark.slow) for seed in range(2, 7))]
 )
 def test_damaged_stores_give_true_rows_or_a_clean_error(tmp_path, capsys, seed, count):
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(seed), str(count)]

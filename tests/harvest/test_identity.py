@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -18,7 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2Model
 
 import tenterhook as th
+from tenterhook.harvest.identity import identify
+from tenterhook.harvest.job import Job
 from tenterhook.harvest.resume import SAMPLED, _sampled
+from tenterhook.harvest.rows import Taking
 
 x = torch.randn(60, 4, generator=torch.Generator().manual_seed(2))
 LIMIT, SCALE = 0.5, 2.0
@@ -192,6 +196,41 @@ def test_where_a_model_came_from_and_where_it_is_do_not_matter(tmp_path):
 
     run(tmp_path, Placed("cpu"))
     assert run(tmp_path, Placed("cuda:1")).made == 0
+
+
+LAYERS = [
+    (nn.ReLU, {}), (nn.GELU, {"approximate": ["none", "tanh"]}), (nn.LeakyReLU, {"negative_slope": [0.01, 0.1, 0.5]}),
+    (nn.ELU, {"alpha": [1.0, 0.5]}), (nn.LayerNorm, {"normalized_shape": [4], "eps": [1e-5, 1e-2]}),
+    (nn.Hardtanh, {"min_val": [-1.0, -0.1], "max_val": [1.0, 0.2]}), (nn.Softplus, {"beta": [1.0, 3.0]}),
+    (nn.Threshold, {"threshold": [0.0, 0.3], "value": [0.0, 1.0]}), (nn.Softmax, {"dim": [0, 1]}),
+    (nn.GroupNorm, {"num_groups": [1, 2, 4], "num_channels": [4]}), (nn.Tanh, {}),
+    (nn.Softshrink, {"lambd": [0.1, 0.6]}),
+]  # fmt: skip
+
+
+def random_spec(draw):
+    chosen = [draw.choice(LAYERS) for _ in range(draw.randrange(1, 6))]
+    return [(cls, {name: draw.choice(values) for name, values in options.items()}) for cls, options in chosen]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_models_that_compute_something_else_have_another_identity(seed):
+    """The outputs are the truth: where they differ, so do the identities; a model that is built again has the same."""
+    draw = random.Random(seed)
+    spec = random_spec(draw)
+
+    def built(spec):
+        return nn.Sequential(linear(), *(cls(**options) for cls, options in spec)).eval()
+
+    def identity(model):
+        found = identify(Job(model, (":return",), Taking()), {})
+        return found.tree, found.values
+
+    assert identity(built(spec)) == identity(built(spec))
+    other, place = list(spec), draw.randrange(len(spec))
+    other[place] = random_spec(draw)[0]
+    same = torch.equal(built(spec)(x), built(other)(x))
+    assert same or identity(built(spec)) != identity(built(other))
 
 
 # -- functions --------------------------------------------------------------------------------------------------------

@@ -337,7 +337,7 @@ class ObjectStore:
 
     def create(self, name: str, data: bytes) -> bool:
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+        from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 
         try:
             obstore.put(self.store, name, data, mode="create", use_multipart=False)
@@ -347,6 +347,8 @@ class ObjectStore:
             if self.size(name) is not None:
                 return False
             self.write(name, data)
+        except BaseError as error:
+            raise StoreError(f"{self}/{name} cannot be written: {error}") from error
         return True
 
     def spool(self, name: str) -> Path:
