@@ -165,6 +165,28 @@ def test_a_quantized_model_is_known_by_its_packed_weights(tmp_path):
     refused(tmp_path, lambda: {"model": one}, lambda: {"model": other}, "model.weights")
 
 
+@pytest.mark.parametrize("edit", [th.scale, lambda by: lambda value: value * by], ids=["ready", "own"])
+def test_an_edit_that_is_open_is_part_of_the_harvest(tmp_path, edit):
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+
+    def edited(by):
+        with th.edit(model, {"0": edit(by)}):
+            run(tmp_path, model, points=("1",))
+
+    edited(2.0)
+    assert torch.allclose(th.open(tmp_path)["1"][:], (model[0](x) * 2).relu(), atol=1e-6)
+    (tmp_path / "commits/00000001.json").unlink()
+    with pytest.raises(th.DifferentHarvest, match=r"model.edits.0 at 0"):
+        run(tmp_path, model, points=("1",))
+    with pytest.raises(th.DifferentHarvest, match=r"model.edits.0 at 0.*2.0.*3.0"), th.edit(model, {"0": edit(3.0)}):
+        run(tmp_path, model, points=("1",))
+    edited(2.0)
+    with th.record(model, "0"):  # It changes nothing.
+        with pytest.raises(th.DifferentHarvest):
+            run(tmp_path, model, points=("1",))
+        model(x)
+
+
 def test_what_a_model_changes_in_itself_as_it_runs_is_no_difference(tmp_path):
     class Counts(nn.Module):
         def __init__(self, scale):

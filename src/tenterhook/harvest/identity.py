@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook.engine.session import open_here
 from tenterhook.errors import HarvestError
 from tenterhook.harvest import identity_code as code
 from tenterhook.harvest.identity_values import ADDRESS, SKIPPED, Describer, Tree, differences
@@ -80,6 +81,7 @@ def identify(job: Job, cutting: dict[str, Any], *, weights: bool = True) -> Iden
         "training": job.model.training,
         "state": _state(describer, job.model),
         "modules": describe_modules(describer, job.model, "model"),
+        "edits": _edits(describer, job.model),
     }
     functions = {"mask": job.taking.mask, "reduce": job.taking.reduce, "grad": job.grad, "call": job.call}
     tree = {"model": model, "points": list(job.addresses), **job.taking.described()}
@@ -96,6 +98,19 @@ def _state(describer: Describer, model: nn.Module) -> Tree:
     rest = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     with describer.quietly():
         return describer.of(rest, "state_dict") if rest else "no extra state"
+
+
+def _edits(describer: Describer, model: nn.Module) -> dict[str, Tree]:
+    """Describe what open sessions of this thread change in the model: rows are harvested as edited."""
+    modules = set(map(id, model.modules()))
+    found: dict[str, Tree] = {}
+    for session in open_here():
+        if not modules.isdisjoint(map(id, session.model.modules())):
+            for place, binding in enumerate(session.bindings):
+                if not binding.action.observes:
+                    what = getattr(binding.action, "change", binding.action)  # Beside it stands what is counted.
+                    found[f"{place} at {binding.point}"] = describer.of(what, f"an edit at {binding.point}")
+    return found
 
 
 def _apart(describer: Describer, model: nn.Module, where: str) -> Tree:
