@@ -34,7 +34,7 @@ ROOT = "(root)"
 PLUMBING = {*vars(nn.Module()), "_hf_hook", "_old_forward", "_is_hf_initialized", "_is_fsdp_managed_module"} - {
     "training"
 }
-"""What PyTorch and accelerate keep in a module for their own use."""
+"""Attributes that PyTorch and accelerate keep in a module for their own use."""
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
 """Modules that run another one; what they keep is of this process, and not of the model."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -44,14 +44,14 @@ ROOTS = {"forward", "__call__", "__getattr__"}
 
 @dataclass
 class Identity:
-    """What a harvest depends on: a tree of texts, the table of what they refer to, and what is not known."""
+    """All that a harvest depends on: a tree of texts, the table that they refer to, and the unknown parts."""
 
     tree: dict[str, Any]
     values: dict[str, Any]
     unknown: dict[str, str] = field(default_factory=dict)
 
     def differences(self, tree: Any, values: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Where another one differs: the place, what that one has, what this one has."""
+        """Yield where another one differs: the place, its value there, and the value here."""
         yield from differences((tree, values), (self.tree, self.values))
 
     def check_known(self) -> None:
@@ -61,12 +61,12 @@ class Identity:
             raise HarvestError(CANNOT.format(lines=shortened(lines)))
 
     def changed_since(self, before: Identity) -> list[str]:
-        """The places at which it is no longer what it was."""
+        """Return the places at which it is no longer what it was."""
         return sorted({where for where, _, _ in self.differences(before.tree, before.values)})
 
 
 def shortened(lines: list[str]) -> str:
-    """Some lines of many."""
+    """Join lines, and cut them after the first few."""
     more = [f"  … and {len(lines) - MOST} more"] if len(lines) > MOST else []
     return "\n".join([*lines[:MOST], *more])
 
@@ -147,7 +147,7 @@ def _module(describer: Describer, module: nn.Module, where: str) -> dict[str, Tr
 
 
 def _own_class(module: nn.Module) -> type:
-    """The class of a module; FSDP2 and parametrizations put one of their own before it, which does not count."""
+    """Return the class of a module, without the one that FSDP2 puts before it."""
     mixed = {"FSDPModule", "ParametrizationList"}
     cls = type(module)
     if mixed.intersection(base.__name__ for base in cls.__bases__) and len(cls.__bases__) > 1:
@@ -170,7 +170,7 @@ def _said(module: nn.Module) -> str:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tree]:
-    """Buffers that a state dict leaves out."""
+    """Describe the buffers that a state dict leaves out."""
     names = sorted(module._non_persistent_buffers_set)  # noqa: SLF001  # there is no public list of them
     found = {name: module._buffers.get(name) for name in names}  # noqa: SLF001
     return {f"buffer {name}": _tensor(each) for name, each in found.items() if each is not None}
@@ -183,7 +183,7 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _counts(cls: type, name: str, value: Any) -> bool:
-    """Whether an attribute says what the module does. In a library's module, objects are its own affair."""
+    """Return whether an attribute configures the module. Opaque objects in modules of libraries do not."""
     inner = getattr(value, "func", value)
     if name == "forward" and (not isinstance(inner, types.FunctionType | types.MethodType) or _is_library(inner)):
         return False
@@ -198,7 +198,7 @@ def _is_library(function: Any) -> bool:
 
 
 def _hooks(describer: Describer, module: nn.Module, where: str) -> dict[str, Tree]:
-    """Hooks that change what passes; those of sessions, and of what spreads a model, are no part of it."""
+    """Describe the hooks of a module, without those of sessions and of what spreads a model."""
     found: dict[str, Tree] = {}
     for kind in HOOKS:
         hooks = (getattr(module, kind, None) or {}).values()

@@ -40,7 +40,7 @@ NOT_VALUES = {
 
 
 def name_of(thing: Any) -> str:
-    """The module and the name of a function or class."""
+    """Return the module and the name of a function or class."""
     module = getattr(thing, "__module__", None) or ""
     name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None) or type(thing).__qualname__
     return f"{module}.{name}" if module else str(name)
@@ -50,17 +50,17 @@ def name_of(thing: Any) -> str:
 
 
 def is_library(thing: Any) -> bool:
-    """Whether a function, class or module is of an installed package, or of Python itself: its version tells it."""
+    """Return whether a function, class or module belongs to an installed package or to Python itself."""
     return _is_installed(module_of(thing))
 
 
 def is_ours(thing: Any) -> bool:
-    """Whether it is a part of tenterhook, as the functions of an open session are."""
+    """Return whether it belongs to tenterhook, as the functions of an open session do."""
     return module_of(thing).partition(".")[0] == "tenterhook"
 
 
 def module_of(thing: Any) -> str:
-    """Where it is written. A wrapper says that it is what it wraps; its globals tell."""
+    """Return the module it is written in. A wrapper has the name of what it wraps, so its globals are read."""
     if isinstance(thing, types.FunctionType):
         return str(thing.__globals__.get("__name__") or "__main__")
     name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
@@ -91,7 +91,7 @@ def _python() -> tuple[Path, ...]:
 
 
 def digest(code: types.CodeType) -> str:
-    """The digest of what code does: not of its lines, its comments or its docstring."""
+    """Return the digest of compiled code, without line numbers, comments and docstring."""
     return xxhash.xxh3_128(repr(_parts(code)).encode(errors="backslashreplace")).hexdigest()
 
 
@@ -107,7 +107,7 @@ def _parts(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _is_docstring(code: types.CodeType) -> bool:
-    """Whether the first constant is the docstring: nothing in the code loads it."""
+    """Return whether the first constant is the docstring: nothing in the code loads it."""
     loaded = {each.arg for each in dis.get_instructions(code) if each.opname in {"LOAD_CONST", "RETURN_CONST"}}
     return 0 not in loaded
 
@@ -123,7 +123,7 @@ def _constant(value: Any) -> Any:
 
 
 def defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The default values of a function's arguments, by name."""
+    """Yield the default values of a function's arguments, by name."""
     code, given = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
     yield from zip(names, given, strict=True)
@@ -131,7 +131,7 @@ def defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def closure(function: types.FunctionType) -> dict[str, Any]:
-    """The values that a function has from around it, by name."""
+    """Return the closure values of a function, by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -143,7 +143,7 @@ def closure(function: types.FunctionType) -> dict[str, Any]:
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function and those inside it use, by name; of the user's own modules what is read of them."""
+    """Return the globals that a function and those inside it use, and the attributes read from the user's modules."""
     found: dict[str, Any] = {}
     around = {name: value for name, value in closure(function).items() if isinstance(value, types.ModuleType)}
     for code in _codes(function.__code__):
@@ -164,14 +164,14 @@ def globals_used(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _imported_modules(steps: list[dis.Instruction]) -> dict[str, types.ModuleType]:
-    """``import settings`` inside a function: the modules by the names that they have there."""
+    """Return the modules that a function imports, by their local names."""
     pairs = itertools.pairwise(steps)
     stored = [(one.argval, other.argval) for one, other in pairs if one.opname == "IMPORT_NAME"]
     return {name: sys.modules[module] for module, name in stored if module in sys.modules and isinstance(name, str)}
 
 
 def _followed(name: str, value: Any, steps: list[dis.Instruction]) -> tuple[str, Any]:
-    """``settings.scale``: what is read of a module, if the module is the user's own."""
+    """Follow ``settings.scale``: the attribute that is read from a module of the user."""
     for step in steps:
         is_read = step.opname in {"LOAD_ATTR", "LOAD_METHOD"}
         if not is_read or not isinstance(value, types.ModuleType) or is_library(value):
@@ -181,7 +181,7 @@ def _followed(name: str, value: Any, steps: list[dis.Instruction]) -> tuple[str,
 
 
 def _imported(steps: list[dis.Instruction], name: str) -> tuple[str, Any]:
-    """``from settings import scale`` inside a function."""
+    """Resolve ``from settings import scale`` inside a function."""
     module = next((step.argval for step in reversed(steps) if step.opname == "IMPORT_NAME"), "")
     found = sys.modules.get(module)
     if found is None or is_library(found):
@@ -200,7 +200,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """The methods and values of a class and of its bases, as far as they are the user's own."""
+    """Return the methods and values of a class and of its bases, as far as they are the user's own."""
     found: dict[str, Any] = {}
     for each in cls.__mro__:
         for name, value in vars(each).items() if not is_library(each) else ():
@@ -210,7 +210,7 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def reached(cls: type, roots: set[str]) -> dict[str, Any]:
-    """Those of its members that the roots reach by name, such as all that ``forward`` calls."""
+    """Return the members that the roots reach by name, such as all that ``forward`` calls."""
     whole: dict[str, dict[str, Any]] = {}
     for key, value in members(cls).items():
         whole.setdefault(key.partition(OF)[0], {})[key] = value
@@ -223,7 +223,7 @@ def reached(cls: type, roots: set[str]) -> dict[str, Any]:
 
 
 def names_in(value: Any) -> set[str]:
-    """Every name and every text in the code of a function or property."""
+    """Return every name and every string in the code of a function or property."""
     parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
     names: set[str] = set()
     for part in parts:
@@ -242,5 +242,5 @@ def _plain(value: Any) -> Any:
 
 
 def _is_value(value: Any) -> bool:
-    """Not the descriptors that Python makes for slots."""
+    """Return whether it is a value, and not a descriptor that Python makes for slots."""
     return not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType)

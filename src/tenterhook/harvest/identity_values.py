@@ -306,7 +306,7 @@ def _folded(kind: str, count: int, texts: list[str]) -> str:
 
 
 def _config(value: Any) -> dict[str, Any] | None:
-    """The values of a configuration that can give them, as those of transformers can."""
+    """Return the values of a configuration that has ``to_dict``, as those of transformers do."""
     if not callable(getattr(type(value), "to_dict", None)):
         return None
     try:
@@ -319,7 +319,7 @@ def _config(value: Any) -> dict[str, Any] | None:
 
 
 def _tokenizer(value: Any) -> list[tuple[str, Any]] | None:
-    """What a tokenizer is, without the padding that its last call left in it."""
+    """Return the parts of a tokenizer, without the padding that its last call left in it."""
     backend = getattr(value, "backend_tokenizer", value)
     if not type(backend).__module__.startswith("tokenizers") or not hasattr(backend, "to_str"):
         return None

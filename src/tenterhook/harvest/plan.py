@@ -96,7 +96,7 @@ def settle(place: Place, job: Job, source: Source, options: Options, agree: Call
 
 
 def _changed_by_running(before: Identity, job: Job, options: Options) -> list[str]:
-    """Where a model is no longer what it was before its first batch."""
+    """Return the places where a model is no longer what it was before its first batch."""
     after = identify(job, options.cutting, weights=False)
     same = ("data", *options.asked)
     after.tree |= {key: before.tree[key] for key in same}
@@ -164,7 +164,7 @@ def _columns(batch: Batch) -> list[Column]:
 
 
 def _file_name(key: str) -> str:
-    """A name that every system takes for a file, and that is not hidden."""
+    """Return a file name for a point that every system accepts, and that is not hidden."""
     name = re.sub(r"[^A-Za-z0-9_.\-]", "_", key)
     name = f"_{name}" if name.startswith((".", "-")) else name
     if len(name) <= LONGEST:

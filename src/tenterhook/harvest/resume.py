@@ -53,7 +53,7 @@ def compare(place: Place, manifest: dict[str, Any], identity: Identity, *, trust
 
 
 def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str, Any]:
-    """What an older manifest says, with the rest as it is now: the user vouches for that."""
+    """Complete an older manifest with what this call has: the user vouches for that part."""
     now = identity.tree
     found = then.get("model")
     model = found if isinstance(found, dict) else {}
@@ -62,7 +62,7 @@ def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str,
 
 
 def _told(where: str, value: Any) -> str:
-    """A value as it is shown; a description is text already."""
+    """Format a value for the error; a description is text already."""
     return f"{value:.100}" if isinstance(value, str) and where.partition(".")[0] in DESCRIBED else f"{value!r:.100}"
 
 
@@ -90,7 +90,7 @@ def check_sample(place: Place, manifest: dict[str, Any], source: Source) -> None
 
 
 def _digests(place: Place, shards: list[int], manifest: dict[str, Any], turn: int) -> Iterator[tuple[int, str]]:
-    """The numbers of the batches to compare, in order, each with its digest."""
+    """Yield the numbers of the batches to compare, in order, each with its digest."""
     per_shard = manifest["plan"]["batches_per_shard"]
     places = _sampled(len(shards) * per_shard, turn)
     commit: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _sampled(count: int, turn: int) -> list[int]:
 
 
 def _count_resume(place: Place) -> int:
-    """How often a harvest went on here before; a note beside the store, without which it begins at nought."""
+    """Count the resumed harvests in a file beside the store, and return how many there were before."""
     try:
         count = int(place.read(RESUMES)[:20])
     except (OSError, ValueError):

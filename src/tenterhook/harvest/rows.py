@@ -53,7 +53,7 @@ class Taking:
             raise ValueError(f"project= is a matrix [width, new width]; got {list(self.project.shape)}")
 
     def described(self) -> dict[str, Any]:
-        """What a manifest says, besides the functions, and a resumed harvest must say too."""
+        """Describe the options for the manifest; the functions are described by ``identify``."""
         return {
             "rows": self.by,
             "project": None if self.project is None else digest(self.project),

@@ -50,7 +50,7 @@ class Options:
     trust: bool = False
     wait: bool | float = False
     job: str | None = None
-    """What the processes of one job have in common, where several write."""
+    """An id that the processes of one job share, where several write."""
 
     def __post_init__(self) -> None:
         if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
@@ -70,7 +70,7 @@ class Options:
         return callable(self.to)
 
     def holder(self, rank: int | None = None) -> Holder:
-        """Who asks for the place."""
+        """Return who asks for the place."""
         return Holder(self.job, rank, FOREVER if self.wait is True else float(self.wait))
 
     def source(self, batches: Any) -> Source:
@@ -119,7 +119,7 @@ def ranks(*, slurm: bool) -> tuple[int, int]:
 
 
 def job_of_ranks() -> str:
-    """What the processes of one torchrun or srun have in common, and those of another do not."""
+    """Return an id that all processes of one torchrun or srun share, and no other job has."""
     found = {name: os.environ[name] for name in JOB if os.environ.get(name)}
     if "TENTERHOOK_JOB" in found:
         return found["TENTERHOOK_JOB"]

@@ -241,7 +241,7 @@ class Digest:
 
 
 def digest(*batches: Any) -> str:
-    """The digest of all of these: every tensor with its name, type, shape and bytes, and every plain value."""
+    """Return the digest of batches: every tensor with its name, type, shape and bytes, and every plain value."""
     state = xxhash.xxh3_128()
     for batch in batches:
         for path, leaf in _leaves(dict(batch) if isinstance(batch, Mapping) else batch):
@@ -257,7 +257,7 @@ def digest(*batches: Any) -> str:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every tensor and every plain value in a batch, with the way to it; an object of another kind by its type."""
+    """Yield every tensor and plain value in a batch with the path to it; other objects by their type."""
     if isinstance(value, PLAIN):
         yield path, value
         return

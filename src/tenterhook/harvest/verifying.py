@@ -49,7 +49,7 @@ class Report(Drawn):
     shards: int
     planned: int | None
     damaged: tuple[Fault, ...]
-    """What is wrong; a file that belongs to no shard has the number -1."""
+    """Faults; a file that belongs to no shard has the number -1."""
     stray: tuple[str, ...]
     """Files that no commit speaks of: what a killed process left."""
     dropped: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ def _drop(place: Place, columns: tuple[Column, ...], damaged: list[Fault]) -> No
 
 
 def _planned(place: Place, manifest: dict[str, Any]) -> tuple[int | None, list[Fault]]:
-    """How many shards there will be, and what is wrong with where that is written."""
+    """Return the number of planned shards, and the fault of the file that says it."""
     try:
         return planned(place, manifest), []
     except StoreError as error:
@@ -141,7 +141,7 @@ def _stray(place: Place, columns: tuple[Column, ...], shards: list[int]) -> tupl
 
 @dataclass(slots=True)
 class _Look:
-    """What was seen of a shard."""
+    """Findings of one shard."""
 
     shard: int
     wrong: list[Fault]
@@ -167,7 +167,7 @@ def _look(place: Place, manifest: dict[str, Any], columns: tuple[Column, ...], s
 
 
 def _gaps(looks: list[_Look]) -> Iterator[Fault]:
-    """Neighbours whose samples do not follow each other."""
+    """Yield neighbouring shards whose samples do not follow each other."""
     for one, other in itertools.pairwise(look for look in looks if look.samples is not None):
         if one.samples is None or other.samples is None:
             continue
@@ -177,7 +177,7 @@ def _gaps(looks: list[_Look]) -> Iterator[Fault]:
 
 
 def _fault(place: Place, column: Column, name: str, record: dict[str, Any]) -> str:
-    """The first thing that is wrong with a file, or nothing."""
+    """Return the first fault of a file, or an empty text."""
     try:
         return next(_faults(place, column, name, record), "")
     except FileNotFoundError:

@@ -35,7 +35,7 @@ def weights_of(model: nn.Module) -> str:
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """A quantized module has its weights in tuples, and others have them in their extra state."""
+    """Yield the tensors of an entry of a state dict. A quantized module has its weights in tuples."""
     if isinstance(value, Tensor):
         yield name, value
     else:
@@ -43,7 +43,7 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The type, the shape and a digest of the bytes of a tensor, wherever it is; of a spread one, of the part here."""
+    """Return the type, the shape and a digest of the bytes of a tensor on any device; of a spread one, of its part."""
     if tensor.is_quantized:
         return f"{tensor.dtype} {digest_of(tensor.int_repr())} {digest_of(tensor.dequantize())}"
     if tensor.layout != torch.strided:

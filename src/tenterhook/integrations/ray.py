@@ -106,7 +106,7 @@ class _Maker:
         return {**counts, "peak": writer.budget.peak, **spent}
 
     def _check_model(self) -> None:
-        """A function that makes a model must make the same one everywhere."""
+        """Refuse a model that differs from the driver's: the function must make the same one everywhere."""
         if self._is_checked:
             return
         then, now = read_manifest(self.place)["harvest"]["model"]["weights"], weights_of(self.job.model)

@@ -131,7 +131,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def read_manifest(place: Place) -> dict[str, Any]:
-    """The manifest of a store, checked."""
+    """Read and check the manifest of a store."""
     try:
         data = place.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
@@ -146,14 +146,14 @@ def read_manifest(place: Place) -> dict[str, Any]:
 
 
 def planned(place: Place, manifest: dict[str, Any]) -> int | None:
-    """How many shards there will be, if that is known."""
+    """Return the number of planned shards, if it is known."""
     batches = manifest["harvest"]["data"].get("batches")
     batches = read_end(place) if batches is None else batches
     return None if batches is None else -(-batches // manifest["plan"]["batches_per_shard"])
 
 
 def commits_found(place: Place) -> tuple[list[int], list[str]]:
-    """The numbers of the shards that are committed, in order, and the names of files that look like commits."""
+    """Return the committed shards in order, and the names of files that only look like commits."""
     names = [name for name in place.names(COMMITS) if name.endswith(".json")]
     matches = {name: COMMIT.fullmatch(name) for name in names}
     shards = {int(match[1]) for match in matches.values() if match}
@@ -161,7 +161,7 @@ def commits_found(place: Place) -> tuple[list[int], list[str]]:
 
 
 def committed(place: Place, most: int | None = None) -> list[int]:
-    """The shards that exist, in order; below ``most``, and nothing else may look like one."""
+    """Return the committed shards in order. Commits from ``most`` on, and misnamed ones, are an error."""
     shards, others = commits_found(place)
     others += [commit_name(shard) for shard in shards if most is not None and shard >= most]
     if others:
@@ -170,7 +170,7 @@ def committed(place: Place, most: int | None = None) -> list[int]:
 
 
 def read_commit(place: Place, shard: int, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What is said of a shard, checked against the manifest."""
+    """Read a commit, and check it against the manifest."""
     name = commit_name(shard)
     try:
         data = place.read(name, COMMIT_BYTES)
@@ -182,7 +182,7 @@ def read_commit(place: Place, shard: int, manifest: dict[str, Any]) -> dict[str,
 
 
 def read_end(place: Place) -> int | None:
-    """The number of batches that a stream had, if its end was seen."""
+    """Read how many batches a stream had, if its end was seen."""
     try:
         data = place.read(END, COMMIT_BYTES)
     except FileNotFoundError:

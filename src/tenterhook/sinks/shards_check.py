@@ -45,7 +45,7 @@ MOST_DIMENSIONS = 64
 
 
 def parsed(data: bytes, where: str) -> dict[str, Any]:
-    """The dict that some JSON is: not too deep, and without numbers that are none."""
+    """Parse a JSON object that is not too deep and has no NaN."""
     try:
         body = json.loads(data, parse_constant=_not_a_number)
     except RecursionError:
@@ -64,7 +64,7 @@ def _not_a_number(text: str) -> Any:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether values are nested deeper; one level at a time, so that no depth is too much for this."""
+    """Return whether values are nested deeper; without recursion, so that any depth can be checked."""
     layer = [value]
     for _ in range(levels):
         layer = [
@@ -90,37 +90,37 @@ class Fields:
         self._body, self._where = body, where
 
     def wrong(self, name: str, expected: str) -> StoreError:
-        """The error for a field."""
+        """Return the error for a field."""
         got = self._body.get(name, "nothing")
         return StoreError(f"{self._where} is damaged: {name!r} must be {expected}, and is {got!r:.80}.")
 
     def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
-        """A whole number in a range; ``true`` is none."""
+        """Return a whole number in a range; ``true`` is none."""
         value = self._body.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(name, f"a whole number from {least:,} to {most:,}")
         return value
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None, most: int = LONGEST_KEY) -> str:
-        """A text, of some form."""
+        """Return a text of some form."""
         value = self._body.get(name)
         if not isinstance(value, str) or len(value) > most or (pattern is not None and not pattern.fullmatch(value)):
             raise self.wrong(name, f"a text like {pattern.pattern}" if pattern else "a text")
         return value
 
     def listed(self, name: str, most: int = MOST) -> list[Any]:
-        """A list, not too long."""
+        """Return a list that is not too long."""
         value = self._body.get(name)
         if not isinstance(value, list) or len(value) > most:
             raise self.wrong(name, "a list" if most == MOST else f"a list of {most:,} at most")
         return value
 
     def inside(self, name: str) -> Fields:
-        """An object in this one."""
+        """Return the fields of an object in this one."""
         return Fields(self._body.get(name), f"{self._where}, {name!r},")
 
     def pair(self, name: str) -> tuple[int, int]:
-        """Two whole numbers: where something begins and where it ends."""
+        """Return two whole numbers: a beginning and an end."""
         value = self.listed(name, 2)
         whole = [each for each in value if isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST]
         if len(whole) != 2 or len(value) != 2 or whole[0] > whole[1]:  # noqa: PLR2004  # a pair
@@ -129,7 +129,7 @@ class Fields:
 
 
 def integer(body: dict[str, Any], name: str, where: str, least: int = 0) -> int:
-    """A whole number that a file must have."""
+    """Return a whole number that a file must have."""
     return Fields(body, where).integer(name, least)
 
 
@@ -185,7 +185,7 @@ def _check_shape(fields: Fields, dtype: str) -> None:
 
 
 def _check_ranges(ranges: list[Any], per_shard: int, batches: int | None, where: str) -> None:
-    """The batches and samples of every shard follow from the plan, one after the other."""
+    """Check that the batches and samples of every shard follow from the plan."""
     if batches is None or len(ranges) != -(-batches // per_shard):
         raise StoreError(f"{where} is damaged: it has {len(ranges):,} shards, and {batches} batches.")
     before = 0
@@ -265,7 +265,7 @@ def _check_record(record: Fields, rows: Rows, count: int) -> None:
 
 
 def head_fault(data: bytes, column: Rows, record: dict[str, Any]) -> str:
-    """What is wrong with the header of a file, or nothing: it must be what was written, and say what a commit says."""
+    """Return the fault of a file's header, or an empty text: it must match its checksum and the commit."""
     if shards_file.checksum_of(data, record["blocks"]) != record["checksum"]:
         return "its header is not what was written"
     try:

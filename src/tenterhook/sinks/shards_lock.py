@@ -43,7 +43,7 @@ class NoLocks(Exception):  # it never leaves this package
 
 @dataclass(frozen=True)
 class Holder:
-    """Who asks for a place: the job that a process belongs to, its number in it, and how long it waits."""
+    """A process that asks for a place: its job, its number in it, and how long it waits."""
 
     job: str | None = None
     rank: int | None = None
@@ -51,13 +51,13 @@ class Holder:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def note(self, *, holds: bool = True) -> bytes:
-        """What others may read of it."""
+        """Return the note that others read."""
         said = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         return json.dumps({**said, **_process(os.getpid()), "job": self.job, "holds": holds}).encode()
 
 
 def _process(pid: int) -> dict[str, str]:
-    """What tells a process from a later one with its number, and from one in another container."""
+    """Return the start time and the pid namespace of a process; a pid alone may be used again."""
     try:
         space = str(Path("/proc/self/ns/pid").readlink())
         began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
@@ -75,14 +75,14 @@ def _read(data: bytes) -> dict[str, Any]:
 
 
 def _named(note: dict[str, Any]) -> str:
-    """A holder in words."""
+    """Describe a holder for an error."""
     if not note.get("pid"):
         return "its process is not known"
     return f"process {note['pid']!s:.20} on {note.get('host')!s:.100}, since {note.get('since')!s:.30}"
 
 
 def _is_dead(note: dict[str, Any]) -> bool:
-    """Whether the process of a note ran here and is gone."""
+    """Return whether the process of a note ran on this machine and is gone."""
     pid = note.get("pid")
     if note.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False
@@ -205,7 +205,7 @@ def _write(descriptor: int, note: bytes) -> None:
 
 
 class Notes(Protocol):
-    """What notes need of a place."""
+    """The part of a place that notes use."""
 
     def read(self, name: str, most: int = ...) -> bytes: ...
 
@@ -256,7 +256,7 @@ def _agree(place: Notes, name: str, holder: Holder) -> None:
 
 
 def _other(place: Notes, name: str, holder: Holder) -> tuple[str | None, dict[str, Any]]:
-    """The first note of another job that is alive."""
+    """Return the first note of another job that is alive."""
     stamps = place.stamps(NOTES)
     now = stamps.pop(name, max(stamps.values(), default=0.0))  # By the clock of the place, which is one for all.
     for other, stamp in sorted(stamps.items()):

@@ -87,7 +87,7 @@ class Directory:
         return Directory, (self.root,)
 
     def path(self, name: str) -> Path:
-        """Where a file is: below the root, whatever the name and the links on the way say."""
+        """Return the path of a name, and refuse links that lead out of the root."""
         path = self.root / name
         real, root = os.path.realpath(path), os.path.realpath(self.root)
         if os.path.commonpath([real, root]) != root:
@@ -95,7 +95,7 @@ class Directory:
         return path
 
     def _file(self, name: str) -> Path:
-        """A file that is there, and that reading cannot block on or run away with."""
+        """Return the path of a regular file; reading a pipe could block, and a device need not end."""
         path = self.path(name)
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -104,7 +104,7 @@ class Directory:
         return path
 
     def read(self, name: str, most: int = MOST) -> bytes:
-        """A whole file, if it is not longer than it can be."""
+        """Read a whole file of at most ``most`` bytes."""
         with self._told(name), self._file(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > most:
@@ -136,7 +136,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Any failure to read as an error of the store; that a file is not there remains what it is."""
+        """Turn failures to read into a ``StoreError``; ``FileNotFoundError`` passes."""
         try:
             yield
         except (StoreError, FileNotFoundError):
@@ -145,7 +145,7 @@ class Directory:
             raise StoreError(f"{self}/{name} cannot be read: {error}") from error
 
     def names(self, folder: str) -> list[str]:
-        """Every file below a folder, but for those that are being written, and the lock. Links are not followed."""
+        """List every file below a folder, without hidden ones. Links are not followed."""
         top = self.path(folder)
         if top.exists() and not top.is_dir():
             raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("no file", "no folder"))
@@ -229,7 +229,7 @@ class Directory:
         return len(left)
 
     def stamps(self, folder: str) -> dict[str, float]:
-        """The files of a folder, with the times at which they were written last."""
+        """Return the files of a folder with their modification times."""
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.path(folder)):
@@ -310,7 +310,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Any failure as an error of the store; that an object is not there remains what it is."""
+        """Turn failures into a ``StoreError``; ``FileNotFoundError`` passes."""
         from obstore.exceptions import BaseError, NotFoundError
 
         try:
@@ -377,7 +377,7 @@ class ObjectStore:
         return 0  # An object that was not put whole is not there.
 
     def stamps(self, folder: str) -> dict[str, float]:
-        """The objects of a folder, with the times at which they were put."""
+        """Return the objects of a folder with their modification times."""
         import obstore
 
         with self._told(folder):

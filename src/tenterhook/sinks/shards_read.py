@@ -234,7 +234,7 @@ class Store(Drawn):
         self._rows = {(column.key, column.kind): StoredRows(self, column) for column in self.columns}
 
     def _commits(self) -> list[dict[str, Any]]:
-        """What is said of each shard; the samples of neighbours must follow each other."""
+        """Read the commits; the samples of neighbouring shards must follow each other."""
         numbers = committed(self.place, planned(self.place, self.manifest))
         commits = [read_commit(self.place, shard, self.manifest) for shard in numbers]
         for one, other in itertools.pairwise(commits):
