@@ -13,6 +13,7 @@ from typing import Any
 
 __all__ = [
     "EMPTY",
+    "all_constants",
     "cell_value",
     "cells_of",
     "closure_values",
@@ -77,6 +78,11 @@ def nested_codes(code: CodeType) -> list[CodeType]:
 def constants_of(code: CodeType) -> tuple[Any, ...]:
     """Return the constants of a function's code, the code of nested functions left out."""
     return tuple(constant for constant in code.co_consts if not isinstance(constant, CodeType))
+
+
+def all_constants(code: CodeType) -> tuple[Any, ...]:
+    """Return the constants of a function's code, the code of nested functions included."""
+    return code.co_consts
 
 
 def free_names(code: CodeType) -> tuple[str, ...]:
