@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import CellType, CodeType, FrameType, FunctionType
@@ -16,6 +17,7 @@ __all__ = [
     "frame_above",
     "frames_from",
     "free_names",
+    "global_names",
     "is_running",
     "nested_codes",
     "own_frame",
@@ -67,6 +69,15 @@ def constants_of(code: CodeType) -> tuple[Any, ...]:
 def free_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of the variables that a function takes from the functions around it."""
     return code.co_freevars
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that a function, or one defined inside it, may look up in its module's globals."""
+    names = dict.fromkeys(code.co_names)
+    for inner in nested_codes(code):
+        names |= dict.fromkeys(global_names(inner))
+    return tuple(names)
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
