@@ -35,8 +35,8 @@ VIEW = (
     "parameter in forward, or edit the outputs that are computed from it."
 )
 OUTSIDE = (
-    "{address!r} cannot be edited here: {kind} outside of the {model} that was given has it as its {name!r}, and would "
-    "compute with the unedited value. Open the session on the model that holds both."
+    "{address!r} cannot be edited here: another module, of class {kind}, has it as its {name!r} outside of the {model} "
+    "that was given, and would compute with the unedited value. Open the session on the model that holds both."
 )
 
 PLAIN = frozenset({
@@ -138,7 +138,7 @@ class Readers:
                     self._tensor(value, container, key, owner)
                     continue
                 if type(value).__name__ == "ndarray":
-                    self._memory.append((id(value), *memory_of(value), f"{self._names.get(id(owner), '')}.{key}"))
+                    self._memory.append((id(value), *memory_of(value), self._label(owner, key)))
                     continue
                 self._above.setdefault(id(value), []).append(id(owner))
                 if id(value) not in seen:
@@ -154,11 +154,16 @@ class Readers:
         if container is None:
             self._fixed.setdefault(id(value), []).append((type(owner).__name__, id(owner)))
         else:
-            self._places.setdefault(id(value), []).append((container, key, id(owner)))
+            places = self._places.setdefault(id(value), [])
+            in_table = isinstance(owner, nn.Module) and container is not owner.__dict__
+            places.insert(0 if in_table else len(places), (container, key, id(owner)))  # Tables are read first.
         begin, size = memory_of(value)
         if size and not (isinstance(owner, nn.Module) and _is_derived(owner, key)):
-            above = self._names.get(id(owner), type(owner).__name__)
-            self._memory.append((id(value), begin, size, f"{above}.{key}" if above else str(key)))
+            self._memory.append((id(value), begin, size, self._label(owner, key)))
+
+    def _label(self, owner: Any, key: Any) -> str:
+        above = self._names.get(id(owner), type(owner).__name__)
+        return f"{above}.{key}" if above else str(key)
 
 
 def memory_of(value: Any) -> tuple[int, int]:
