@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
 
@@ -214,6 +215,32 @@ def test_a_hook_of_the_users_own_that_computes_a_weight_sees_the_edit():
     with th.edit(layer, {"raw": th.zero()}):
         assert layer(X).eq(0).all()
     assert layer.weight is weight
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer, *, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_the_weight_again_from_the_edited_parameter(reentrant, closed):
+    model = Checkpointed(weight_norm(nn.Linear(3, 3)), reentrant=reentrant)
+    layer, x = model.layer, X.clone().requires_grad_()
+    session = th.edit(model, {"layer.weight_g": th.scale(2.0)}).start()
+    loss = model(x).pow(2).sum()
+    if closed:
+        session.close()
+    loss.backward()
+    session.close()
+    g, v = (each.detach().clone().requires_grad_() for each in (layer.weight_g, layer.weight_v))
+    functional.linear(X, torch._weight_norm(v, g * 2, 0), layer.bias.detach()).pow(2).sum().backward()
+    assert torch.allclose(layer.weight_g.grad, g.grad)
+    assert torch.allclose(layer.weight_v.grad, v.grad)
 
 
 # --- parameters that are kept a second time ---------------------------------------------------------------------------

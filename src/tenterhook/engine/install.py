@@ -119,17 +119,12 @@ class Tap:
             )  # A pickle names a method, and that one does as it should.
             disable(short, OPEN)
             self.call = MethodType(short, self.module)
-        elif not compiles and self._exchanges and can_override_call(self.module):
+        elif not compiles and any(lane.exchanges for lane in self.lanes) and can_override_call(self.module):
             whole: Any = around(self)
             whole.tap, whole.__name__ = self, USUAL_CALL.__name__
             disable(whole, OPEN)
             self.call = MethodType(whole, self.module)
         self.put_in()
-
-    @property
-    def _exchanges(self) -> bool:
-        """Whether a parameter is edited around this module's calls."""
-        return any(swap.changes for lane in self.lanes for swap in lane.swaps)
 
     def put_in(self) -> None:
         """Put the forward in, and what stands before it; torch.jit.script finds an error from now on."""

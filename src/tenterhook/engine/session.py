@@ -214,7 +214,7 @@ class Session:
             if id(module) in reaching and not is_compiled_wrapper(module):  # torch.compile's own module only hands on.
                 lane = self._lane(module, path)
                 lane.swaps += (swap, *own_update(swap, module))
-                lane.again = True
+                lane.again = lane.exchanges = True
 
     def _leave_fast_paths(self) -> None:
         """Let fused layers call their children, where one of those is wanted."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.pytorch.autograd import storage_identity
+from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.derived_weights import (
     PowerIteration,
     WeightHook,
@@ -117,7 +118,7 @@ class Derived:
             if key in cache:
                 self._cached[key] = cache.pop(key)
         for hook in self._hooks:
-            setattr(hook.module, hook.name, hook.compute())
+            setattr(hook.module, hook.name, _uncounted(hook.compute))
 
     def leave(self) -> None:
         """Put back what was found; compute it anew if the parameters have changed since the first call."""
@@ -132,7 +133,7 @@ class Derived:
             power.repeat()
         for hook, _ in self._attributes:
             if hook.state() != self._states[hook]:
-                setattr(hook.module, hook.name, hook.compute())
+                setattr(hook.module, hook.name, _uncounted(hook.compute))
         self._attributes.clear()
 
 
@@ -320,6 +321,14 @@ class Apart:
 
     def apart(self) -> Apart:
         return self
+
+
+def _uncounted(compute: Callable[[], Tensor]) -> Tensor:
+    """Compute a tensor; a checkpoint does not count what autograd saves for it, as it would not in the other run."""
+    if saved_tensor_hooks() is None:
+        return compute()
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        return compute()
 
 
 def _same(tensor: Tensor) -> Tensor:
