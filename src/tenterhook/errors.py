@@ -122,7 +122,7 @@ class TapeError(TenterhookError):
 
 
 class AmbiguousCall(TapeError, LookupError):
-    """Several calls were recorded and none was chosen."""
+    """A name of several recorded calls, or of several places in the source, of which none was chosen."""
 
 
 class NotRecorded(TapeError, LookupError):

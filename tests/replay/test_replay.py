@@ -58,7 +58,7 @@ EDITS = [
     (gpt2, "transformer.h.3.attn.c_attn"),
     (gpt2, "transformer.h.2.mlp:in"),
     (gpt2, "transformer.h.2:hidden_states"),
-    (gpt2, "transformer.h.2.attn:query_states"),
+    (gpt2, "transformer.h.2.attn:query_states[*]"),
     (gpt2, "transformer.h.2.mlp.c_fc.weight"),
     (gpt2, "transformer.wte.weight"),
     (gpt2, "lm_head"),

@@ -86,9 +86,13 @@ class Guard(Protocol):
 
 
 class Binding:
-    """An action at a point."""
+    """An action at a point.
 
-    __slots__ = ("action", "point")
+    ``numbers``: at a name with several places in the source, the number of the place by execution; None elsewhere.
+    """
+
+    __slots__ = ("action", "numbers", "point")
 
     def __init__(self, point: Point, action: Action) -> None:
         self.point, self.action = point, action
+        self.numbers: dict[int, int] | None = None

@@ -14,6 +14,8 @@ from typing import Any
 
 import xxhash
 
+from tenterhook.pytorch.python_code import EMPTY, all_constants, cell_value, cells_of, free_names, nested_codes
+
 __all__ = [
     "closure",
     "defaults",

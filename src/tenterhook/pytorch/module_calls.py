@@ -29,6 +29,7 @@ __all__ = [
     "call_override",
     "call_state",
     "call_with_hooks",
+    "can_override_call",
     "children_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
@@ -166,14 +167,14 @@ def call_override(module: nn.Module) -> Any:
     return module.__dict__.get(CALL_OVERRIDE)
 
 
+def can_override_call(module: nn.Module) -> bool:
+    """Return whether PyTorch makes this module's calls with its own code, and nothing stands in the place of them."""
+    return _IS_PYTORCHS_OWN and type(module)._call_impl is USUAL_CALL and module.__dict__.get(CALL_OVERRIDE) is None
+
+
 def is_usual_call(module: nn.Module) -> bool:
     """Return whether PyTorch calls this module as it calls most: with its own code, without hooks, not compiled."""
-    return (
-        _IS_PYTORCHS_OWN
-        and type(module)._call_impl is USUAL_CALL
-        and module.__dict__.get(CALL_OVERRIDE) is None
-        and not has_hooks(module.__dict__)
-    )
+    return can_override_call(module) and not has_hooks(module.__dict__)
 
 
 def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:

@@ -105,7 +105,11 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
         else:
             missing.append([index, entry.why])
     described = {"address": address, "kind": track.kind, "site": track.site, "calls": calls, "missing": missing}
-    source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))} if track.where else {}
+    source: dict[str, Any] = {}
+    if track.where:
+        source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))}
+    if track.numbers is not None:
+        source |= {"places": track.places, "numbers": sorted(map(list, track.numbers.items()))}
     return described | source
 
 
@@ -158,6 +162,9 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
             made.site, made.where = str(track.get("site", "")), str(track.get("where", ""))
             made.lines = tuple(map(int, track.get("lines", ())))
             made.source = tuple(map(str, track.get("source", ())))
+            if "numbers" in track:
+                made.places = int(track["places"])
+                made.numbers = {int(index): int(number) for index, number in track["numbers"]}
     # The gradients share this dict.
     for name, address in described["aliases"].items():
         tape._aliases[str(parse(name))] = str(parse(address))

@@ -18,6 +18,7 @@ from tenterhook.replay.script import Run, Script
 from tenterhook.replay.serve import Served, Server
 from tenterhook.replay.state import ambient, in_the_way
 from tenterhook.sites.module import MISSING, can_be_called
+from tenterhook.sites.parameter import Swap
 
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
@@ -280,12 +281,12 @@ def first_edit(run: Run, lanes: list[Lane]) -> float:
 
 
 def _owns_swap(lane: Lane, lanes: list[Lane]) -> bool:
-    """Whether an edited parameter stands in this module, and not only below it."""
-    own = [swap for swap in lane.swaps if swap.changes]
+    """Whether this module keeps an edited parameter itself, and not only a module below it."""
+    own = [swap for swap in lane.swaps if isinstance(swap, Swap)]
     below = [
         other for other in lanes if other is not lane and other.path.startswith(f"{lane.path}." if lane.path else "")
     ]
-    return any(all(swap not in other.swaps for other in below) for swap in own)
+    return any(id(lane.module) in swap.keepers or all(swap not in other.swaps for other in below) for swap in own)
 
 
 def check_weights(model: nn.Module, script: Script) -> None:
