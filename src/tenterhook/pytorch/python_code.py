@@ -30,6 +30,7 @@ __all__ = [
     "nested_codes",
     "own_frame",
     "replaceable_parts",
+    "set_cell",
     "set_free_variable",
     "variable_in",
 ]
@@ -108,6 +109,11 @@ def set_free_variable(function: FunctionType, name: str, value: Any) -> None:
     cell = cells_of(function).get(name)
     if cell is not None:
         cell.cell_contents = value
+
+
+def set_cell(cell: CellType, value: Any) -> None:
+    """Give the variable of a cell another value."""
+    cell.cell_contents = value
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:

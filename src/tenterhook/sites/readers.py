@@ -22,7 +22,7 @@ from tenterhook.errors import UnsupportedModel
 from tenterhook.pytorch.derived_weights import weight_hooks
 from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
-from tenterhook.pytorch.python_code import cell_value, cells_of, global_names
+from tenterhook.pytorch.python_code import cell_value, cells_of, global_names, set_cell
 
 __all__ = ["Cell", "Readers", "Slot", "refuse_outside_owners"]
 
@@ -60,7 +60,7 @@ class Cell:
         return cell_value(self._cell)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._cell.cell_contents = value
+        set_cell(self._cell, value)
 
 
 class Slot:
