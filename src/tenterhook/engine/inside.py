@@ -18,6 +18,7 @@ from tenterhook.engine.action import Context
 from tenterhook.engine.operations import watched
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
+from tenterhook.sites.tensor import shows_every_change
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -114,8 +115,10 @@ class Node:
         if short is not None and type(value) is Tensor:
             lane, binding, action = short
             try:
+                if not shows_every_change(value):
+                    return self._value(place, value)
                 entry = (value.detach() if value.requires_grad else value, value._version)
-            except RuntimeError:  # An inference tensor has no version.
+            except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
                 return self._value(place, value)
             if not lane.over:
                 executions, entries = lane.executions, action.entries

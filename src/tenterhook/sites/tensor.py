@@ -46,6 +46,7 @@ __all__ = [
     "layout_of",
     "mark_own",
     "put_in_order",
+    "shows_every_change",
     "why_no_gradient",
 ]
 
@@ -186,6 +187,17 @@ def base_of(tensor: Tensor) -> Tensor | None:
         return None  # Autograd refuses to change it, and to use it once its base was changed.
     # Nobody may change a leaf that requires a gradient in place, nor a view of it.
     return base if base is not None and base.requires_grad and base.grad_fn is not None else None
+
+
+def shows_every_change(tensor: Tensor) -> bool:
+    """Return whether the version of a tensor counts every change of its memory.
+
+    Memory of NumPy, of a buffer or of another library is changed without PyTorch, and fused optimizers do not count
+    what they do to parameters. Raises ``RuntimeError`` for a tensor that has no memory of its own to ask, such as a
+    sparse one.
+    """
+    base = view_base(tensor)
+    return tensor.untyped_storage().resizable() and (base is None or not isinstance(base, nn.Parameter))
 
 
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
