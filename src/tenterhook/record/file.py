@@ -177,11 +177,10 @@ def _check_format(kind: Kind, file: Path, texts: dict[str, str]) -> None:
     other = OTHERS.get(texts.get("format", ""))
     if other is not None and texts.get("format") != kind.format:
         raise kind.error(f"{file} is {kind.no}: it holds {other}.")
-    if texts.get("format") == "pt":
-        raise kind.error(f"{file} is {kind.no}: it holds plain tensors. safetensors.torch.load_file reads it.")
     if texts.get("format") != kind.format:
         raise kind.error(
-            f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged."
+            f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged. "
+            "safetensors.torch.load_file reads any of these."
         )
     version = texts.get("format_version", "")
     if VERSION.fullmatch(version) and int(version) > kind.version:
