@@ -189,7 +189,7 @@ def test_one_call_of_several_is_recorded_and_edited():
         found = [call(X), call(X)]
     with th.record(plain, "b0#1") as wanted, th.edit(plain, {"b0#3": th.zero()}):
         expected = [plain(X), plain(X)]
-    assert list(tape) == [f"{at}b0#1"]
+    assert list(tape) == ["b0#1"]
     assert close(tape[f"{at}b0#1"], wanted["b0#1"])
     assert all(map(close, found, expected))
 
