@@ -42,8 +42,8 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
     if len(values) + len(lone) > SHOWN:
         footer.insert(0, f"… and {len(values) + len(lone) - SHOWN} more")
     count = len(watch.findings)
-    counted = ", ".join(counted(*each) for each in ((watch.steps, "step"), (len(rows), "row"), (count, "finding")))
-    title = f"{type(watch.model).__name__}: {counted}"
+    counts = ", ".join(counted(*each) for each in ((watch.steps, "step"), (len(rows), "row"), (count, "finding")))
+    title = f"{type(watch.model).__name__}: {counts}"
     return Table(title, COLUMNS, tuple(drawn), tuple(footer))
 
 
