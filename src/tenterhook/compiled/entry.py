@@ -24,7 +24,7 @@ from tenterhook.compiled.plan import FOREIGN
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import EditError, Stopped
 from tenterhook.pytorch import dynamo_tracing
-from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
+from tenterhook.pytorch.dynamo import ORIGINAL_MODULE, is_marked_as_traced, original_module, without_compiling
 from tenterhook.pytorch.dynamo_tracing import (
     OptimizedModule,
     Unsupported,
@@ -73,7 +73,7 @@ def entries(session: Session) -> dict[nn.Module, str]:
     for path in sorted(paths):
         module = find(model, path)
         if isinstance(module, OptimizedModule):
-            found[original_module(module)] = f"{path}._orig_mod" if path else "_orig_mod"
+            found[original_module(module)] = f"{path}.{ORIGINAL_MODULE}" if path else ORIGINAL_MODULE
         elif module is not None and (compiled_call(module) is not None or (not path and _begins_at_top(session))):
             found.setdefault(module, path)
     return found

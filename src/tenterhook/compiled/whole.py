@@ -16,7 +16,13 @@ from tenterhook.compiled.plan import FOREIGN, part_of
 from tenterhook.compiled.served import UNDECIDED
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.errors import SessionError
-from tenterhook.pytorch.dynamo import begins_outside_of, is_fullgraph, original_module, settings_of_compiled_call
+from tenterhook.pytorch.dynamo import (
+    ORIGINAL_MODULE,
+    begins_outside_of,
+    is_fullgraph,
+    original_module,
+    settings_of_compiled_call,
+)
 from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import compiled_call
@@ -53,7 +59,7 @@ def check(session: Session) -> None:
 
 def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
     """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
-    outer = find(session.model, path.removesuffix("_orig_mod").removesuffix("."))
+    outer = find(session.model, path.removesuffix(ORIGINAL_MODULE).removesuffix("."))
     if isinstance(outer, OptimizedModule):
         return [outer] if is_fullgraph(settings_of_wrapper(outer)) else []
     return [module] if is_fullgraph(settings_of_compiled_call(compiled_call(module))) else []

@@ -47,6 +47,9 @@ _skip_code = find("torch._dynamo.eval_frame.skip_code")
 _rules: Any = find("torch._dynamo.trace_rules")
 _eval_frame: Any = find("torch._dynamo.eval_frame")
 find("torch._dynamo.eval_frame._stance")  # Replaced each time it is set, so it is read each time.
+attribute("trace_rules", "check")
+attribute("stance", "stance")
+attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
     attribute("Dynamo backend", "_torchdynamo_orig_callable"),
@@ -197,7 +200,9 @@ def _probe_versions() -> None:
     found: list[tuple[bool, bool]] = []
     x = torch.ones(2, device="cpu")
     check(compiled_versions(run.__code__) == 0, "code that was never compiled has compiled versions")
+    graphs = counters["stats"]["unique_graphs"]
     _compiled(run)(x)
+    check(counters["stats"]["unique_graphs"] == graphs + 1, "compiled graphs are not counted")
     check(compiled_versions(run.__code__) == 1, "compiled versions of code are not counted")
     keep_out(apart.__code__)
     _compiled(apart)(x)

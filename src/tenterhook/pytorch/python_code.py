@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from inspect import CO_VARARGS
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "cells_of",
     "closure_values",
     "constants_of",
+    "first_argument",
     "frame_above",
     "frames_from",
     "free_names",
@@ -45,6 +47,15 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 def variable_in(frame: FrameType, name: str) -> Any:
     """Return the value of a local variable in a frame, or None."""
     return frame.f_locals.get(name)
+
+
+def first_argument(frame: FrameType) -> Any:
+    """Return the first argument by place of the function that a frame runs, whatever its name, or None."""
+    code = frame.f_code
+    if code.co_argcount:
+        return frame.f_locals.get(code.co_varnames[0])
+    rest = frame.f_locals.get(code.co_varnames[code.co_kwonlyargcount]) if code.co_flags & CO_VARARGS else ()
+    return rest[0] if rest else None
 
 
 def is_running(frame: FrameType | None, caller: FrameType | None) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.errors import HookError
 from tenterhook.pytorch.autograd import is_older, next_operation_number, own_alias, storage_identity
+from tenterhook.pytorch.hook_tables import FORWARD, FORWARD_ALWAYS_CALLED, FORWARD_PRE, FORWARD_PRE_WITH_KWARGS
 from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 from tenterhook.sites.inplace import model_changes_in_place
 from tenterhook.sites.tensor import Counter, hook_tensor
@@ -123,7 +124,7 @@ def backward_hooks(module: nn.Module) -> BackwardHooks:
 
 def _tables(module: nn.Module) -> tuple[OrderedDict[Any, Any], ...]:
     """PyTorch's own tables of a module's hooks; its keys are integers, and ours is none."""
-    names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
+    names = (FORWARD_PRE, FORWARD_PRE_WITH_KWARGS, FORWARD, FORWARD_ALWAYS_CALLED)
     return tuple(module.__dict__[name] for name in names)
 
 

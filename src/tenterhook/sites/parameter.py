@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, flat_weights
 from tenterhook.pytorch.module_calls import buffers_of, parameters_of
+from tenterhook.pytorch.support import require
 
 __all__ = ["Exchange", "Swap", "holders", "is_offloaded"]
 
@@ -86,7 +87,9 @@ class Swap:
 
     def __init__(self, model: nn.Module, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         self.places = list(holders(model, tensor))
-        layers = (module for module in model.modules() if isinstance(module, nn.RNNBase))
+        layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and _has(module, tensor)]
+        if layers:
+            require("parameters of recurrent layers")
         self.flat = [Flat(layer) for layer in layers if any(held is tensor for held in flat_weights(layer))]
         self._make = make
         self._found: Tensor | None = None
@@ -163,6 +166,10 @@ class Apart:
 
     def apart(self) -> Apart:
         return self
+
+
+def _has(module: nn.Module, tensor: Tensor) -> bool:
+    return any(held is tensor for held in parameters_of(module).values())
 
 
 def _same(tensor: Tensor) -> Tensor:

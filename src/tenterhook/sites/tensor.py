@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tenterhook._tree import tensors
 from tenterhook.errors import GradientError, HookError
 from tenterhook.pytorch.autograd import Hooks, forget_hooks, operation_number, set_hooks, tensor_hooks, view_base
+from tenterhook.pytorch.hook_tables import TENSOR_ACCUMULATED, TENSOR_BACKWARD
 from tenterhook.pytorch.transforms import is_wrapped
 
 __all__ = [
@@ -102,7 +103,7 @@ class LeafHook(_Tidy):
 
     __slots__ = ()
 
-    table = "_backward_hooks"
+    table = TENSOR_BACKWARD
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_hook(function))
@@ -117,7 +118,7 @@ class PostAccumulateHook(_Tidy):
 
     __slots__ = ()
 
-    table = "_post_accumulate_grad_hooks"
+    table = TENSOR_ACCUMULATED
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))
