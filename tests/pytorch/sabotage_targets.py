@@ -17,6 +17,8 @@ class Target(NamedTuple):
     renames: tuple[Rename, ...] = ()
     patch: str = ""
     """the name of a function in ``sabotage_patches``"""
+    slow: bool = True
+    """whether PyTorch still runs compiled models so"""
 
 
 CHECKPOINT = "torch/utils/checkpoint.py"
@@ -28,6 +30,7 @@ COMMON = {
     "DisableTorchFunction", "PROXY", "TorchDispatchMode", "Unsupported", "_foreach_copy_", "_foreach_norm", "counters",
     "disable", "graph_break", "is_fake", "skip_code",
 }  # fmt: skip
+COMMON |= {"_fsdp_param_group"}  # A file has that name too.
 IN_C = {"AsStridedBackward0", "Tensor", "UntypedStorage", "autograd.Node"}
 
 # Attributes of private objects whose names are common words: the room looks for others.
@@ -85,7 +88,7 @@ def targets():
         for file, words in VARIABLES.items()
         for name in words
     ]
-    found += [Target(f"patched: {name}", patch=name) for name in PATCHES]
+    found += [Target(f"patched: {name}", patch=name, slow="without instance" not in name) for name in PATCHES]
     return {target.label: target for target in found}
 
 
@@ -100,7 +103,9 @@ def _of_path(path):
 
 
 def _of_attribute(owner, name):
-    if owner in BEHIND or name == "config":
+    if name in COMMON:
+        rename = Rename(name, "tenterhook")
+    elif owner in BEHIND or name == "config":
         rename = Rename(name, "tenterhook", (ROOM,), only_attributes=True)
     else:
         rename = Rename(name, "tenterhook" if owner in IN_C else "torch", ONLY_IN.get((owner, name), ()))
