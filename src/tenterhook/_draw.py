@@ -21,6 +21,8 @@ import unicodedata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from tenterhook._text import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -103,7 +105,7 @@ class Drawn:
 
 def as_text(table: Table) -> str:
     """Plain text, as wide as it has to be."""
-    table = _without_empty_columns(table)
+    table = _without_empty_columns(_printable(table))
     leading = guides(table.rows)
     lines = [full_cells(table, row.cells, guide) for row, guide in zip(table.rows, leading, strict=True)]
     titles = tuple(column.title for column in table.columns)
@@ -121,6 +123,7 @@ def as_rich(table: Table, also: str = "") -> Group:
 
     from tenterhook._fit import Fitted
 
+    table = _printable(table)
     title = [Text(table.title, style="bold")] if table.title else []
     fitted = Fitted(_without_empty_columns(table), also)
     return Group(*title, fitted, *(Text(line, style="dim") for line in table.footer))
@@ -128,7 +131,7 @@ def as_rich(table: Table, also: str = "") -> Group:
 
 def as_html(table: Table) -> str:
     """A table for a notebook: styles inline, no script, nothing fetched, legible on light and on dark."""
-    table = _without_empty_columns(table)
+    table = _without_empty_columns(_printable(table))
     head = "".join(_html_cell("th", column, html.escape(column.title), _HEAD_CSS) for column in table.columns)
     rows = [_html_row(table, row, guide) for row, guide in zip(table.rows, guides(table.rows), strict=True)]
     footer = "".join(f'<div style="opacity:.6">{html.escape(line)}</div>' for line in table.footer)
@@ -150,6 +153,15 @@ def short_number(number: int) -> str:
         value /= _THOUSAND
         units.pop(0)
     return f"{value:.1f}{units[0]}" if units[0] else str(number)
+
+
+def _printable(table: Table) -> Table:
+    """The table with everything in it safe to show, whoever has named the rows."""
+    rows = tuple(
+        row if "".join(row.cells).isprintable() else replace(row, cells=tuple(map(printable, row.cells)))
+        for row in table.rows
+    )
+    return replace(table, title=printable(table.title), rows=rows, footer=tuple(map(printable, table.footer)))
 
 
 def _without_empty_columns(table: Table) -> Table:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenterhook._text import printable
 from tenterhook.pytorch.structures import registered
 
 __all__ = ["Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
@@ -38,7 +39,7 @@ class Opaque:
     type: str
 
     def __repr__(self) -> str:
-        return f"<{self.type}, not kept>"
+        return printable(f"<{self.type}, not kept>")
 
     @classmethod
     def of(cls, value: object) -> Opaque:
@@ -95,32 +96,43 @@ def show_path(path: Path) -> str:
     >>> show_path((0, "logits"))
     "[0]['logits']"
     """
-    return "".join(f"[{key!r}]" for key in path)
+    return "".join(f"[{_written(key)}]" for key in path)
 
 
-def describe(value: Any) -> str:  # noqa: PLR0911
+def describe(value: Any) -> str:
     """A structure in a few words.
 
     >>> describe((torch.zeros(2, 3), None))
     '(float32[2, 3], None)'
     """
+    return printable(_described(value))
+
+
+def _described(value: Any) -> str:  # noqa: PLR0911
     if isinstance(value, Tensor):
         shape = f" nested[{value.size(0)}]" if value.is_nested else list(value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}{shape}"
     if isinstance(value, Opaque):
         return f"<{value.type.rpartition('.')[2]}>"
     if isinstance(value, CONSTANTS):
-        return repr(value) if len(repr(value)) < SHORT else type(value).__name__
+        return text if len(text := _written(value)) < SHORT else type(value).__name__
     parts = parts_of(value)
     if parts is None:
         return type(value).__name__
-    inside = [describe(part) for _, part in parts]
+    inside = [_described(part) for _, part in parts]
     if type(value) is tuple:
         return f"({', '.join(inside)})"
     if type(value) is list:
         return f"[{', '.join(inside)}]"
     named = ", ".join(f"{key}={text}" for (key, _), text in zip(parts, inside, strict=True))
     return f"{type(value).__name__}({named})"
+
+
+def _written(constant: Any) -> str:
+    try:
+        return repr(constant)
+    except ValueError:  # Python refuses to write integers of thousands of digits.
+        return f"<{type(constant).__name__}>"
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:

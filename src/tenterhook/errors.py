@@ -44,6 +44,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tenterhook._text import printable_lines
+
 __all__ = [
     "AddressError",
     "AmbiguousCall",
@@ -81,7 +83,10 @@ __all__ = [
 
 
 class TenterhookError(Exception):
-    """The base of them all."""
+    """The base of them all. Its text shows control characters, of a name or a file, as escapes."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class AddressError(TenterhookError, LookupError):
@@ -117,7 +122,7 @@ class TapeError(TenterhookError):
 
 
 class AmbiguousCall(TapeError, LookupError):
-    """Several calls were recorded and none was chosen."""
+    """A name of several recorded calls, or of several places in the source, of which none was chosen."""
 
 
 class NotRecorded(TapeError, LookupError):
@@ -212,3 +217,6 @@ class SweepInterrupted(KeyboardInterrupt):
 
 class TenterhookWarning(UserWarning):
     """Something that deserves a look and is no error."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())

@@ -17,8 +17,9 @@ for views.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,10 +27,11 @@ import torch  # noqa: F401  For the examples.
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tenterhook._tree import tensors
 from tenterhook.errors import HookError, ReadonlyHook
+from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 from tenterhook.pytorch.support import require
-from tenterhook.sites.backward import BackwardHooks, backward_hooks, name_of
+from tenterhook.sites.backward import BackwardHooks, backward_hooks, name_of, put_last
+from tenterhook.sites.readonly import ReachableState
 from tenterhook.sites.tensor import hook_tensor
 
 __all__ = [
@@ -45,19 +47,22 @@ Hook = Callable[..., Any]
 
 
 class Handle:
-    """What a registration returns: ``remove()`` it, any number of times, or use it as a context manager."""
+    """What a registration returns: ``remove()`` it, any number of times, or use it as a context manager.
 
-    __slots__ = ("_remove", "id")
+    A module that is copied or pickled together with its handle has a handle of its own. A handle keeps no module alive.
+    """
 
-    def __init__(self, id: int, remove: Callable[[], object]) -> None:  # noqa: A002  PyTorch's handles call it id.
+    __slots__ = ("_entry", "id")
+
+    def __init__(self, id: int, entry: Any) -> None:  # noqa: A002  PyTorch's handles call it id.
         self.id = id
-        self._remove: Callable[[], object] | None = remove
+        self._entry: Any = entry
 
     def remove(self) -> None:
         """Take the hook away. A second time does nothing."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +71,41 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<Handle {self.id}, {'removed' if self._remove is None else 'in place'}>"
+        return f"<Handle {self.id}, {'removed' if self._entry is None else 'in place'}>"
+
+
+class _BackwardEntry:
+    """A backward hook of a module, to be removed. Like PyTorch's handles it refers to the module weakly."""
+
+    def __init__(self, module: nn.Module, manager: BackwardHooks, which: str, key: int) -> None:
+        self.__setstate__((module, manager, which, key))
+
+    def remove(self) -> None:
+        module, manager = self._module(), self._manager()
+        if module is not None and manager is not None:
+            manager.discard(module, self._which, self._key)
+
+    def __getstate__(self) -> tuple[nn.Module | None, BackwardHooks | None, str, int]:
+        return self._module(), self._manager(), self._which, self._key
+
+    def __setstate__(self, state: tuple[Any, Any, str, int]) -> None:
+        module, manager, self._which, self._key = state
+        self._module: Callable[[], Any] = _nothing if module is None else weakref.ref(module)
+        self._manager: Callable[[], Any] = _nothing if manager is None else weakref.ref(manager)
+
+
+class _TensorEntry:
+    """A hook of a tensor, to be removed. Tensors are copied without their hooks, so a copy of this removes nothing."""
+
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self.remove = remove
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TensorEntry, (_nothing,)
+
+
+def _nothing() -> None:
+    """Return nothing; it stands for a module that is gone, and for a hook that is."""
 
 
 def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle:
@@ -89,7 +128,7 @@ def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle
             "or compute it from something that does."
         )
     remove = hook_tensor(tensor, _noted(_guarded(fn, readonly=readonly)))
-    return Handle(_next_id(), remove)
+    return Handle(_next_id(), _TensorEntry(remove))
 
 
 def register_forward_pre_hook(
@@ -102,7 +141,9 @@ def register_forward_pre_hook(
     """
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
-    return _native(module.register_forward_pre_hook(guarded, prepend=prepend, with_kwargs=with_kwargs))
+    handle = module.register_forward_pre_hook(guarded, prepend=prepend, with_kwargs=with_kwargs)
+    put_last(forward_pre_hooks_of(module))  # What backward hooks see does not depend on which came first.
+    return Handle(handle.id, handle)
 
 
 def register_forward_hook(
@@ -120,9 +161,8 @@ def register_forward_hook(
     """
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
-    return _native(
-        module.register_forward_hook(guarded, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call)
-    )
+    handle = module.register_forward_hook(guarded, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call)
+    return Handle(handle.id, handle)
 
 
 def register_backward_pre_hook(module: nn.Module, fn: Hook, *, prepend: bool = False, readonly: bool = False) -> Handle:
@@ -151,17 +191,13 @@ def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False
 
 
 def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonly: bool) -> Handle:
-    require("module calls", "backward passes", "gradients")
+    require("module calls", "backward passes", "gradients", "backward hooks")
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
     manager: BackwardHooks = backward_hooks(module)
     key = _next_id()
     manager.add(which, key, guarded, prepend=prepend)
-    return Handle(key, lambda: manager.discard(module, which, key))
-
-
-def _native(handle: RemovableHandle) -> Handle:
-    return Handle(handle.id, handle.remove)
+    return Handle(key, _BackwardEntry(module, manager, which, key))
 
 
 def _next_id() -> int:
@@ -180,7 +216,7 @@ def _check(given: Any, wanted: type, what: str) -> None:
 def _guarded(fn: Hook, *, readonly: bool) -> Hook:
     if not callable(fn):
         raise HookError(f"a hook is a function; got a {type(fn).__name__}: {fn!r:.80}")
-    return _read_only(fn) if readonly else fn
+    return _ReadOnly(fn) if readonly else fn
 
 
 def _noted(fn: Hook) -> Hook:
@@ -196,30 +232,20 @@ def _noted(fn: Hook) -> Hook:
     return noted
 
 
-def _read_only(fn: Hook) -> Hook:
-    """The hook, held to its word: it returns nothing and changes nothing."""
-    name = name_of(fn)
+class _ReadOnly:
+    """A hook that must return nothing and change nothing: neither what it is given nor the module's parameters."""
 
-    @functools.wraps(fn)
-    def watched(*given: Any) -> None:
-        before = _states(given)
-        returned = fn(*given)
+    def __init__(self, fn: Hook) -> None:
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *given: Any) -> None:
+        name, before = name_of(self.__wrapped__), ReachableState(given)  # type: ignore[attr-defined]
+        returned = self.__wrapped__(*given)  # type: ignore[attr-defined]
         if returned is not None:
             raise ReadonlyHook(f"the read-only hook {name} returned a {type(returned).__name__}; it must return None")
-        if any(_changed(*state) for state in before):
-            raise ReadonlyHook(f"the read-only hook {name} changed a tensor in place")
-
-    return watched
-
-
-def _states(given: Sequence[Any]) -> list[tuple[Tensor, int | Tensor]]:
-    """Each tensor with its version, or with a copy where it has none."""
-    inside = [tensor for value in given if not isinstance(value, nn.Module) for _, tensor in tensors(value)]
-    return [(tensor, tensor.clone() if tensor.is_inference() else tensor._version) for tensor in inside]
-
-
-def _changed(tensor: Tensor, state: int | Tensor) -> bool:
-    if isinstance(state, Tensor):
-        same = (tensor == state) | (tensor.isnan() & state.isnan())
-        return not bool(same.all())
-    return tensor._version != state
+        change = before.change(ReachableState(given))
+        if change is not None:
+            raise ReadonlyHook(
+                f"the read-only hook {name} changed {change}. Take a copy and change that, or register it without "
+                "readonly=True."
+            )

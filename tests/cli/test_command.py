@@ -13,8 +13,7 @@ from click.testing import CliRunner
 import tenterhook as th
 from tenterhook.cli.command import tenterhook
 from tenterhook.cli.tapes import _open, read_tape
-from tenterhook.cli.trouble import Trouble
-from tenterhook.errors import TapeFileError
+from tenterhook.cli.trouble import Trouble, Unreadable
 
 SOURCE = """
 import torch
@@ -373,10 +372,18 @@ WRONG = {
 }
 
 
+UNREADABLE = {
+    "there is no file none.edits",
+    "no set of edits at all",
+    "there is no file none.th",
+    "no tape at all",
+}
+
+
 @pytest.mark.parametrize(("args", "expected"), WRONG.values(), ids=WRONG)
-def test_mistakes_are_told_in_words_with_exit_code_2(call, args, expected):
+def test_mistakes_are_told_in_words_each_with_its_exit_code(call, args, expected):
     result = call(*args)
-    assert result.exit_code == 2
+    assert result.exit_code == (4 if expected in UNREADABLE else 2)
     assert expected in result.stderr
     assert "Traceback" not in result.output
     assert isinstance(result.exception, SystemExit)
@@ -403,7 +410,7 @@ def test_a_damaged_tape_is_said_to_be_damaged(call, tmp_path):
     (tmp_path / "run.th").write_bytes(content)
     for command in (["show"], ["page"], ["diff", "run.th"]):
         result = call(*command, "run.th")
-        assert result.exit_code == 2
+        assert result.exit_code == 4
         assert "damaged" in result.stderr
 
 
@@ -411,8 +418,8 @@ def test_a_tape_larger_than_the_memory_is_not_read(tmp_path, monkeypatch):
     file = tmp_path / "huge.th"
     with file.open("wb") as opened:
         opened.truncate(2**20)
-    monkeypatch.setattr("tenterhook.cli.tapes._memory", lambda: 2**19)
-    with pytest.raises(TapeFileError, match="Record fewer points"):
+    monkeypatch.setattr("tenterhook.cli.limits.memory", lambda: 2**19)
+    with pytest.raises(Unreadable, match="Record fewer points"):
         read_tape(file)
 
 
@@ -487,4 +494,4 @@ def test_as_a_process_it_has_no_traceback_and_plain_text_in_a_pipe(tmp_path):
     assert done.stdout.splitlines()[1].split() == ["name", "type", "params"]
     assert "\x1b" not in done.stdout
     failed = subprocess.run([*command, "show", "x.th"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (failed.returncode, failed.stderr) == (2, "error: there is no file x.th.\n")
+    assert (failed.returncode, failed.stderr) == (4, "error: there is no file x.th.\n")

@@ -109,7 +109,7 @@ def test_types_gradients_and_sizes(call):
     assert len(store.shards) > 3
     other = call(*ROWS, *options[:3], "--loss", "sum", *options[5:])
     assert other.exit_code == 2
-    assert "grad: the store has" in other.stderr
+    assert "grad.how: the store has 'mean', this call has 'sum'" in other.stderr
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +144,10 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
         ({"x.npy": "rows_nets.py:batch"}, 2, "Did you mean batches"),
         ({"x.npy": "lines.txt"}, 2, "needs a tokenizer"),
         ({"2": "3"}, 2, "3"),
-        ({"acts": "rows_nets.py"}, 2, "is a file; a store is a directory"),
+        ({"acts": "rows_nets.py"}, 4, "is a file; a store is a directory"),
         ({"rows_nets.py:Rows": "rows_nets.py:batches"}, 2, "is a list. Name a model"),
         ({"rows_nets.py:Rows": "rows_nets.py:Broken", "2": "1"}, 3, "the model failed"),
-        ({"acts": "/proc/acts"}, 2, "/proc/acts: No such file"),
+        ({"acts": "/proc/acts"}, 4, "/proc/acts: No such file"),
         ({10: "10 --memory 3"}, 2, "--memory is a number of bytes"),
         ({10: "10 --shard-rows 3 --shard-size 1k"}, 2, "not both"),
         ({10: "10 --rows-dtype float12"}, 2, "float12"),
@@ -165,7 +165,7 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
 
 def test_what_is_no_store_is_told(call):
     told = call("verify", "nowhere")
-    assert told.exit_code == 2
+    assert told.exit_code == 4
     assert "is no store of harvested rows" in told.stderr
 
 
@@ -176,3 +176,37 @@ def test_workers_of_ray_make_a_model_that_is_in_a_file(call):
     assert told.exit_code == 0, told.output
     assert json.loads(told.stdout)["made"] == 4
     assert torch.equal(th.open("acts")["2"][:], torch.cat([rows_model()(part) for part in X.split(10)]))
+
+
+OPAQUE = """
+from torch import nn
+
+NUMBERS = (2 for _ in range(100))
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * next(NUMBERS)
+"""
+
+
+def test_what_cannot_be_identified_is_named_and_vouched_for(call, tmp_path):
+    (tmp_path / "reads.py").write_text(OPAQUE)
+    words = ["harvest", "reads.py:Reads", ":return", "--data", "x.npy", "-o", "acts"]
+    told = call(*words)
+    assert told.exit_code == 2
+    assert "global NUMBERS: builtins.generator" in told.stderr
+    assert "--trust" in told.stderr
+    assert call(*words, "--trust", "--wait").exit_code == 0
+    assert torch.equal(th.open("acts")[":return"][:], X * 2)
+    sys.modules.pop("reads", None)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", '{"format": "tenterhook.rows"}', "", "\0"])
+def test_a_malformed_store_is_told_without_a_traceback(call, tmp_path, text):
+    call(*ROWS, "--shard-rows", 30)
+    (tmp_path / "acts/manifest.json").write_text(text)
+    for words in (["verify", "acts"], ["verify", "acts", "--drop"], ROWS):
+        told = call(*words)
+        assert told.exit_code == 2, told.output
+        assert "manifest.json" in told.stderr
+        assert "Traceback" not in told.output + told.stderr

@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,33 @@ def test_a_tensor_is_set_at_an_index_by_the_shape_of_that_part():
     expected = X.clone()
     expected[:, -1] = torch.arange(4.0)
     assert torch.equal(edited(th.set(torch.arange(4.0), at=th.at[:, -1])), expected)
+
+
+CUTS = [
+    th.at[:, 1], th.at[..., -1], th.at[0], th.at[1:, :, 0], th.at[:, [2, 0]], th.at[None, :, 1], th.at[:, :, ::2],
+    th.at[torch.tensor([1, 0, 1])], th.at[:, torch.tensor([True, False, True])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tensor_of_the_whole_shape_is_indexed_as_the_value_is(seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    index = draw.choice(CUTS)
+    value, whole = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    make, by_hand = draw.choice([
+        (th.set, lambda _, new: new), (th.add, lambda old, new: old + new), (th.scale, lambda old, new: old * new)
+    ])  # fmt: skip
+    truth = value.clone()
+    truth[index] = by_hand(value[index], whole[index])
+    with th.edit(model := nn.Identity(), {":return": make(whole, at=index)}):
+        assert torch.equal(model(value), truth)
+
+
+def test_a_tensor_that_has_the_shape_of_part_and_whole_is_taken_for_the_part():
+    value, new = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    with th.edit(model := nn.Identity(), {":return": th.set(new, at=th.at[[2, 1, 0]])}):
+        assert model(value).tolist() == [3, 2, 1]
 
 
 def test_the_gradient_passes_where_the_edit_does_not_act():

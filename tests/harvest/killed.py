@@ -1,7 +1,9 @@
 """A harvest in a process of its own, to be killed; ``python killed.py FOLDER [SLEEP]``."""
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,8 +29,11 @@ def run(folder, **options):
 
 
 def slow(pause):
-    """Every write and every finish of a file takes a while, and half of its bytes come before, half after."""
-    plain, finish = RowsFile.write, RowsFile.finish
+    """Every write and every finish of a file takes a while, and half of its bytes come before, half after.
+
+    No file is finished as long as there is one at the path in HOLD.
+    """
+    plain, finish, hold = RowsFile.write, RowsFile.finish, os.environ.get("HOLD")
 
     def write(file, data):
         half = len(data) // 2
@@ -38,6 +43,8 @@ def slow(pause):
 
     def finished(file):
         time.sleep(pause)
+        while hold and Path(hold).exists():
+            time.sleep(0.01)
         record = finish(file)
         time.sleep(pause)
         return record

@@ -110,3 +110,27 @@ def test_what_goes_wrong_in_a_worker_is_told_as_without_ray_and_what_was_committ
     assert type(caught.value) is th.HarvestError
     assert {7} >= set(committed(Directory(tmp_path / "acts"))) - {0, 1, 2, 3, 4, 5}
     assert verify(tmp_path / "acts")
+
+
+def test_a_job_of_ray_holds_its_place(tmp_path, whole, ray):
+    folder, note = tmp_path / "acts", tmp_path / "note"
+    make = model_of_workers(note)
+    options = {"to": folder, "shard_rows": 4 * killed.SIZE, "engine": "ray", "workers": 1}
+    job = threading.Thread(target=th.harvest, args=(make, killed.batches(), "0", "1"), kwargs=options)
+    job.start()
+    deadline = time.monotonic() + 100
+    while not committed(Directory(folder)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(th.StoreError, match=f"another process is harvesting .*process {os.getpid()}"):
+        killed.run(folder)
+    job.join()
+    assert files(folder) == files(whole)
+    assert killed.run(folder).found == 15
+
+
+def test_a_worker_whose_model_is_another_one_is_refused(tmp_path, ray):
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(32, 4)).eval()  # without a seed
+
+    with pytest.raises(th.HarvestError, match="other weights"):
+        th.harvest(make, killed.batches(), "0", to=tmp_path / "acts", engine="ray", workers=1)

@@ -65,7 +65,7 @@ def test_a_worker_that_failed_within_a_shard_makes_all_of_it_the_second_time(tmp
     asked = {"shard_rows": 16, "shard_bytes": None}
     options = Options(to=tmp_path, asked=asked, cutting=cutting, memory=1 << 20, engine="ray")
     job = Job(Sometimes(), (":return",), Taking())
-    plan = settle(Directory(tmp_path), job, options.source(batches), asked)
+    plan = settle(Directory(tmp_path), job, options.source(batches), options)
     maker = _Maker(lambda: job, batches, options, plan, job.found)
     assert maker({"item": [0]})["made"] == 1
     with pytest.raises(RuntimeError, match="once"):

@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -254,3 +256,17 @@ def test_the_ends_of_a_narrow_range_stay_apart():
     seen = page.points[0]["runs"][0][0]["parts"][0]["numbers"]
     assert len(seen["histogram"]) == 8
     assert seen["high"] - seen["low"] == pytest.approx(0.01, rel=0.02)
+
+
+def test_without_pillow_a_page_says_what_to_install(tmp_path):
+    code = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "import torch, tenterhook as th\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "with th.record(model) as tape: model(torch.ones(1, 2))\n"
+        "try: th.page('page.html', tape)\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == 'a page needs pillow: pip install "tenterhook[page]"\n'
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -85,11 +86,11 @@ def test_a_harvest_goes_to_an_object_store_and_comes_back(place):
 
 def test_it_goes_on_there_too_and_refuses_what_differs(place):
     class Breaks(nn.Sequential):
-        calls, at = 0, 9
+        calls, well = 0, threading.Event()
 
         def forward(self, x):
             self.calls += 1
-            if self.calls == self.at:
+            if self.calls == 9 and not self.well.is_set():
                 raise RuntimeError("broke")
             return super().forward(x)
 
@@ -99,7 +100,7 @@ def test_it_goes_on_there_too_and_refuses_what_differs(place):
         th.harvest(model, x, "1", to=place, batch_size=50, shard_rows=100)
     there = len(th.open(place).shards)
     assert 1 <= there < 5
-    model.at = 0
+    model.well.set()
     assert th.harvest(model, x, "1", to=place, batch_size=50).found == there
     assert th.open(place).complete
     with pytest.raises(th.DifferentHarvest, match="dtype"):
@@ -137,7 +138,7 @@ def test_a_url_names_a_store_and_spooled_files_go(tmp_path):
     url = (tmp_path / "by url").as_uri()
     place = place_of(url)
     th.harvest(net(), x, "1", to=place, batch_size=50)
-    assert place._scratch is None
+    assert place._spool is None
     assert len(th.open(url)) == 500
     assert isinstance(place_of(S3Store("bucket", region="us-east-1")), ObjectStore)
     with pytest.raises(TypeError, match="a path, a URL or a store"):

@@ -70,3 +70,37 @@ def test_a_sink_of_ones_own_gets_each_step():
     train(sink)
     assert sink.steps == [(0, 128), (1, 128), (2, 128)]
     assert sink.closed
+
+
+def test_a_log_is_read_back_with_its_numbers(tmp_path):
+    file = tmp_path / "run.jsonl"
+    w = train(th.JsonLines(file))
+    steps = th.JsonLines.read(file)
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert steps[0]["rows"]["values"]["2"]["norm"] == w.pages[0].column("norm", "values")["2"]
+    assert steps[2]["rows"]["values"]["0"]["min"] != steps[2]["rows"]["values"]["0"]["min"]  # It is NaN again.
+
+
+def test_a_log_of_a_killed_process_is_continued_on_a_new_line(tmp_path):
+    file = tmp_path / "run.jsonl"
+    train(th.JsonLines(file), steps=2)
+    file.write_bytes(file.read_bytes()[:-40])
+    assert [step["step"] for step in th.JsonLines.read(file)] == [0]
+    train(th.JsonLines(file), steps=1)
+    assert json.loads(file.read_bytes().splitlines()[-1])["step"] == 0
+    with pytest.raises(th.TapeFileError, match="damaged at line 2"):
+        th.JsonLines.read(file)
+
+
+def test_a_sink_that_fails_is_stopped_with_one_warning_and_the_others_go_on(tmp_path):
+    class Fails:
+        def write(self, page, findings, books):
+            raise ConnectionError("the reader is gone")
+
+        def close(self):
+            raise ConnectionError("still gone")
+
+    with pytest.warns(th.TenterhookWarning, match="was stopped at step 0: ConnectionError: the reader") as said:
+        train(Fails(), th.JsonLines(tmp_path / "run.jsonl"))
+    assert len(said) == 1
+    assert len(th.JsonLines.read(tmp_path / "run.jsonl")) == 3

@@ -137,3 +137,31 @@ def test_a_damaged_step_is_left_out_and_a_damaged_file_is_said_so(tmp_path):
             th.blackbox(path)
     with pytest.raises(th.TapeFileError, match="cannot be read"):
         th.blackbox(tmp_path / "nowhere")
+
+
+def test_every_changed_bit_of_the_header_is_noticed(tmp_path):
+    model, file = net(), tmp_path / "box.thb"
+    with pytest.raises(KeyError), th.watch(model, blackbox=2, to=file):
+        train(model, 2)
+        raise KeyError
+    content = file.read_bytes()
+    end = 24 + struct.unpack_from("<Q", content, 8)[0]
+    bad = tmp_path / "bad.thb"
+    for place in range(end):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        bad.write_bytes(changed)
+        with pytest.raises(th.TapeFileError):
+            th.blackbox(bad)
+
+
+def test_a_file_that_is_longer_or_shorter_than_its_header_says_is_refused(tmp_path):
+    model, file = net(), tmp_path / "box.thb"
+    with pytest.raises(KeyError), th.watch(model, blackbox=2, to=file):
+        train(model, 2)
+        raise KeyError
+    content = file.read_bytes()
+    for bad in (content[:-1], content + b"\0", content[: len(content) // 2]):
+        file.write_bytes(bad)
+        with pytest.raises(th.TapeFileError, match="cut short or damaged"):
+            th.blackbox(file)

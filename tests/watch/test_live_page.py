@@ -74,3 +74,53 @@ def test_the_page_shows_a_watch_while_it_runs(page):
         expect(page.locator("#rows tr.bad")).to_have_count(4)
         assert page.wrong == []
     expect(page.locator("#state")).to_contain_text("the watch has ended")
+
+
+def test_a_long_list_is_loaded_where_it_is_looked_at(page):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(300)))
+    with th.watch(model, of=("values", "parameters"), on_nan="record") as w:
+        for _ in range(2):
+            model(torch.randn(2, 3))
+            w.step()
+        page.goto(w.serve())
+        expect(page.locator("#state")).to_contain_text("601 rows")
+        expect(page.locator("#rows tr").first).to_contain_text("0")
+        assert page.locator("#rows tr").count() < 80
+        assert page.evaluate("document.documentElement.scrollHeight") > 300 * 20
+        page.evaluate("scrollTo(0, 200 * 21)")
+        expect(page.locator("#rows td:first-child", has_text="210")).to_be_visible()
+        assert page.evaluate("scrollY") == 200 * 21
+        row = page.locator("#rows tr", has=page.locator("td:first-child", has_text="210"))
+        assert float(row.locator("td").nth(5).inner_text()) == pytest.approx(w.row("210")["last"]["norm"], rel=0.01)
+        page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+        expect(page.locator("#rows td:first-child", has_text=":return")).to_be_visible()
+        page.locator("#kinds button", has_text="parameters").click()
+        page.locator("#head button", has_text="norm").click()
+        norms = {row["address"]: row["last"]["norm"] for row in w.rows() if row["kind"] == "parameters"}
+        largest = max(norms, key=norms.get)
+        expect(page.locator("#rows td:first-child").first).to_have_text(largest)
+        for _ in range(2):
+            model(torch.randn(2, 3))
+            w.step()
+        expect(page.locator("#state")).to_contain_text("4 steps")
+        expect(page.locator("#rows td:first-child").first).to_have_text(largest)
+        page.locator("#kinds button", has_text="values").click()
+        page.fill("#find", "210")
+        expect(page.locator("#rows tr")).to_have_count(1)
+        shown = page.locator("#rows td").all_inner_texts()
+        assert float(shown[5]) == pytest.approx(w.row("210")["last"]["norm"], rel=0.01)
+        assert page.wrong == []
+
+
+def test_a_hidden_page_asks_for_nothing(page):
+    model = nn.Linear(2, 2)
+    with th.watch(model) as w:
+        page.goto(w.serve())
+        expect(page.locator("#state")).to_contain_text("0 steps")
+        page.evaluate("Object.defineProperty(document, 'hidden', { value: true })")
+        page.wait_for_timeout(1500)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(2500)
+        assert asked == []

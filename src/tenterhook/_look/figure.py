@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tenterhook._look.layout import Layout, lay_out
 from tenterhook._look.numbers import numbers
+from tenterhook._text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +42,7 @@ def figure(shown: Sequence[Shown], *, module: str = "", parameter: bool = False,
     made = Figure(figsize=(WIDTH, HEIGHT * max(1, len(shown))), layout="constrained")
     rows: Any = made.subfigures(max(1, len(shown)), 2, width_ratios=WIDTHS, squeeze=False)
     for (title, tensor), (left, right) in zip(shown, rows, strict=False):
-        left.suptitle(title, fontsize=10, x=0.01, ha="left", family="monospace")
+        left.suptitle(printable(title), fontsize=10, x=0.01, ha="left", family="monospace", parse_math=False)
         _picture(left, lay_out(tensor, module=module, parameter=parameter), maps, signed="grad" in title)
         _histogram(right, tensor)
     return made

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
+from tenterhook._text import printable
+
 __all__ = ["Move", "bar"]
 
 WIDTH = 16
@@ -41,7 +43,7 @@ def bar(what: str, *, total: float | None = None, shown: bool | None = None, sta
         shown: whether it is drawn; by default, if standard error is a terminal.
         stays: whether it is left standing at the end.
     """
-    if not (sys.stderr.isatty() if shown is None else shown):
+    if not ((sys.stderr is not None and sys.stderr.isatty()) if shown is None else shown):
         yield _nowhere
         return
     from rich.console import Console
@@ -64,6 +66,6 @@ def bar(what: str, *, total: float | None = None, shown: bool | None = None, sta
         def move(
             done: float | None = None, total: float | None = None, *, advance: float | None = None, note: str = ""
         ) -> None:
-            drawn.update(task, completed=done, total=total, advance=advance, note=note)
+            drawn.update(task, completed=done, total=total, advance=advance, note=printable(note))
 
         yield move

@@ -5,6 +5,7 @@ r"""The text of an address, and what it means before any model is looked at.
     address  =  path (":" inner)* ("#" call)?
     path     =  segment ("." segment)*            nothing at all is the root
     inner    =  name "()"? ("[" place "]")?       name: in, return, an argument, a variable, self.x, out["x"]
+    place    =  an integer, the number of a place among those of that name; or "*", all of them
     call     =  an integer; -1 is the last call
 
 In a segment or a name, ``*`` is any text, ``{a,b}`` are alternatives and ``{4..8}`` is a range; a segment ``**`` is
@@ -33,7 +34,7 @@ _IN_PATH = frozenset("\\:#*{}.")
 _IN_NAME = frozenset("\\:#*{}[]()")
 ESCAPED = re.compile(r"[\\:#*{}]")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
-_PLACE = re.compile(r"\[(-?[0-9]+)\](?=[:#]|\Z)")
+_PLACE = re.compile(r"\[(-?[0-9]+|\*)\](?=[:#]|\Z)")
 _ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
 _CALL = re.compile(r"#(-?[0-9]+)\Z")
 # A range becomes a list of alternatives when it is matched: this keeps a slip of the finger from filling the memory.
@@ -89,18 +90,20 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """What stands after a colon: ``name``, ``name()``, ``name[place]``."""
+    """What stands after a colon: ``name``, ``name()``, ``name[place]``, ``name[*]``."""
 
     name: Pattern
     is_call: bool = False
-    place: int | None = None
+    place: int | Wild | None = None
+    """the number of a place, all of them (``Wild.ANY``), or not given"""
 
     def __str__(self) -> str:
         text = _write(self.name, _IN_NAME)
         if self.place is None and not self.is_call and (found := _ENDING.search(text)):
             # The target of ``x[0] = …``: without the backslashes it would read as the place [0] of x.
             text = f"{text[: found.start()]}\\[{found[1]}\\]"
-        place = "" if self.place is None else f"[{self.place}]"
+        number = self.place.value if isinstance(self.place, Wild) else self.place
+        place = "" if number is None else f"[{number}]"
         return f"{text}{'()' if self.is_call else ''}{place}"
 
 
@@ -277,12 +280,12 @@ class _Reader:
         self.at += 2
         return True
 
-    def place(self) -> int | None:
+    def place(self) -> int | Wild | None:
         found = _PLACE.match(self.text, self.at)
         if found is None:
             return None
         self.at = found.end()
-        return int(found[1])
+        return Wild.ANY if found[1] == "*" else int(found[1])
 
     def call(self) -> int | None:
         if not self.next:

@@ -231,7 +231,7 @@ def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Ite
     if name is not None and any(place.kind == "argument" for place in found):
         found = found[:1]
     if name is not None:
-        if wanted.place is not None:
+        if isinstance(wanted.place, int):
             found = found[wanted.place :][:1] if wanted.place >= 0 else found[wanted.place :][: 1 if found else 0]
         if found:
             yield str(wanted), tuple(found)
@@ -239,7 +239,7 @@ def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Ite
     several = Counter(place.text for place in found)
     several.update(place.text for place in known if place.kind == "argument")  # Without a number, that is the argument.
     for place in found:
-        if wanted.place in (None, place.number):
+        if wanted.place in (None, Wild.ANY, place.number):
             number = f"[{place.number}]" if several[place.text] > 1 and place.kind != "argument" else ""
             yield place.text + number, (place,)
 
@@ -264,7 +264,7 @@ def _entered(function: FunctionType, cls: type, wanted: Inner) -> Iterator[tuple
         further = handed_on(function, name)
         chosen = {name: further} if further is not None else {}
     for found, callee in chosen.items():
-        at = callee.at if wanted.place is None else callee.at[wanted.place : wanted.place + 1]
+        at = callee.at[wanted.place : wanted.place + 1] if isinstance(wanted.place, int) else callee.at
         if at:
             yield str(replace(wanted, name=Pattern((found,)))), Callee(callee.function, at)
 

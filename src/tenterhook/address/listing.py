@@ -57,7 +57,7 @@ def _beside(function: FunctionType, points: Sequence[Point], signature: int | No
         if point.spot is None and signature is not None:
             names.setdefault(signature, []).append(point.name or point.site.value)
         elif point.spot is not None and point.spot.function is function:
-            short = str(point.name).rpartition("():")[2] if point.spot.route else str(point.name)
+            short = (str(point.name).rpartition("():")[2] if point.spot.route else str(point.name)).removesuffix("[*]")
             for place in point.spot.places:
                 number = f"[{place.number}]" if len(point.spot.places) > 1 else ""
                 names.setdefault(place.line, []).append(short + number)

@@ -8,6 +8,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tenterhook._text import printable
 from tenterhook.pytorch.module_calls import buffers_of, parameters_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Point:
         return self.address if self.call is None else f"{self.address}#{self.call}"
 
     def __repr__(self) -> str:
-        return f"<Point {self} ({self.site.value} of {type(self.module).__name__})>"
+        return printable(f"<Point {self} ({self.site.value} of {type(self.module).__name__})>")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Point):

@@ -1,10 +1,14 @@
 """The ``tenterhook`` command."""
 
+import sys
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command with the arguments of this process."""
-    from tenterhook.cli.command import tenterhook
-
+    try:
+        from tenterhook.cli.command import tenterhook
+    except KeyboardInterrupt:  # The imports take a second or two.
+        sys.exit(130)
     tenterhook.main(prog_name="tenterhook")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from typing import Any, NoReturn
 
 import click
 
@@ -16,6 +18,7 @@ from tenterhook.cli.recording import record
 from tenterhook.cli.runs import calling
 from tenterhook.cli.signature import check_call
 from tenterhook.cli.tapes import diff, page, show
+from tenterhook.cli.trouble import run_command
 from tenterhook.record.points import points as points_of
 
 __all__ = ["tenterhook"]
@@ -39,6 +42,9 @@ Rows of a whole data set, for probes and sparse autoencoders:
   tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token -o acts
   tenterhook verify acts
 \b
+Exit codes: 0 done, 1 a difference or damage, 2 a mistake in what was asked, 3 the model failed, 4 a file that
+cannot be used, 5 nothing to compare, 6 a fault of tenterhook, 130 interrupted, 141 nobody reads the output.
+\b
 """
     + FORMS
 )
@@ -46,6 +52,12 @@ Rows of a whole data set, for probes and sparse autoencoders:
 
 class Tenterhook(click.Group):
     """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run, and end the process with one of the codes that :mod:`tenterhook.cli.trouble` lists."""
+        given = list(options["args"] if options.get("args") is not None else (args[0] if args else sys.argv[1:]))
+        debug = "--debug" in given[: given.index("--") if "--" in given else None]
+        run_command(functools.partial(super().main, *args, **{**options, "standalone_mode": False}), debug=debug)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tenterhook._draw import Column, Row, Table
 from tenterhook.report.compare import Difference
 
-__all__ = ["difference_table", "first_of"]
+__all__ = ["Compared", "difference_table", "first_of"]
 
 AROUND = 12  # rows from where two tapes part
 COLUMNS = (
@@ -18,6 +19,37 @@ COLUMNS = (
     Column("why"),
 )
 ALONE = {"only in the first": ("first", "second"), "only in the second": ("second", "first")}
+
+
+HARDLY = 0.1  # of the points: with fewer on both tapes, nothing is known of two runs
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How many values and gradients are on both tapes, and on one of them alone."""
+
+    compared: int
+    only_first: int
+    only_second: int
+
+    @classmethod
+    def of(cls, found: Sequence[Difference]) -> Compared:
+        """Count them."""
+        alone = [sum(each.why == why for each in found) for why in ALONE]
+        return cls(len(found) - sum(alone), *alone)
+
+    @property
+    def hardly(self) -> bool:
+        """Whether almost nothing matched: of the tape that holds less, fewer than a tenth is on the other."""
+        return self.compared < HARDLY * max(1, self.compared + min(self.only_first, self.only_second))
+
+    @property
+    def warning(self) -> str:
+        """The same in words."""
+        return (
+            f"almost nothing could be compared: {self.compared} on both tapes, {self.only_first} only on the first, "
+            f"{self.only_second} only on the second. Are they of the same model, recorded at the same points?"
+        )
 
 
 def first_of(found: Sequence[Difference]) -> Difference | None:

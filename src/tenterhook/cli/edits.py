@@ -24,6 +24,9 @@ EDITS = {
 TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.DOTALL)
 FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
 
+UNREADABLE = (ValueError, TypeError, MemoryError, RecursionError)
+"""what comes of reading a literal that is none"""
+
 
 def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
     """The changes that ``th.edit`` takes. Only constants, lists, ``at[...]`` and names of files stand in an edit."""
@@ -50,8 +53,9 @@ def edits_of_files(files: Iterable[Path], model: nn.Module) -> dict[Selector, An
 def _edit(text: str) -> Any:
     try:
         tree = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise Trouble(f"{text!r} cannot be read: {error.msg}.\n{FORM}") from None
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise Trouble(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
     call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
         raise Trouble(f"{text!r} is no edit.\n{FORM}")
@@ -66,7 +70,7 @@ def _value(node: ast.expr, text: str) -> Any:
         return _index(node.slice)
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except UNREADABLE:
         raise Trouble(
             f"{ast.unparse(node)!r} in {text!r}: an edit takes numbers, at[...] and names of files."
         ) from None
@@ -79,11 +83,10 @@ def _value(node: ast.expr, text: str) -> Any:
 def _index(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple):
         return tuple(_index(part) for part in node.elts)
-    if isinstance(node, ast.Slice):
-        return slice(
-            *(None if part is None else ast.literal_eval(part) for part in (node.lower, node.upper, node.step))
-        )
     try:
+        if isinstance(node, ast.Slice):
+            ends = (node.lower, node.upper, node.step)
+            return slice(*(None if part is None else ast.literal_eval(part) for part in ends))
         return ast.literal_eval(node)
-    except ValueError:
+    except UNREADABLE:
         raise Trouble(f"at[{ast.unparse(node)}]: an index is made of numbers, slices and lists of numbers.") from None

@@ -63,6 +63,8 @@ Examples:
 @click.option("--engine", type=click.Choice(["auto", "local", "ranks", "ray"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="With ray: how many.")
 @click.option("--address", help="With ray: the cluster.")
+@click.option("--trust", is_flag=True, help="Vouch for what cannot be identified; the error names it.")
+@click.option("--wait", is_flag=True, help="Wait for another job that harvests into the same place.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
 def harvest(  # noqa: PLR0913  # each is an option
     asked: Asked,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors
+from tenterhook.cli.limits import check_archive, check_array, check_bytes, check_file
 from tenterhook.cli.models import tokenizer_of, torch_file
-from tenterhook.cli.trouble import Trouble, missing_package, speaking
+from tenterhook.cli.trouble import Trouble, Unreadable, missing_package, speaking
 
 __all__ = ["FORMS", "Inputs", "read_inputs"]
 
@@ -29,6 +32,7 @@ SHAPE = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<shape>[0-9]+(?:x[0-9]+)*|scalar)(
 KEYWORD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<rest>.*)", re.DOTALL)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+LARGEST_INTEGER = 2**63
 LARGEST = 2**34  # values: a slip of the finger is not to fill the memory
 
 RANDOM: dict[str, Callable[[tuple[int, ...], int], Tensor]] = {
@@ -115,7 +119,7 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
     read = READERS.get(file.suffix.lower())
     if read is None:
         raise Trouble(f"{file}: inputs are read from {', '.join(READERS)} and from images, not from {file.suffix!r}.")
-    with speaking(f"{file} could not be read"):
+    with speaking(f"{file} could not be read", kind=Unreadable):
         return read(file)
 
 
@@ -126,8 +130,11 @@ def _random(text: str, found: re.Match[str]) -> Tensor:
     if (kind == "int") != (below is not None):
         raise Trouble(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
     shape = () if found["shape"] == "scalar" else tuple(map(int, found["shape"].split("x")))
-    if torch.Size(shape).numel() > LARGEST:
-        raise Trouble(f"{text!r} has {torch.Size(shape).numel():,} values, which is more than can be meant.")
+    if (count := math.prod(shape)) > LARGEST:
+        raise Trouble(f"{text!r} has {count:,} values, which is more than can be meant.")
+    check_bytes(f"{text!r} takes", count * (8 if kind == "int" else 4), "Give a smaller shape.")
+    if int(below or 0) >= LARGEST_INTEGER:
+        raise Trouble(f"{text!r}: whole numbers are below {LARGEST_INTEGER:,}.")
     if below == "0":
         raise Trouble(f"{text!r}: there is no whole number below 0 to choose from.")
     return RANDOM[kind](shape, int(below or 0))
@@ -139,6 +146,8 @@ def _random(text: str, found: re.Match[str]) -> Tensor:
 def _numpy(file: Path) -> Any:
     import numpy as np
 
+    check_file(file, "Give a part of it.")
+    (check_archive if file.suffix.lower() == ".npz" else check_array)(file)
     found = np.load(file, allow_pickle=False)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
@@ -154,6 +163,7 @@ def _torch(file: Path) -> Any:
 def _safetensors(file: Path) -> Any:
     from safetensors.torch import load_file
 
+    check_file(file, "Give a part of it.")
     return load_file(file)
 
 
@@ -173,7 +183,11 @@ def _image(file: Path, model: nn.Module, size: tuple[int, int] | None) -> Tensor
         raise missing_package("pillow", "page") from None
     import numpy as np
 
-    with speaking(f"{file} could not be read as an image"), Image.open(file) as opened:
+    with (
+        warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+        speaking(f"{file} could not be read as an image", kind=Unreadable),
+        Image.open(file) as opened,
+    ):
         image = opened.convert(MODES.get(_channels(model), "RGB"))
         if size is not None:
             image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from tenterhook.address.suggest import listed, nearest
-from tenterhook.cli.trouble import Trouble, missing_package, speaking
+from tenterhook.cli.limits import check_archive, check_file
+from tenterhook.cli.trouble import Trouble, Unreadable, missing_package, speaking
 
 __all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
@@ -63,7 +64,7 @@ def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
             raise Trouble(f"--set takes KEY=VALUE, for example --set n_layer=2; got {pair!r}")
         try:
             made[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             made[key] = value
     return made
 
@@ -245,19 +246,21 @@ def _hugging_face() -> Any:
 
 def torch_file(file: Path, what: str) -> Any:
     """What ``torch.save`` wrote, if it is tensors and plain values: other objects would run code as they are read."""
+    check_file(file, "Give a part of it.")
+    check_archive(file)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "Unsupported operand" in str(error):
-            raise Trouble(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
-        raise Trouble(
+            raise Unreadable(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
+        raise Unreadable(
             f"{file} {what}: it holds objects that would run code as they are read, and only tensors and plain values "
             "are read. Save those alone, for example a state_dict()."
         ) from error
 
 
 def _fill(model: nn.Module, file: Path) -> None:
-    with speaking(f"{file} could not be read as weights"):
+    with speaking(f"{file} could not be read as weights", kind=Unreadable):
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 

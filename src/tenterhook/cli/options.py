@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from tenterhook._draw import Table, as_rich, as_text
+from tenterhook._text import printable_json
 from tenterhook.cli.advice import for_a_shell
 from tenterhook.cli.completing import complete_model
 from tenterhook.cli.inputs import FORMS as INPUTS
 from tenterhook.cli.inputs import Inputs, read_inputs
 from tenterhook.cli.models import FORMS as MODELS
 from tenterhook.cli.models import load_model, settings
-from tenterhook.cli.trouble import Trouble, speaking
+from tenterhook.cli.trouble import Trouble, speaking, write
 
 __all__ = [
     "DTYPES",
@@ -156,7 +157,7 @@ def size_of(text: str) -> int:
 def print_table(table: Table) -> None:
     """In colour and fitted to the width on a terminal; whole and plain everywhere else."""
     if not _in_terminal():
-        click.echo(as_text(table))
+        write(as_text(table))
         return
     from rich.console import Console
 
@@ -164,17 +165,17 @@ def print_table(table: Table) -> None:
 
 
 def _in_terminal() -> bool:
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def print_json(value: Any) -> None:
     """For programs."""
-    click.echo(as_json(value))
+    write(as_json(value))
 
 
 def as_json(value: Any) -> str:
     """JSON that every reader takes: what is no finite number becomes null."""
-    return json.dumps(_plain(value), ensure_ascii=False, indent=1, allow_nan=False)
+    return printable_json(json.dumps(_plain(value), ensure_ascii=False, indent=1, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.options import FORMS, Asked, model_options, print_json
 from tenterhook.cli.runs import LOSSES, Run, run
 from tenterhook.cli.signature import check_call
-from tenterhook.cli.trouble import FAILED, WRONG, Trouble
+from tenterhook.cli.trouble import FAILED, WRONG, Trouble, say
 from tenterhook.record.table import failed
 from tenterhook.record.tape import Tape
 
@@ -91,7 +91,7 @@ def record(  # noqa: PLR0913  # each is an option
     tape.notes["model"] = _about(asked)
     tape.notes["edits"] = [*map(str, files), *edits]
     for text in dict.fromkeys(str(each.message) for each in said):
-        click.echo(f"warning: {text}", err=True)
+        say(f"warning: {text}", err=True)
     if kept := not tape and file.exists():
         _tell_kept(tape, file, json_=json_)
     else:
@@ -111,7 +111,7 @@ def _check_place(file: Path) -> None:
 
 def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
     """An empty tape is worth less than whatever is in the file already."""
-    click.echo(f"{file} is left as it was: no value was recorded to put in its place.", err=True)
+    say(f"{file} is left as it was: no value was recorded to put in its place.", err=True)
     if json_:
         print_json({"tape": None, "values": 0, "gradients": 0, "bytes": 0, "failure": tape.notes.get("failure")})
         return
@@ -124,13 +124,13 @@ def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
         print_json({"tape": str(file), **counts, "failure": tape.notes.get("failure")})
         return
     size = short_number(counts["bytes"]).replace("k", " k").replace("M", " M").replace("B", " G")
-    click.echo(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
+    say(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
     _tell_failure(tape)
 
 
 def _tell_failure(tape: Tape) -> None:
     for line in failed(tape):
-        click.echo(line, err=True)
+        say(line, err=True)
 
 
 def _about(asked: Asked) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -15,10 +14,11 @@ import click
 from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
-from tenterhook.cli.differences import difference_table, first_of
+from tenterhook.cli.differences import Compared, difference_table, first_of
+from tenterhook.cli.limits import check_file
 from tenterhook.cli.options import print_json, print_table, size_of
-from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
-from tenterhook.errors import TapeFileError, TenterhookError
+from tenterhook.cli.trouble import DIFFERENT, INCOMPARABLE, Trouble, missing_package, say, speaking
+from tenterhook.errors import TenterhookError
 from tenterhook.record.table import table
 from tenterhook.record.tape import Tape, load
 from tenterhook.report.compare import Tolerance, compare
@@ -32,19 +32,9 @@ MAP_DIMENSIONS = 2
 
 def read_tape(file: Path) -> Tape:
     """The tape in a file, if there is room for it."""
-    if file.is_file() and file.stat().st_size > (memory := _memory()):
-        raise TapeFileError(
-            f"{file} holds {file.stat().st_size / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB of memory. "
-            "Record fewer points, or fewer calls (--keep last)."
-        )
+    if file.is_file():
+        check_file(file, "Record fewer points, or fewer calls (--keep last).")
     return load(file)
-
-
-def _memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Not every system tells.
-        return 2**63
 
 
 # -- show -------------------------------------------------------------------------------------------------------------
@@ -162,7 +152,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
         tapes = {_name(file, files): read_tape(file) for file in files}
         with bar("pictures") as progress, _told_as_trouble():
             written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
-        click.echo(f"{target}: {written / 1e6:.1f} MB")
+        say(f"{target}: {written / 1e6:.1f} MB")
     if open_:
         _open(target)
 
@@ -208,15 +198,18 @@ def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, eve
     """Where two runs part: the first point whose values differ, and by how much.
 
     Points that only one of the tapes holds are counted, and shown with --all. The exit code is 0 if nothing differs,
-    and 1 if something does.
+    1 if something does, and 5 if almost nothing could be compared: fewer than a tenth of the points are on both tapes.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
-    first = first_of(found)
+    first, compared = first_of(found), Compared.of(found)
     if json_:
         rows = [asdict(each) for each in found]
-        print_json({"first": None if first is None else first.address, "points": rows})
+        print_json({"first": None if first is None else first.address, **asdict(compared), "points": rows})
     else:
         print_table(difference_table(found, first, every=every))
+    if compared.hardly:
+        say(compared.warning, err=True)
+        raise click.exceptions.Exit(INCOMPARABLE)
     if first is not None:
         raise click.exceptions.Exit(DIFFERENT)

@@ -20,6 +20,7 @@ def begin(session: Session) -> None:
     from tenterhook.compiled.entry import entries, is_guarded, keep_out
     from tenterhook.compiled.reel import Reel
     from tenterhook.compiled.whole import check
+    from tenterhook.pytorch import dynamo_probe  # noqa: F401 - registers the feature
     from tenterhook.pytorch.dynamo_tracing import is_forced_eager
     from tenterhook.pytorch.support import require
 

@@ -222,6 +222,7 @@ def _named(tap: Tap, error: Unsupported) -> EditError | None:
     return None
 
 
+PROBE = "tenterhook.pytorch.dynamo_probe"  # What it checks is how Dynamo compiles its functions.
 _kept_out: set[str] = set()
 
 
@@ -231,7 +232,7 @@ def keep_out() -> None:
     This marks our own code and no one else's. Functions that are inlined into a graph are not concerned.
     """
     for name, module in list(sys.modules.items()):
-        if name in _kept_out or not name.startswith("tenterhook."):
+        if name in _kept_out or not name.startswith("tenterhook.") or name == PROBE:
             continue
         _kept_out.add(name)
         for held in list(vars(module).values()):

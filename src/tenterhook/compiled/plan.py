@@ -25,6 +25,7 @@ LATER = "tenterhook: this session was opened before torch.compile was used at al
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
 FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
+KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules"
 GATHERED = "tenterhook: gather=True puts values together over processes"
 
 
@@ -91,6 +92,8 @@ class Exchanged:
     def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
         if swap.flat:
             raise Untraceable(FLAT)
+        if swap.derived or any(not isinstance(table, dict) for table, _ in swap.places):
+            raise Untraceable(KEPT)
         # It is made once, be it by the engine around the graph or in it: they count their calls together.
         self.swap, self.places, self.binding = swap, swap.places, binding
         self.step = Step(binding, lane)

@@ -2,6 +2,9 @@
 
 Each takes ``at=``, an index such as ``th.at[:, -1]`` that restricts it to a part of the tensor, and ``part=``, which
 says which tensor is meant where the value at a point is a structure of several.
+
+With ``at=``, the tensor that ``set``, ``add`` or ``scale`` is given may have the shape of the part, or the shape of the
+whole value: then ``at`` indexes it too. Where both have the same shape, it is taken for the part.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class Edit:
     """The base of the ready edits: finds the tensor, cuts out the part, puts the new part back."""
 
     opaque: ClassVar[bool] = False
+    operand: ClassVar[str | None] = None
+    """the field whose tensor may have the shape of the whole value, and is then indexed by ``at``"""
 
     at: Any = None
     part: Any = None
@@ -53,12 +58,20 @@ class Edit:
     def _changed(self, tensor: Tensor, context: Context) -> Tensor:
         if self.at is None:
             return self.change(tensor, context)
-        new = tensor.clone()
-        new[self.at] = self.change(self._cut(tensor, context), context)
+        new, cut = tensor.clone(), self._cut(tensor, context)
+        given = getattr(self, self.operand) if self.operand is not None else None
+        if isinstance(given, Tensor) and given.shape == tensor.shape and given.shape != cut.shape:
+            new[self.at] = self.apply(cut, given[self.at], context)
+        else:
+            new[self.at] = self.change(cut, context)
         return new
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         """The tensor that takes the place of this one."""
+        return self.apply(tensor, getattr(self, str(self.operand)), context)
+
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
+        """The same, with this operand in place of its own."""
         raise NotImplementedError
 
     def _cut(self, tensor: Tensor, context: Context) -> Tensor:
@@ -111,7 +124,9 @@ class Zero(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Set(Edit):
-    """Another value passes."""
+    """Replace the value with ``value``."""
+
+    operand: ClassVar[str | None] = "value"
 
     value: Any
 
@@ -120,11 +135,11 @@ class Set(Edit):
             return self._structure(value, context)
         return super(Set, self).__call__(value, context)
 
-    def change(self, tensor: Tensor, context: Context) -> Tensor:
-        if not isinstance(self.value, Tensor):
-            return torch.full_like(tensor, self.value)
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
+        if not isinstance(given, Tensor):
+            return torch.full_like(tensor, given)
         # A tensor of its own, because what follows may change it in place, and the given one is not ours.
-        return fit(self.value, tensor, context, self).expand_as(tensor).clone()
+        return fit(given, tensor, context, self).expand_as(tensor).clone()
 
     def _structure(self, value: Any, context: Context) -> Any:
         new, old = dict(tensors(self.value)), dict(tensors(value))
@@ -138,26 +153,28 @@ class Set(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Add(Edit):
-    """Something is added."""
+    """Add ``value``, times ``scale``."""
+
+    operand: ClassVar[str | None] = "value"
 
     value: Any
     scale: float = 1.0
 
-    def change(self, tensor: Tensor, context: Context) -> Tensor:
-        given = self.value
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
         new = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
         return torch.add(tensor, new if self.scale == 1 else new * self.scale)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Scale(Edit):
-    """Everything is multiplied."""
+    """Multiply the value by ``factor``."""
+
+    operand: ClassVar[str | None] = "factor"
 
     factor: Any
 
-    def change(self, tensor: Tensor, context: Context) -> Tensor:
-        factor = self.factor
-        return torch.mul(tensor, fit(factor, tensor, context, self) if isinstance(factor, Tensor) else factor)
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
+        return torch.mul(tensor, fit(given, tensor, context, self) if isinstance(given, Tensor) else given)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -11,6 +11,7 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.edit.change import Change, as_change, check_same_kind
 from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit
 from tenterhook.edit.ready import Edit
+from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, EditError
@@ -56,6 +57,8 @@ def edit(
     session = Editing(model, opaque=opaque)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
+    for point in dict.fromkeys(binding.point for binding in session.bindings):
+        warn_if_never_read(model, point)
     if grad or accumulated:
         session.needs = ("gradients",)
     for selector, change in _items(grad, "grad"):
@@ -89,6 +92,7 @@ class Editing(Session):
         for point in resolve(self.model, [selector]):
             if point.call is not None and point.call < 0:
                 raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
+            refuse_several_places(point)
             bound = [binding for change in changes for binding in bind(point, change)]
             self.bindings.extend(bound)
             if point.explicit:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from tenterhook._text import printable
 from tenterhook.address.match import Point
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Context:
         return self._session.nearest_tape()
 
     def __repr__(self) -> str:
-        return f"<{self.address}#{self.call}>"
+        return printable(f"<{self.address}#{self.call}>")
 
 
 class Action(Protocol):
@@ -85,9 +86,13 @@ class Guard(Protocol):
 
 
 class Binding:
-    """An action at a point."""
+    """An action at a point.
 
-    __slots__ = ("action", "point")
+    ``numbers``: at a name with several places in the source, the number of the place by execution; None elsewhere.
+    """
+
+    __slots__ = ("action", "numbers", "point")
 
     def __init__(self, point: Point, action: Action) -> None:
         self.point, self.action = point, action
+        self.numbers: dict[int, int] | None = None

@@ -16,6 +16,7 @@ from torch import nn
 
 from tenterhook.engine import recompute
 from tenterhook.engine.action import Context
+from tenterhook.engine.stepwise import stepwise
 from tenterhook.engine.stopping import run_clean_up
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.errors import Stopped
@@ -74,12 +75,16 @@ def visit(tap: Tap, visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str
     try:
         for lane, _ in visits:
             for swap in lane.swaps:
+                entered.append(swap)  # First, so that an interrupt finds it.
                 swap.enter()
-                entered.append(swap)
+        if tap.attributes:
+            tap.attributes[-1].compare()
         args, kwargs = income(visits, args, kwargs)
         guards = [lane.guard for lane, _ in visits if lane.guard is not None]
         body = tap.body(tuple([lane for lane, _ in visits]))
         value = guarded(guards, tap.module, body, args, kwargs) if guards else body(*args, **kwargs)
+        if entered:
+            value = stepwise(value, [lane for lane, _ in visits])
         return leave(tap, visits, value)
     finally:
         for swap in reversed(entered):

@@ -18,6 +18,7 @@ from tenterhook.engine.action import Context
 from tenterhook.engine.operations import watched
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
+from tenterhook.sites.tensor import shows_every_change
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -31,7 +32,18 @@ Stop = Callable[["Lane"], None]
 class Node:
     """One function: what happens at its places, and the functions below it that are entered."""
 
-    __slots__ = ("_below", "_edits", "_entered", "_looks", "_made", "_short", "_stop", "_tapped", "function")
+    __slots__ = (
+        "_below",
+        "_edits",
+        "_entered",
+        "_looks",
+        "_made",
+        "_short",
+        "_stop",
+        "_tapped",
+        "function",
+        "numbers",
+    )
 
     def __init__(self, function: FunctionType, stop: Stop) -> None:
         self.function, self._stop = function, stop
@@ -41,6 +53,7 @@ class Node:
         self._looks: dict[Any, list[tuple[Lane, Binding]]] = {}
         self._below: dict[Any, dict[CodeType, Node]] = {}
         self._made: dict[tuple[Node, FunctionType], Any] = {}
+        self.numbers: dict[Any, int] = {}
         self._short: dict[Any, tuple[Lane, Binding, Any]] = {}  # Places where a tensor is kept and nothing else done.
 
     def add(self, lane: Lane, binding: Binding) -> None:
@@ -54,6 +67,7 @@ class Node:
             table = node._looks if binding.action.observes else node._edits
             for place in spot.places:
                 node._tapped.add(place)
+                node.numbers[key_of(place)] = place.number
                 table.setdefault(key_of(place), []).append((lane, binding))
             if spot.operation is not None:
                 table.setdefault(spot.operation, []).append((lane, binding))
@@ -62,7 +76,8 @@ class Node:
         """Everything has been added: see which places have the shortest way."""
         for place, looks in self._looks.items():
             (lane, binding), *more = looks
-            if not more and place not in self._edits and getattr(binding.action, "direct", False):
+            direct = getattr(binding.action, "direct", False) and binding.numbers is None
+            if not more and place not in self._edits and direct:
                 self._short[place] = (lane, binding, binding.action)
         for below in self._below.values():
             for child in below.values():
@@ -100,8 +115,10 @@ class Node:
         if short is not None and type(value) is Tensor:
             lane, binding, action = short
             try:
+                if not shows_every_change(value):
+                    return self._value(place, value)
                 entry = (value.detach() if value.requires_grad else value, value._version)
-            except RuntimeError:  # An inference tensor has no version.
+            except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
                 return self._value(place, value)
             if not lane.over:
                 executions, entries = lane.executions, action.entries
@@ -124,6 +141,8 @@ class Node:
             refuse_traced(lane.module)
             context = _context(lane, binding)
             if context is not None:
+                if binding.numbers is not None:
+                    binding.numbers[context.call] = self.numbers.get(place, 0)
                 action(value, context)
         for lane, _ in looks:
             if lane.session.done and not lane.over:

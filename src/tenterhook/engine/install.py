@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from tenterhook.compiled import begin as compiled
+from tenterhook.engine.around import HookedAttributes, around
 from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
@@ -28,6 +29,7 @@ from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import (
     CALL_OVERRIDE,
     USUAL_CALL,
+    can_override_call,
     forward_hooks_of,
     is_replica,
     is_usual_call,
@@ -71,7 +73,7 @@ _keys = itertools.count()
 class Tap:
     """The instance ``forward`` of one touched module."""
 
-    __slots__ = ("bodies", "call", "lanes", "method", "module", "original", "own", "waiting")
+    __slots__ = ("attributes", "bodies", "call", "lanes", "method", "module", "original", "own", "waiting")
 
     def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         self.module, self.own, self.original = module, own, original
@@ -79,6 +81,7 @@ class Tap:
         self.method: MethodType | None = None
         self.call: MethodType | None = None  # What stands before it, for the whole call; see engine.short.
         self.waiting: set[str] = set()
+        self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
         self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
 
     def body(self, lanes: tuple[Lane, ...]) -> Callable[..., Any]:
@@ -116,6 +119,11 @@ class Tap:
             )  # A pickle names a method, and that one does as it should.
             disable(short, OPEN)
             self.call = MethodType(short, self.module)
+        elif not compiles and any(lane.exchanges for lane in self.lanes) and can_override_call(self.module):
+            whole: Any = around(self)
+            whole.tap, whole.__name__ = self, USUAL_CALL.__name__
+            disable(whole, OPEN)
+            self.call = MethodType(whole, self.module)
         self.put_in()
 
     def put_in(self) -> None:

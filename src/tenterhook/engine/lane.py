@@ -25,7 +25,7 @@ class Lane:
     """What one session does at the calls of one module."""
 
     __slots__ = (
-        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions", "guard",
+        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "exchanges", "executions", "guard",
         "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "quick", "session",
         "strangers", "swaps", "tap", "views", "whole",
     )  # fmt: skip
@@ -43,6 +43,7 @@ class Lane:
         self.inner: tuple[Binding, ...] = ()
         self.executions: dict[Binding, int] = {}
         self.swaps: tuple[Exchange, ...] = ()
+        self.exchanges = False  # Whether a parameter is edited around its calls, or was: a recomputation asks.
         self.guard: Guard | None = None
         self.calls = 0
         self.strangers = 0

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.checkpointing import (
     checkpoints_around,
     is_inside_checkpoint,
@@ -25,8 +26,9 @@ from tenterhook.sites.threads import current
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
+    from tenterhook.sites.parameter import Exchange
 
-__all__ = ["Carried", "acting", "carry", "visits"]
+__all__ = ["Carried", "acting", "carry", "swaps", "visits"]
 
 
 class _Local(threading.local):
@@ -109,6 +111,21 @@ def visits(tap: Tap) -> list[tuple[Lane, int]]:
     # Not a checkpoint of PyTorch's: code of the model's own that calls modules in its backward.
     me = current.token
     return [(lane.again_only(), lane.next_call()) for lane in tap.lanes if lane.mine(me) and lane.again]
+
+
+def swaps(tap: Tap) -> list[Exchange]:
+    """What is exchanged around a call that begins now; the call is not counted."""
+    run = _local.run
+    if run is not None:
+        lanes = [
+            run.views[lane]
+            for lane in sorted((each for each in tap.lanes if each in run.calls), key=run.places.__getitem__)
+        ]
+    elif current_backward_id() != -1:
+        return []  # The forward finds out whether this is a recomputation.
+    else:
+        lanes = [lane for lane in tap.lanes if lane.owner == current.token]
+    return [swap for lane in lanes for swap in lane.swaps if swap.changes]
 
 
 def carry(visiting: list[tuple[Lane, int]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from tenterhook._text import printable
 from tenterhook.address.match import Site
 from tenterhook.address.walk import Shape, find
 from tenterhook.compiled import begin as compiled
@@ -33,7 +34,8 @@ from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_
 from tenterhook.pytorch.support import require
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
-from tenterhook.sites.parameter import Swap, is_offloaded
+from tenterhook.sites.parameter import Swap, is_offloaded, own_update
+from tenterhook.sites.readers import Readers, refuse_outside_owners
 from tenterhook.sites.threads import current
 from tenterhook.sites.wrapped import is_spread
 
@@ -91,6 +93,8 @@ class Session:
         self.owner = current.token
         self._lanes: dict[nn.Module, Lane] = {}
         self._sleepers: Sleepers | None = None
+        self._readers: Readers | None = None
+        self._swaps: list[Swap] = []
         self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
         self._neighbours: list[Session] = []
         self._state = "new"
@@ -192,25 +196,29 @@ class Session:
         return lane
 
     def _plan_parameter(self, binding: Binding) -> None:
-        """An edited parameter is exchanged around every call of its owner and of the modules above it."""
+        """Exchange an edited parameter around every call of the modules that can read it."""
         point, action = binding.point, binding.action
         if is_offloaded(point.module, point.tensor):
             raise UnsupportedModel(OFFLOADED.format(address=point.address))
         if action.observes or hasattr(action, "install") or point.tensor is None:
             return
         context = Context(point.address, 0, point.module, self)
-        swap = Swap(self.model, point.tensor, lambda tensor: action(tensor, context))
-        swap.binding = binding
-        steps = point.path.split(".") if point.path else []
+        readers = self._readers = self._readers or Readers(self.model)
+        name = str(point.name)
         # FSDP2 puts a parameter together for the calls of its owner, and above that it is not what will be used.
-        above = len(steps) if is_spread(point.tensor) else 0
-        for length in range(above, len(steps) + 1):
-            path = ".".join(steps[:length])
-            module = find(self.model, path)
-            if module is not None and not is_compiled_wrapper(module):  # torch.compile's own module only hands on.
+        spread = is_spread(point.tensor)
+        if not spread:
+            readers.check(point.tensor, point.address)
+            refuse_outside_owners(readers, point.module, name, point.address)
+        swap = Swap(readers, point.tensor, lambda tensor: action(tensor, context))
+        swap.binding = binding
+        self._swaps.append(swap)
+        reaching = {id(point.module)} if spread else readers.reaching(point.tensor)
+        for path, module in self.model.named_modules():
+            if id(module) in reaching and not is_compiled_wrapper(module):  # torch.compile's own module only hands on.
                 lane = self._lane(module, path)
-                lane.swaps += (swap,)
-                lane.again = True
+                lane.swaps += (swap, *own_update(swap, module))
+                lane.again = lane.exchanges = True
 
     def _leave_fast_paths(self) -> None:
         """Let fused layers call their children, where one of those is wanted."""
@@ -248,7 +256,7 @@ class Session:
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
         self._lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
-        self._sleepers = None
+        self._sleepers, self._readers, self._swaps = None, None, []
 
     def _undo(self) -> list[str]:
         """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
@@ -262,6 +270,8 @@ class Session:
                     if not detach(lane):
                         replaced.append(lane.path or ":return")
         finally:
+            for swap in reversed(self._swaps):  # Of a call that was interrupted as it put them in or back.
+                swap.put_back()
             self.on_close()
         self._told = compiled.end(self)
         self._state = "closed"
@@ -338,4 +348,4 @@ class Session:
         return next(tapes, None)
 
     def __repr__(self) -> str:
-        return f"<{self._state} {self.verb} session on a {type(self.model).__name__}>"
+        return printable(f"<{self._state} {self.verb} session on a {type(self.model).__name__}>")

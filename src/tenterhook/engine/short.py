@@ -25,6 +25,7 @@ from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_h
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING
+from tenterhook.sites.tensor import shows_every_change
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -65,11 +66,15 @@ def keeping(  # noqa: C901
     what its modules have in common is held once, and the usual call, with one argument, is made without packing it.
     """
 
-    def make(tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward) -> Forward:
+    def make(  # noqa: C901
+        tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward
+    ) -> Forward:
         module, next_call = tap.module, lane.next_call
         state = module.__dict__
 
-        def forward(self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any) -> Any:
+        def forward(  # noqa: C901, PLR0912
+            self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any
+        ) -> Any:
             if (
                 current.token != owner
                 or current_backward_id() != -1
@@ -88,13 +93,19 @@ def keeping(  # noqa: C901
                 return leave(tap, [(lane, call)], value)
             if type(value) is Tensor:
                 try:
-                    entries[call] = (value.detach() if value.requires_grad else value, value._version)
-                except RuntimeError:  # An inference tensor has no version.
+                    if shows_every_change(value):
+                        entries[call] = (value.detach() if value.requires_grad else value, value._version)
+                    else:
+                        entries[call] = kept(value)
+                except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
                     entries[call] = kept(value)
             elif type(value) is tuple and len(value) == 2 and value[1] is None and type(value[0]) is Tensor:  # noqa: PLR2004
                 tensor = value[0]  # As attention returns it where nobody asked for weights.
                 try:
-                    entries[call] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
+                    if shows_every_change(tensor):
+                        entries[call] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
+                    else:
+                        entries[call] = kept(value)
                 except RuntimeError:
                     entries[call] = kept(value)
             else:

@@ -15,9 +15,8 @@ from tenterhook._tree import map_tensors
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
 from tenterhook.harvest.ahead import Ahead, Begin
-from tenterhook.harvest.rows import Taking, named, tensor_at
+from tenterhook.harvest.rows import Taking, tensor_at
 from tenterhook.harvest.source import digest
-from tenterhook.harvest.weights import weights_of
 from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
 from tenterhook.record.capture import Copy
 from tenterhook.record.verb import record
@@ -84,20 +83,6 @@ class Job:
     def _warn_of_training(self) -> None:
         if any(isinstance(module, (*DROPOUTS, *BATCH_NORMS)) and module.training for module in self.model.modules()):
             warnings.warn(TRAINING, TenterhookWarning, stacklevel=6)
-
-    def described(self) -> dict[str, Any]:
-        """What a manifest says of it, and a resumed harvest must say too."""
-        return {
-            "model": {
-                "class": f"{type(self.model).__module__}.{type(self.model).__qualname__}",
-                "weights": weights_of(self.model),
-                "training": self.model.training,
-            },
-            "points": list(self.addresses),
-            **self.taking.described(),
-            "grad": None if self.grad is None else named(self.grad),
-            "call": None if self.call is None else named(self.call),
-        }
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 

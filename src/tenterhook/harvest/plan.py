@@ -6,27 +6,30 @@ import functools
 import platform
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
+import xxhash
 
-from tenterhook.errors import DifferentHarvest, HarvestError, StoreError
+from tenterhook.errors import HarvestError, StoreError
+from tenterhook.harvest.identity import Identity, identify
 from tenterhook.harvest.job import Batch, Job, Key
-from tenterhook.harvest.source import Source, digest
-from tenterhook.sinks.shards import END, MANIFEST, Column, committed, pack, read_commit, read_manifest, unpack
+from tenterhook.harvest.resume import check_sample, compare
+from tenterhook.harvest.source import Source
+from tenterhook.sinks.shards import MANIFEST, Column, pack, read_manifest
 from tenterhook.sinks.shards_file import Rows
 from tenterhook.sinks.shards_place import Directory, Place
 
-__all__ = ["Plan", "check_digest", "check_end", "settle"]
+if TYPE_CHECKING:
+    from tenterhook.harvest.runners import Options
+
+__all__ = ["Plan", "settle"]
 
 SHARD_BYTES = 512 << 20
-
-DIFFERS = (
-    "{place} was begun as another harvest, and goes on only as the same one. What differs:\n{lines}\nGive what it was "
-    "begun with, or another place."
-)
+OWN = (".lock", ".resumes", ".tenterhook-")  # files of ours that are no part of a store
+LONGEST = 180  # characters of a file's name, for which most systems have 255 bytes
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Plan:
     columns: tuple[Column, ...]
     per_shard: int
     batches: int | None
+    manifest: dict[str, Any] = field(repr=False, compare=False)
+    """The part of the manifest that commits are checked against."""
 
     @property
     def shards(self) -> int | None:
@@ -56,27 +61,47 @@ class Plan:
         return {(column.key, column.kind): column for column in self.columns}
 
 
-def settle(place: Place, job: Job, source: Source, asked: dict[str, Any], agree: Callable[[bool], bool] = bool) -> Plan:
+def settle(place: Place, job: Job, source: Source, options: Options, agree: Callable[[bool], bool] = bool) -> Plan:
     """The plan of the store: as it was written there, or a new one. Of many processes, one writes it; all compare.
 
     Processes that have to run the model together ``agree`` on whether there is one already, or some would wait for
     others that do not run it.
     """
-    described = {**job.described(), "data": {"batches": source.length, "fingerprint": source.fingerprint()}, **asked}
+    identity = identify(job, options.cutting)
+    if not options.trust:
+        identity.check_known()
+    data = {"batches": source.length, "fingerprint": source.fingerprint()}
+    identity.tree |= {"data": data, **options.asked}
     if agree(place.size(MANIFEST) is None):
         _check_empty(place)
         first = next(iter(source.read(0, 1)), None)
         if first is None:
             raise HarvestError("there are no batches: the data is empty")
-        manifest = _manifest(job, source, job.try_first(first), described)
-        place.create(MANIFEST, pack(manifest))
+        tried = job.try_first(first)
+        changes = _changed_by_running(identity, job, options)
+        place.create(MANIFEST, pack(_manifest(job, source, tried, identity, changes)))
     manifest = read_manifest(place)
-    _compare(place, manifest, described)
+    compare(place, manifest, identity, trust=options.trust)
     columns = tuple(map(Column.of, manifest["columns"]))
     job.found = tuple(column.key for column in columns if column.kind == "value")
-    plan = Plan(columns, manifest["plan"]["batches_per_shard"], source.length)
-    _check_data(place, plan, source)
-    return plan
+    unknown = set(job.found) - set(job.addresses)
+    if unknown:
+        raise StoreError(
+            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is no point of it."
+        )
+    check_sample(place, manifest, source)
+    expected = {key: manifest[key] for key in ("columns", "plan")}
+    expected["harvest"] = {"data": manifest["harvest"]["data"]}
+    return Plan(columns, manifest["plan"]["batches_per_shard"], source.length, expected)
+
+
+def _changed_by_running(before: Identity, job: Job, options: Options) -> list[str]:
+    """Return the places where a model is no longer what it was before its first batch."""
+    after = identify(job, options.cutting, weights=False)
+    same = ("data", *options.asked)
+    after.tree |= {key: before.tree[key] for key in same}
+    after.tree["model"]["weights"] = before.tree["model"]["weights"]
+    return after.changed_since(before)
 
 
 def _check_empty(place: Place) -> None:
@@ -85,16 +110,14 @@ def _check_empty(place: Place) -> None:
         return
     if not place.root.is_dir():
         raise StoreError(f"{place} is a file; a store is a directory.")
-    foreign = [
-        file.name for file in place.root.iterdir() if file.name != ".lock" and not file.name.startswith(".tenter")
-    ]
+    foreign = [file.name for file in place.root.iterdir() if not file.name.startswith(OWN)]
     if foreign and place.size(MANIFEST) is None:  # Another process may have begun it meanwhile.
         shown = ", ".join(sorted(foreign)[:3])
         raise StoreError(f"{place} holds other things ({shown}) and no {MANIFEST}; choose an empty or a new directory.")
 
 
-def _manifest(job: Job, source: Source, first: Batch, described: dict[str, Any]) -> dict[str, Any]:
-    columns = _columns(first)
+def _manifest(job: Job, source: Source, first: Batch, identity: Identity, changes: list[str]) -> dict[str, Any]:
+    columns, described = _columns(first), identity.tree
     if not first.count:
         raise HarvestError(f"the first batch has no rows at {', '.join(map(repr, job.found or ()))}: its mask is empty")
     row_bytes = sum(column.rows.nbytes for column in columns)
@@ -102,6 +125,9 @@ def _manifest(job: Job, source: Source, first: Batch, described: dict[str, Any])
     per_shard = max(1, round(wanted / first.count))
     return {
         "harvest": described,
+        "values": identity.values,
+        "changes": changes,
+        "unknown": identity.unknown,
         "columns": [column.as_dict() for column in columns],
         "plan": {"batches_per_shard": per_shard, "shards": _ranges(source, per_shard)},
         "versions": {
@@ -128,7 +154,7 @@ def _columns(batch: Batch) -> list[Column]:
     for (key, kind), rows in batch.rows.items():
         file = key
         if kind != "row":
-            file = re.sub(r"[^A-Za-z0-9_.\-]", "_", key) + (".grad" if kind == "grad" else "")
+            file = _file_name(key) + (".grad" if kind == "grad" else "")
             while file in taken:
                 file += "_"
             taken.add(file)
@@ -137,53 +163,10 @@ def _columns(batch: Batch) -> list[Column]:
     return columns
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
-
-
-def _compare(place: Place, manifest: dict[str, Any], described: dict[str, Any]) -> None:
-    """Refuse to go on with what is not the same harvest. What was not asked for now is as it was."""
-    then = _flat(manifest["harvest"])
-    lines = []
-    for key, now in _flat(described).items():
-        if key in {"shard_rows", "shard_bytes"} and now is None:
-            continue
-        if then.get(key) != now:
-            lines.append(f"  {key}: the store has {then.get(key)!r:.100}, this call has {now!r:.100}")
-    if lines:
-        raise DifferentHarvest(DIFFERS.format(place=place, lines="\n".join(lines)))
-
-
-def _flat(described: dict[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in described.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return flat
-
-
-def _check_data(place: Place, plan: Plan, source: Source) -> None:
-    """Compare the data with what was committed, where that is cheap; a stream is compared as it passes."""
-    shards = committed(place)
-    if not shards or source.samples_before(plan.per_shard) is None:
-        return
-    for shard in {shards[0], shards[-1]}:
-        first = next(iter(source.read(plan.range_of(shard)[0], plan.range_of(shard)[0] + 1)), None)
-        check_digest(place, shard, read_commit(place, shard)["data"]["first"], None if first is None else digest(first))
-
-
-def check_digest(place: Place, shard: int, then: str, now: str | None) -> None:
-    """Refuse data that is not what a committed shard was made of."""
-    if then == now:
-        return
-    what = "are not there any more: the data is shorter now" if now is None else "are others now"
-    text = f"  data: the batches of shard {shard} {what}. A shuffled loader gives others each time; seed it."
-    raise DifferentHarvest(DIFFERS.format(place=place, lines=text))
-
-
-def check_end(place: Place, batches: int) -> None:
-    """Note where a stream ended, or compare with where it ended before."""
-    if place.create(END, pack({"batches": batches})):
-        return
-    then = int(unpack(place.read(END), f"{place}/{END}")["batches"])
-    if then != batches:
-        text = f"  data.batches: the store has {then}, this call has {batches}"
-        raise DifferentHarvest(DIFFERS.format(place=place, lines=text))
+def _file_name(key: str) -> str:
+    """Return a file name for a point that every system accepts, and that is not hidden."""
+    name = re.sub(r"[^A-Za-z0-9_.\-]", "_", key)
+    name = f"_{name}" if name.startswith((".", "-")) else name
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[:LONGEST]}-{xxhash.xxh3_64(key.encode()).hexdigest()}"

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import xxhash
 from torch import Tensor
 
 from tenterhook._tree import describe, tensors
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.source import digest, size_of
-from tenterhook.pytorch.python_code import constants_of
 
-__all__ = ["Picked", "Taking", "named", "tensor_at"]
+__all__ = ["Picked", "Taking", "tensor_at"]
 
 By = Literal["sample", "token"]
 Reduce = Literal["last", "mean", "max"] | Callable[[Tensor, Tensor | None], Tensor] | None
@@ -55,11 +53,9 @@ class Taking:
             raise ValueError(f"project= is a matrix [width, new width]; got {list(self.project.shape)}")
 
     def described(self) -> dict[str, Any]:
-        """What a manifest says, and a resumed harvest must say too."""
+        """Describe the options for the manifest; the functions are described by ``identify``."""
         return {
             "rows": self.by,
-            "mask": self.mask if isinstance(self.mask, str | None) else named(self.mask),
-            "reduce": self.reduce if isinstance(self.reduce, str | None) else named(self.reduce),
             "project": None if self.project is None else digest(self.project),
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
         }
@@ -209,13 +205,3 @@ def _facts(numbers: Tensor, shape: Any, positions: Tensor | None) -> dict[str, T
     if positions is None or positions.shape != shape:
         positions = torch.arange(tokens).expand(samples, tokens)
     return {"sample": numbers.repeat_interleave(tokens), "position": positions.flatten().to("cpu", torch.int32)}
-
-
-def named(function: Any) -> str:
-    """A function's name with a digest of its code, so that another one under the same name is noticed."""
-    code = getattr(function, "__code__", None)
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
-    if code is None:
-        return name
-    text = repr((code.co_code, list(constants_of(code)), code.co_names))
-    return f"{name}@{xxhash.xxh3_64(text.encode()).hexdigest()}"

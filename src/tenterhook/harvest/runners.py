@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
 from tenterhook.harvest.source import Source, source_of
 from tenterhook.sinks.shards import committed
+from tenterhook.sinks.shards_lock import FOREVER, Holder
 from tenterhook.sinks.shards_place import Place, place_of
 from tenterhook.sinks.shards_write import Writer
 
@@ -23,6 +25,8 @@ __all__ = ["Options", "ranks", "run"]
 
 ENGINES = ("auto", "local", "ranks", "ray")
 LEAST = 1 << 16
+JOB = ("TENTERHOOK_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 FUNCTION = (
     "to= is a function, which is given the rows of every batch in this process: there are no shards, and no workers "
     "elsewhere. Leave shard_rows=, shard_bytes= and engine= out; in each of many processes give it that one's batches."
@@ -43,6 +47,10 @@ class Options:
     workers: int | None = None
     address: str | None = None
     progress: bool | None = None
+    trust: bool = False
+    wait: bool | float = False
+    job: str | None = None
+    """An id that the processes of one job share, where several write."""
 
     def __post_init__(self) -> None:
         if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
@@ -60,6 +68,10 @@ class Options:
     def is_function(self) -> bool:
         """Whether rows are not stored, but given to a function."""
         return callable(self.to)
+
+    def holder(self, rank: int | None = None) -> Holder:
+        """Return who asks for the place."""
+        return Holder(self.job, rank, FOREVER if self.wait is True else float(self.wait))
 
     def source(self, batches: Any) -> Source:
         """The data, cut into batches."""
@@ -85,10 +97,9 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
 
         return run_on_ranks(job(), options.source(batches), options, ranks(slurm=True))
     place = place_of(options.to)
-    with place.alone():
-        place.sweep()
+    with place.alone(options.holder()):
         made, source = job(), options.source(batches)
-        plan = settle(place, made, source, options.asked)
+        plan = settle(place, made, source, options)
         return run_here(made, plan, source, place, options, lambda _: True)
 
 
@@ -105,6 +116,18 @@ def ranks(*, slurm: bool) -> tuple[int, int]:
     if slurm:
         raise HarvestError('engine="ranks" is for processes that torchrun or srun started, and there is no RANK here')
     return 0, 1
+
+
+def job_of_ranks() -> str:
+    """Return an id that all processes of one torchrun or srun share, and no other job has."""
+    found = {name: os.environ[name] for name in JOB if os.environ.get(name)}
+    if "TENTERHOOK_JOB" in found:
+        return found["TENTERHOOK_JOB"]
+    if found.get("MASTER_ADDR", "localhost") in LOOPBACK and "SLURM_JOB_ID" not in found:
+        found["host"] = socket.gethostname()  # Every machine calls itself so.
+    if "MASTER_PORT" not in found and "SLURM_JOB_ID" not in found:
+        found["parent"] = str(os.getppid())
+    return ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
 
 
 def run_here(

@@ -16,13 +16,15 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
-from tenterhook._tree import tensors
+from tenterhook._tree import parts_of, tensors
 from tenterhook.errors import HarvestError
 from tenterhook.sinks.shards_file import as_bytes
 
 __all__ = ["Cut", "Digest", "Listed", "Loaded", "Source", "Stream", "digest", "size_of", "source_of"]
 
 BATCH = 32
+SHORT = 16  # Characters of a batch's digest that a commit keeps.
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Source(Protocol):
@@ -36,6 +38,8 @@ class Source(Protocol):
 
     def samples_before(self, batch: int) -> int | None: ...
 
+    def some(self, batches: Sequence[int]) -> Iterator[Any]: ...
+
 
 class Listed:
     """A list of batches, which are all in memory."""
@@ -43,6 +47,7 @@ class Listed:
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
         self.length: int | None = len(batches)
+        self._before: list[int] | None = None
 
     def read(self, start: int, stop: int | None) -> Iterator[Any]:
         yield from self.batches[start:stop]
@@ -51,7 +56,12 @@ class Listed:
         return digest(*self.batches)
 
     def samples_before(self, batch: int) -> int | None:
-        return sum(map(size_of, self.batches[:batch]))
+        if self._before is None:
+            self._before = list(itertools.accumulate(map(size_of, self.batches), initial=0))
+        return self._before[min(batch, len(self.batches))]
+
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:
+        yield from (self.batches[number] for number in batches)
 
 
 class Cut:
@@ -75,6 +85,10 @@ class Cut:
     def samples_before(self, batch: int) -> int | None:
         return min(self.count, batch * self.size)
 
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:
+        for number in batches:
+            yield from self.read(number, number + 1)
+
 
 class Loaded:
     """A DataLoader in the data set's own order: a range of it is another DataLoader, with the same workers."""
@@ -87,20 +101,30 @@ class Loaded:
     def read(self, start: int, stop: int | None) -> Iterator[Any]:
         loader, last = self.loader, len(self.loader)
         batches = range(start, last if stop is None else min(stop, last))
+        yield from self._loaded(batches, workers=loader.num_workers)
+
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:
+        yield from self._loaded(batches, workers=0)  # A few: starting workers would take longer.
+
+    def _loaded(self, batches: Sequence[int], workers: int) -> Iterator[Any]:
+        loader = self.loader
+        by_workers: dict[str, Any] = {
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+        }
         yield from DataLoader(
             loader.dataset,
             batch_sampler=_Indices(batches, self._size, self._count),
-            num_workers=loader.num_workers,
+            num_workers=workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
+            **(by_workers if workers else {}),
         )
 
     def fingerprint(self) -> str | None:
-        return None
+        return f"{self._count} by {self._size}"
 
     def samples_before(self, batch: int) -> int | None:
         return min(self._count, batch * self._size)
@@ -109,7 +133,7 @@ class Loaded:
 class _Indices(Sampler[list[int]]):
     """The samples of each of some batches."""
 
-    def __init__(self, batches: range, size: int, count: int) -> None:
+    def __init__(self, batches: Sequence[int], size: int, count: int) -> None:
         self._batches, self._size, self._count = batches, size, count
 
     def __len__(self) -> int:
@@ -152,6 +176,9 @@ class Stream:
 
     def samples_before(self, batch: int) -> int | None:
         return 0 if batch == 0 else None
+
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:  # noqa: ARG002  # the protocol's name
+        return iter(())  # It is compared as it passes.
 
 
 def source_of(batches: Any, *, batch_size: int | None = None, tokenizer: Any = None, length: int = 512) -> Source:
@@ -196,28 +223,51 @@ def size_of(batch: Any) -> int:
 
 
 class Digest:
-    """What tells one run of batches from another: every tensor with its name, type, shape and bytes."""
+    """A digest of batches that come one after the other, with one for each of them."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self.first = ""  # the digest of the first batch alone
+        self.each: list[str] = []
 
     def add(self, batch: Any) -> None:
-        for path, tensor in tensors(dict(batch) if isinstance(batch, Mapping) else batch):
-            self._state.update(repr((path, str(tensor.dtype), tuple(tensor.shape))).encode())
-            self._state.update(as_bytes(tensor.detach().cpu().contiguous()))
-        self.first = self.first or self.text()
+        part = digest(batch)
+        self._state.update(part.encode())
+        self.first = self.first or part
+        self.each.append(part[:SHORT])
 
     def text(self) -> str:
         return self._state.hexdigest()
 
 
 def digest(*batches: Any) -> str:
-    """The digest of all of these, one after the other."""
-    state = Digest()
+    """Return the digest of batches: every tensor with its name, type, shape and bytes, and every plain value."""
+    state = xxhash.xxh3_128()
     for batch in batches:
-        state.add(batch)
-    return state.text()
+        for path, leaf in _leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+            if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+                state.update(repr((path, str(leaf.dtype), leaf.shape)).encode() + leaf.tobytes())
+            elif isinstance(leaf, Tensor):
+                state.update(repr((path, str(leaf.dtype), tuple(leaf.shape))).encode())
+                state.update(as_bytes(leaf.detach().cpu().contiguous()))
+            else:
+                shown = leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
+                state.update(repr((path, shown)).encode(errors="backslashreplace"))
+    return state.hexdigest()
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield every tensor and plain value in a batch with the path to it; other objects by their type."""
+    if isinstance(value, PLAIN):
+        yield path, value
+        return
+    is_whole = isinstance(value, Tensor | np.ndarray)
+    parts = None if is_whole else parts_of(value)
+    if parts is None:
+        yield path, value if is_whole else type(value).__qualname__
+        return
+    for key, part in parts:
+        yield from _leaves(part, (*path, key))
 
 
 def _told(batch: Any) -> str:

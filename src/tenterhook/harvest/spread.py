@@ -23,7 +23,7 @@ from tenterhook.harvest.job import Job
 from tenterhook.harvest.make import make_shard
 from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
-from tenterhook.harvest.runners import Options, result, run_here
+from tenterhook.harvest.runners import Options, job_of_ranks, result, run_here
 from tenterhook.harvest.source import Source
 from tenterhook.pytorch.distributed import fsdp_meshes, is_fsdp
 from tenterhook.sinks.shards import committed
@@ -47,8 +47,14 @@ OTHERS = (
 
 
 def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, int]) -> Harvest:
-    """Make this process' share."""
+    """Make this process' share. The processes of one job hold the place together."""
     place = place_of(options.to)
+    options.job = job_of_ranks()
+    with place.alone(options.holder(rank[0])):
+        return _share(job, source, place, options, rank)
+
+
+def _share(job: Job, source: Source, place: Place, options: Options, rank: tuple[int, int]) -> Harvest:
     number, world = rank
     is_fsdp = _is_fsdp(job.model)
     if job.gather and not is_fsdp:
@@ -56,7 +62,7 @@ def run_on_ranks(job: Job, source: Source, options: Options, rank: tuple[int, in
     if is_fsdp:
         part, writes = _part_of(job, rank)
         return _in_step(job, _known(source), place, options, part, writes=writes)
-    plan = settle(place, job, source, options.asked)
+    plan = settle(place, job, source, options)
     mine = range(number, plan.shards, world) if plan.shards is not None else _Every(number, world)
     place.sweep(mine)
     return run_here(job, plan, source, place, options, lambda shard: shard % world == number)
@@ -107,7 +113,7 @@ def _known(source: Source) -> Source:
 
 def _settled(job: Job, source: Source, place: Place, options: Options) -> Plan:
     """The plan, settled by all processes together; each then runs every batch of its own, the first one too."""
-    plan = settle(place, job, source, options.asked, _as_the_first_sees_it)
+    plan = settle(place, job, source, options, _as_the_first_sees_it)
     job.tried("")
     return plan
 

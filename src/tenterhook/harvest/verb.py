@@ -44,6 +44,8 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     workers: int | None = None,
     address: str | None = None,
     progress: bool | None = None,
+    trust: bool = False,
+    wait: bool | float = False,
 ) -> Harvest:
     """Run a model over a data set and store what passes at the points, row by row, in a directory or object store.
 
@@ -89,6 +91,10 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         workers: with ray: how many; by default one for each GPU if the model is on one, else for each CPU but one.
         address: with ray: a cluster to connect to; by default one is started on this machine.
         progress: a bar on standard error; by default if that is a terminal.
+        trust: vouch for what cannot be identified, such as an open file that ``call=`` reads: a resumed harvest cannot
+            tell it from another.
+        wait: if another job harvests into the same place, wait until it has ended, or so many seconds; by default it
+            is an error, which names that job's machine and process.
     """
     from tenterhook.harvest.job import Job
     from tenterhook.harvest.rows import Taking
@@ -104,6 +110,8 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
         workers=workers,
         address=address,
         progress=progress,
+        trust=trust,
+        wait=wait,
     )
 
     def job() -> Job:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +15,28 @@ import xxhash
 from tenterhook._draw import Column as Shown
 from tenterhook._draw import Drawn, Row, Table
 from tenterhook.errors import StoreError
-from tenterhook.sinks.shards import END, Column, commit_name, committed, file_name, read_commit, read_manifest
-from tenterhook.sinks.shards_file import BLOCK, checksum_of, head_of
+from tenterhook.sinks.shards import (
+    END,
+    Column,
+    commit_name,
+    commits_found,
+    file_name,
+    planned,
+    read_commit,
+    read_manifest,
+)
+from tenterhook.sinks.shards_check import head_fault
+from tenterhook.sinks.shards_file import BLOCK
 from tenterhook.sinks.shards_place import SHARDS, Place, place_of
 
 __all__ = ["Report", "verify"]
 
 GIGA = 1e9
+NO_SHARD = -1
+UNEXPECTED = "the manifest does not expect it"
+
+Fault = tuple[int, str, str]
+"""A shard, a file, what is wrong with it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,8 +48,8 @@ class Report(Drawn):
     nbytes: int
     shards: int
     planned: int | None
-    damaged: tuple[tuple[int, str, str], ...]
-    """Shard, file, what is wrong with it."""
+    damaged: tuple[Fault, ...]
+    """Faults; a file that belongs to no shard has the number -1."""
     stray: tuple[str, ...]
     """Files that no commit speaks of: what a killed process left."""
     dropped: tuple[int, ...] = ()
@@ -47,7 +64,7 @@ class Report(Drawn):
 
     def table(self) -> Table:
         """One row for each thing that is wrong."""
-        rows = tuple(Row((str(shard), file, what)) for shard, file, what in self.damaged)
+        rows = tuple(Row((str(shard) if shard >= 0 else "", file, what)) for shard, file, what in self.damaged)
         state = "nothing is damaged" if not rows else f"{len(rows)} damaged"
         planned = "" if self.planned is None else f" of {self.planned}"
         title = f"{self.path}: {self.shards}{planned} shards, {self.rows:,} rows, {self.nbytes / GIGA:.3f} GB; {state}"
@@ -59,44 +76,62 @@ class Report(Drawn):
 
 
 def verify(path: str | os.PathLike[str] | Any, *, drop: bool = False, threads: int = 2, **options: Any) -> Report:
-    """Compare everything that was committed with its checksums.
+    """Compare everything that was committed with its checksums, a block of each file at a time.
 
     Args:
         path: a store of ``th.harvest``.
-        drop: take back the commits of damaged shards, so that the same harvest makes them again.
+        drop: repair what can be repaired: take back the commits of damaged shards, and what the manifest does not
+            expect, so that the same harvest makes them again. Nobody else may harvest there meanwhile.
         threads: that read.
         **options: for a URL: what obstore is to be told.
     """
     place = place_of(path, **options)
     manifest = read_manifest(place)
+    with place.alone() if drop else contextlib.nullcontext():
+        return _verified(place, manifest, threads, drop=drop)
+
+
+def _verified(place: Place, manifest: dict[str, Any], threads: int, *, drop: bool) -> Report:
     columns = tuple(map(Column.of, manifest["columns"]))
-    shards = committed(place)
+    most, damaged = _planned(place, manifest)
+    found, others = commits_found(place)
+    beyond = [shard for shard in found if most is not None and shard >= most]
+    damaged += [(NO_SHARD, name, UNEXPECTED) for name in others]
+    damaged += [(shard, commit_name(shard), UNEXPECTED) for shard in beyond]
+    shards = [shard for shard in found if shard not in set(beyond)]
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda shard: _look(place, columns, shard), shards))
-    damaged = tuple(wrong for each in found for wrong in each[0])
-    bad = sorted({shard for shard, _, _ in damaged})
+        looks = list(pool.map(lambda shard: _look(place, manifest, columns, shard), shards))
+    damaged += [wrong for look in looks for wrong in look.wrong]
+    damaged += _gaps(looks)
     if drop:
-        for shard in bad:
-            place.delete(commit_name(shard))
+        _drop(place, columns, damaged)
     return Report(
         path=str(place),
-        rows=sum(each[1] for each in found),
-        nbytes=sum(each[2] for each in found),
+        rows=sum(look.rows for look in looks),
+        nbytes=sum(look.nbytes for look in looks),
         shards=len(shards),
-        planned=_planned(place, manifest),
-        damaged=damaged,
+        planned=most,
+        damaged=tuple(damaged),
         stray=_stray(place, columns, shards),
-        dropped=tuple(bad) if drop else (),
+        dropped=tuple(sorted({shard for shard, _, _ in damaged if shard != NO_SHARD})) if drop else (),
     )
 
 
-def _planned(place: Place, manifest: dict[str, Any]) -> int | None:
-    from tenterhook.sinks.shards import unpack
+def _drop(place: Place, columns: tuple[Column, ...], damaged: list[Fault]) -> None:
+    """Take back what is damaged: commits first, then what stands in the way of the files that come again."""
+    for shard, name, _ in damaged:
+        place.delete(name if shard == NO_SHARD else commit_name(shard))
+    for shard in {shard for shard, _, _ in damaged} - {NO_SHARD}:
+        for column in columns:
+            place.clear(file_name(shard, column))
 
-    batches = manifest["harvest"]["data"]["batches"]
-    if place.size(END) is not None:
-        batches = unpack(place.read(END), f"{place}/{END}")["batches"]
-    return None if batches is None else -(-batches // manifest["plan"]["batches_per_shard"])
+
+def _planned(place: Place, manifest: dict[str, Any]) -> tuple[int | None, list[Fault]]:
+    """Return the number of planned shards, and the fault of the file that says it."""
+    try:
+        return planned(place, manifest), []
+    except StoreError as error:
+        return None, [(NO_SHARD, END, str(error))]
 
 
 def _stray(place: Place, columns: tuple[Column, ...], shards: list[int]) -> tuple[str, ...]:
@@ -104,21 +139,51 @@ def _stray(place: Place, columns: tuple[Column, ...], shards: list[int]) -> tupl
     return tuple(name for name in place.names(SHARDS) if name not in spoken)
 
 
-def _look(place: Place, columns: tuple[Column, ...], shard: int) -> tuple[list[tuple[int, str, str]], int, int]:
-    """What is wrong with a shard, its rows and its bytes."""
+@dataclass(slots=True)
+class _Look:
+    """Findings of one shard."""
+
+    shard: int
+    wrong: list[Fault]
+    rows: int = 0
+    nbytes: int = 0
+    samples: tuple[int, int] | None = None
+
+
+def _look(place: Place, manifest: dict[str, Any], columns: tuple[Column, ...], shard: int) -> _Look:
     try:
-        commit = read_commit(place, shard)
+        commit = read_commit(place, shard, manifest)
     except StoreError as error:
-        return [(shard, commit_name(shard), str(error))], 0, 0
-    wrong, size = [], 0
+        return _Look(shard, [(shard, commit_name(shard), str(error))])
+    look = _Look(shard, [], commit["rows"], 0, tuple(commit["samples"]))
     for column in columns:
         name = file_name(shard, column)
-        record = commit["files"].get(name)
-        what = "the commit does not speak of it" if record is None else next(_faults(place, column, name, record), "")
+        record = commit["files"][name]
+        what = _fault(place, column, name, record)
         if what:
-            wrong.append((shard, name, what))
-        size += record["bytes"] if record else 0
-    return wrong, commit["rows"], size
+            look.wrong.append((shard, name, what))
+        look.nbytes += record["bytes"]
+    return look
+
+
+def _gaps(looks: list[_Look]) -> Iterator[Fault]:
+    """Yield neighbouring shards whose samples do not follow each other."""
+    for one, other in itertools.pairwise(look for look in looks if look.samples is not None):
+        if one.samples is None or other.samples is None:
+            continue
+        is_next = one.shard + 1 == other.shard
+        if one.samples[1] > other.samples[0] or (is_next and one.samples[1] != other.samples[0]):
+            yield other.shard, commit_name(other.shard), f"its samples do not follow those of shard {one.shard}"
+
+
+def _fault(place: Place, column: Column, name: str, record: dict[str, Any]) -> str:
+    """Return the first fault of a file, or an empty text."""
+    try:
+        return next(_faults(place, column, name, record), "")
+    except FileNotFoundError:
+        return "it is not there"
+    except StoreError as error:
+        return str(error)
 
 
 def _faults(place: Place, column: Column, name: str, record: dict[str, Any]) -> Iterator[str]:
@@ -129,12 +194,9 @@ def _faults(place: Place, column: Column, name: str, record: dict[str, Any]) -> 
     if size != record["bytes"]:
         yield f"it has {size:,} bytes, and had {record['bytes']:,}"
         return
-    head = head_of(column.rows, record)
-    if (
-        bytes(place.read_range(name, 0, record["head"])) != head
-        or checksum_of(head, record["blocks"]) != record["checksum"]
-    ):
-        yield "its header is not what was written"
+    what = head_fault(bytes(place.read_range(name, 0, record["head"])), column.rows, record)
+    if what:
+        yield what
     for number, checksum in enumerate(record["blocks"]):
         low = record["head"] + number * BLOCK
         data = place.read_range(name, low, min(low + BLOCK, record["bytes"]))

@@ -11,9 +11,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from tenterhook._tree import tensors
 from tenterhook.sinks.shards_file import as_bytes
 
-__all__ = ["weights_of"]
+__all__ = ["digest_of", "weights_of"]
 
 HASHING = min(8, os.cpu_count() or 1)  # threads
 PART = 16 << 20  # bytes that leave a GPU at a time, for each of them
@@ -24,16 +25,29 @@ def weights_of(model: nn.Module) -> str:
 
     It is made anew each time: what changes a weight through ``.data`` leaves no trace by which it could be noticed.
     """
-    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    weights = {name: tensor for key, value in model.state_dict().items() for name, tensor in _tensors_in(value, key)}
     with ThreadPoolExecutor(HASHING) as pool:
-        parts = list(pool.map(_digest_of, weights.values()))
+        parts = list(pool.map(digest_of, weights.values()))
     lines = [f"{name} {part}\n" for name, part in zip(weights, parts, strict=True)]
     whole = xxhash.xxh3_128("".join(lines).encode()).hexdigest()
     spread = any(hasattr(tensor, "to_local") for tensor in weights.values())
     return _of_all_processes(whole) if spread else whole
 
 
-def _digest_of(tensor: Tensor) -> str:
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an entry of a state dict. A quantized module has its weights in tuples."""
+    if isinstance(value, Tensor):
+        yield name, value
+    else:
+        yield from ((f"{name}.{path}", tensor) for path, tensor in tensors(value))
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the type, the shape and a digest of the bytes of a tensor on any device; of a spread one, of its part."""
+    if tensor.is_quantized:
+        return f"{tensor.dtype} {digest_of(tensor.int_repr())} {digest_of(tensor.dequantize())}"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} {digest_of(tensor.to_dense())}"
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind = f"{tensor.dtype} {list(tensor.shape)}"
     if local.device.type == "meta":  # An offloaded weight is elsewhere; its name and shape must do.

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import pickle
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from tenterhook.harvest.make import make_shard
 from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
 from tenterhook.harvest.source import Source
-from tenterhook.sinks.shards import commit_name, committed
+from tenterhook.harvest.weights import weights_of
+from tenterhook.sinks.shards import commit_name, committed, read_manifest
 from tenterhook.sinks.shards_place import place_of
 from tenterhook.sinks.shards_write import Writer
 
@@ -41,6 +43,10 @@ INSTALL = 'engine="ray" needs Ray: pip install "tenterhook[ray]"'
 KNOWN = (
     'engine="ray" hands out shards by number, so the batches must be known beforehand: give a list, a tensor, a data '
     "set or a DataLoader in its own order, or a function that makes one."
+)
+OTHER_MODEL = (
+    "a worker's model has other weights than the one that the harvest was begun with ({now}, not {then}): the function "
+    "that makes it must make the same one each time. Load its weights, or seed it."
 )
 TASKS = 16
 """Tasks for each worker, about: who is faster makes more of them, and the last one ends soon after the first."""
@@ -68,13 +74,14 @@ class _Maker:
         self.source: Source = options.source(batches)
         self.plan, self.place, self.memory = plan, place_of(options.to), options.memory
         self.writer = Writer(self.place, self.memory)
-        self._running = threading.Lock()
+        self._running, self._options, self._is_checked = threading.Lock(), options, False
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
         import numpy as np
 
         try:
-            facts: dict[str, Any] = self._made([int(shard) for shard in task["item"]])
+            with self.place.alone(self._options.holder()):  # The driver may be dead, and another job begun.
+                facts: dict[str, Any] = self._made([int(shard) for shard in task["item"]])
         except TenterhookError as error:  # Ray would pass its text on, and nothing else.
             facts = {"error": pickle.dumps(error).hex()}
         return {name: np.array([fact]) for name, fact in facts.items()}
@@ -85,6 +92,7 @@ class _Maker:
         with self._running:  # One model, one thread at a time.
             writer, before = self.writer, dict(self.writer.seconds)
             try:
+                self._check_model()
                 made = sum(self._make(shard, meter) for shard in shards)
             except BaseException:
                 # It holds a part of a shard, to which a second attempt must not add.
@@ -96,6 +104,15 @@ class _Maker:
         wait()
         counts = {"batches": meter.batches, "rows": meter.rows, "nbytes": meter.nbytes, "made": made}
         return {**counts, "peak": writer.budget.peak, **spent}
+
+    def _check_model(self) -> None:
+        """Refuse a model that differs from the driver's: the function must make the same one everywhere."""
+        if self._is_checked:
+            return
+        then, now = read_manifest(self.place)["harvest"]["model"]["weights"], weights_of(self.job.model)
+        if then != now:
+            raise HarvestError(OTHER_MODEL.format(then=then, now=now))
+        self._is_checked = True
 
     def _make(self, shard: int, meter: Meter) -> bool:
         """Make a shard, unless it is there."""
@@ -112,12 +129,12 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
     """Settle the plan here, and have the missing shards made by workers."""
     place = place_of(options.to)
     batches = _to_send(batches)
-    with _ray(options.address) as ray, place.alone():
-        place.sweep()
+    options.job = f"ray {secrets.token_hex(8)}"
+    with _ray(options.address) as ray, place.alone(options.holder()):
         here, source = job(), options.source(batches)
         if source.length is None or source.samples_before(source.length) is None:
             raise HarvestError(KNOWN)
-        plan = settle(place, here, source, options.asked)
+        plan = settle(place, here, source, options)
         found = committed(place)
         todo = sorted(set(range(plan.shards or 0)) - set(found))
         on_gpu, points = here.device.type == "cuda", here.found or ()

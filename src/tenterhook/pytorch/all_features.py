@@ -11,7 +11,7 @@ from tenterhook.pytorch.support import FEATURES, Feature, Status
 
 __all__ = ["run_all_probes"]
 
-_FEATURE_OF_FILE = {"dynamo_tracing": ("compiled models", "a session in a process that uses torch.compile")}
+_FEATURE_OF_FILE = {"dynamo_probe": ("compiled models", "a session in a process that uses torch.compile")}
 """The feature of a file that is only loaded on use, and its use: for the report, if the file cannot be loaded."""
 
 

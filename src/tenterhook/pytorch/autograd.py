@@ -21,6 +21,7 @@ __all__ = [
     "existed_before",
     "forget_hooks",
     "is_numbered",
+    "is_of_several_views",
     "is_older",
     "is_own_alias",
     "keeps_graph",
@@ -29,6 +30,7 @@ __all__ = [
     "operation_number",
     "own_alias",
     "post_accumulate_hooks_of",
+    "rebase",
     "set_hooks",
     "size_and_stride",
     "storage_identity",
@@ -142,6 +144,43 @@ def own_alias(tensor: Tensor) -> Tensor:
     if node is not None:
         node._set_sequence_nr(_RUNS_FIRST + node._sequence_nr())
     return alias
+
+
+_unsafe_preserve_version_counter: Any = find("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+_creation_of_view: Any = find("torch._C._autograd._get_creation_meta")
+_SEVERAL_VIEWS: Any = find("torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE")
+
+
+class _Rebase(torch.autograd.Function):
+    """An operation that claims to change its tensors in place, and leaves them as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, see: Callable[[tuple[Any, ...]], tuple[Any, ...]], *given: Tensor) -> Any:
+        ctx.see = see
+        ctx.mark_dirty(*given)
+        ctx.set_materialize_grads(False)  # None stays None: nothing flowed.
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (None, *ctx.see(gradients))
+
+
+def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Let a function see, and replace, the gradients of what is done with these tensors, and their views, from now on.
+
+    The tensors keep their identity, memory and version, and autograd follows later changes in place as it always does.
+    They are neither leaves nor views.
+    """
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        _Rebase.apply(see, *tensors)  # type: ignore[no-untyped-call]
+
+
+def is_of_several_views(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view from ``chunk``, ``unbind`` and the like, which nothing may change in place."""
+    if view_base(tensor) is None or not _creation_of_view:
+        return False
+    return bool(_creation_of_view(tensor) == _SEVERAL_VIEWS)
 
 
 attribute("AsStridedBackward0", "_saved_size")
@@ -319,6 +358,33 @@ def _probe_hooks() -> None:
     check(leaf.grad is not None and bool((leaf.grad == 4).all()), "a hook cannot replace a gradient")
     check(tensor_hooks(_leaf()) is None, "a tensor without hooks has a table of them")
     check(post_accumulate_hooks_of(_leaf()) is None, "a tensor's table of hooks after accumulation has moved")
+
+
+@feature(
+    "backward hooks",
+    used_by="tenterhook.hooks.register_backward_hook and register_backward_pre_hook",
+    still_works="sessions that record and edit gradients",
+)
+def probe_rebase() -> str | None:
+    """Check that gradients of later uses of a tensor can be seen together, whatever is changed in place."""
+    leaf = _leaf()
+    first, second = leaf.tanh(), leaf * 3
+    before, view, version = first * 5, second[0], second._version
+    seen: list[Any] = []
+
+    def see(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append([float(gradient.sum()) for gradient in gradients])
+        return gradients[0] * 0, gradients[1] * 10
+
+    rebase([first, second], see)
+    check(second._version == version, "the version of a tensor cannot be kept")
+    view.mul_(2)
+    (before.sum() * 0 + first.sum() + second.sum()).backward()
+    check(seen == [[4, 6]], "the gradients of later uses of tensors cannot be seen together")
+    check(leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]], "they cannot be replaced")
+    part, _ = (leaf * 1).chunk(2)
+    check(is_of_several_views(part) and not is_of_several_views(view), "views made together cannot be recognised")
+    return None
 
 
 def _probe_end() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "FLAT_WEIGHTS",
     "FLAT_WEIGHT_REFERENCES",
     "flat_weights",
+    "updates_running_statistics",
 ]
 
 
@@ -35,6 +36,14 @@ DROPOUTS = _common_base(
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 )  # fmt: skip
 BATCH_NORMS = _common_base(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+NORMS = _common_base(nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d)
+_NORM_FORWARDS = {each.forward for each in (nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d)}
+
+
+def updates_running_statistics(module: nn.Module) -> bool:
+    """Return whether this layer in training updates its running mean and variance in place and does not read them."""
+    return isinstance(module, NORMS) and type(module).forward in _NORM_FORWARDS
 
 
 FLAT_WEIGHTS = attribute("nn.RNNBase", "_flat_weights")

@@ -33,11 +33,13 @@ __all__ = [
     "call_override",
     "call_state",
     "call_with_hooks",
+    "can_override_call",
     "children_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "frame_that_runs_hooks",
     "has_hooks",
+    "hook_tables_of",
     "is_replica",
     "is_usual_call",
     "load_state_as",
@@ -62,6 +64,20 @@ buffers_of: Callable[[nn.Module], dict[str, Any]] = member("nn.Module", "_buffer
 forward_hooks_of: Callable[[nn.Module], dict[Any, Any]] = member("nn.Module", FORWARD_HOOKS, _sample)
 forward_pre_hooks_of: Callable[[nn.Module], dict[Any, Any]] = member("nn.Module", "_forward_pre_hooks", _sample)
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = member("nn.Module", "_non_persistent_buffers_set", _sample)
+_CALL_TABLES = tuple(
+    attribute("nn.Module", name)
+    for name in (
+        "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    )
+)  # fmt: skip
+
+
+def hook_tables_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's tables: pre-hooks, those with keywords, forward hooks, with keywords, called always."""
+    return tuple(module.__dict__[name] for name in _CALL_TABLES)
+
+
 attribute("nn.Module", "_backward_hooks")
 attribute("nn.Module", "_backward_pre_hooks")
 OWN_CONTENT = ("_modules", "_parameters", "_buffers")
@@ -162,14 +178,14 @@ def call_override(module: nn.Module) -> Any:
     return module.__dict__.get(CALL_OVERRIDE)
 
 
+def can_override_call(module: nn.Module) -> bool:
+    """Return whether PyTorch makes this module's calls with its own code, and nothing stands in the place of them."""
+    return _IS_PYTORCHS_OWN and type(module)._call_impl is USUAL_CALL and module.__dict__.get(CALL_OVERRIDE) is None
+
+
 def is_usual_call(module: nn.Module) -> bool:
     """Return whether PyTorch calls this module as it calls most: with its own code, without hooks, not compiled."""
-    return (
-        _IS_PYTORCHS_OWN
-        and type(module)._call_impl is USUAL_CALL
-        and module.__dict__.get(CALL_OVERRIDE) is None
-        and not has_hooks(module.__dict__)
-    )
+    return can_override_call(module) and not has_hooks(module.__dict__)
 
 
 def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import CO_VARARGS
+from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 __all__ = [
     "EMPTY",
+    "all_constants",
     "cell_value",
     "cells_of",
     "closure_values",
+    "code_of",
     "constants_of",
     "first_argument",
     "frame_above",
     "frames_from",
     "free_names",
+    "function_attributes",
+    "global_names",
+    "globals_of",
     "is_running",
+    "mentioned_names",
     "nested_codes",
     "own_frame",
+    "replaceable_parts",
+    "set_cell",
     "set_free_variable",
     "variable_in",
 ]
 
 EMPTY: Any = object()
 """Stands for the content of a cell whose variable has not been assigned."""
+
+_EXTENDED_ARG, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
+_OTHER_GLOBALS = {dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+
+_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 own_frame = sys._getframe
 """``own_frame(0)`` is the frame of the caller, ``own_frame(1)`` that of its caller, and so on."""
@@ -75,6 +92,11 @@ def constants_of(code: CodeType) -> tuple[Any, ...]:
     return tuple(constant for constant in code.co_consts if not isinstance(constant, CodeType))
 
 
+def all_constants(code: CodeType) -> tuple[Any, ...]:
+    """Return the constants of a function's code, the code of nested functions included."""
+    return code.co_consts
+
+
 def free_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of the variables that a function takes from the functions around it."""
     return code.co_freevars
@@ -100,7 +122,55 @@ def set_free_variable(function: FunctionType, name: str, value: Any) -> None:
         cell.cell_contents = value
 
 
+def set_cell(cell: CellType, value: Any) -> None:
+    """Give the variable of a cell another value."""
+    cell.cell_contents = value
+
+
 def closure_values(function: FunctionType) -> dict[str, Any]:
     """Return the free variables of a function that have a value."""
     values = {name: cell_value(cell) for name, cell in cells_of(function).items()}
     return {name: value for name, value in values.items() if value is not EMPTY}
+
+
+@functools.lru_cache(maxsize=20_000)
+def global_names(code: CodeType) -> frozenset[str]:
+    """Return the names of the module-level variables that some code, or code nested in it, reads or assigns."""
+    found, high, raw = set(), 0, code.co_code
+    for place in range(0, len(raw), 2):
+        operation, argument = raw[place], raw[place + 1] | high
+        high = argument << 8 if operation == _EXTENDED_ARG else 0
+        if operation == _LOAD_GLOBAL:
+            found.add(code.co_names[argument >> 1])
+        elif operation in _OTHER_GLOBALS:
+            found.add(code.co_names[argument])
+    return frozenset(found.union(*[global_names(inner) for inner in nested_codes(code)]))
+
+
+@functools.lru_cache(maxsize=20_000)
+def mentioned_names(code: CodeType) -> frozenset[str]:
+    """Return every name and every constant text in some code: what it may look up on an object."""
+    texts = {constant for constant in constants_of(code) if type(constant) is str and constant.isidentifier()}
+    return frozenset(texts.union(code.co_names, *[mentioned_names(inner) for inner in nested_codes(code)]))
+
+
+def code_of(function: FunctionType) -> CodeType:
+    """Return the code of a function."""
+    return function.__code__
+
+
+def globals_of(function: FunctionType) -> dict[str, Any]:
+    """Return the module-level variables that a function sees."""
+    return function.__globals__
+
+
+def function_attributes(function: FunctionType) -> dict[str, Any]:
+    """Return the attributes that were assigned to a function."""
+    return function.__dict__
+
+
+def replaceable_parts(functions: Iterable[FunctionType]) -> list[Any]:
+    """Return what can be replaced in functions: their code, their defaults, and the content of their closures."""
+    parts = list(chain.from_iterable(map(_PARTS, functions)))
+    cells = [cell for function in functions if function.__closure__ for cell in function.__closure__]
+    return parts + [cell_value(cell) for cell in cells]

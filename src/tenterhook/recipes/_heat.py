@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tenterhook._text import printable
+
 __all__ = ["heatmap", "new_figure"]
 
 MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
@@ -38,13 +40,15 @@ def heatmap(
     far = max(float(values.abs().max()), 1e-12)
     look: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -far, "vmax": far} if signed else {"cmap": "Blues", "vmin": 0}
     drawn = axes.imshow(values.numpy(), aspect="auto", **look)
-    axes.set_xticks(range(len(columns)), columns, rotation=45 if max(map(len, columns), default=0) > 3 else 0)  # noqa: PLR2004
-    axes.set_yticks(range(len(rows)), rows)
+    turned = 45 if max(map(len, columns), default=0) > 3 else 0  # noqa: PLR2004
+    axes.set_xticks(range(len(columns)), list(map(printable, columns)), rotation=turned, parse_math=False)
+    axes.set_yticks(range(len(rows)), list(map(printable, rows)), parse_math=False)
     axes.tick_params(labelsize=7)
     for y, line in enumerate(words or ()):
         for x, word in enumerate(line):
             dark = abs(float(values[y, x])) > 0.6 * far
-            axes.text(x, y, word, ha="center", va="center", fontsize=6, color="white" if dark else "black")
-    axes.set_title(title, fontsize=9)
+            color = "white" if dark else "black"
+            axes.text(x, y, printable(word), ha="center", va="center", fontsize=6, color=color, parse_math=False)
+    axes.set_title(printable(title), fontsize=9, parse_math=False)
     figure.colorbar(drawn)
     return figure

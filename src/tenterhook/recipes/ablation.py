@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes import _given as given
 from tenterhook.recipes._heat import heatmap
 
@@ -55,7 +56,7 @@ class Ablation:
     def __repr__(self) -> str:
         lines = [f"{self.how} ablation: base {self.base:.4f}"]
         return "\n".join(
-            [*lines, *(f"  {point:<28} {place:<10} {effect:+.4f}" for point, place, effect in self.best())]
+            [*lines, *(f"  {printable(point):<28} {place:<10} {effect:+.4f}" for point, place, effect in self.best())]
         )
 
 

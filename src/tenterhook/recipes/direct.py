@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes import _given as given
 from tenterhook.recipes._heat import new_figure
 from tenterhook.recipes._readout import TOLERANCE, Readout, readout
@@ -63,7 +64,7 @@ class DirectLogits:
 
     def __repr__(self) -> str:
         lines = [f"direct contributions to the score {float(self.score.mean()):.3f}, checked to {self.error:.1e}"]
-        return "\n".join([*lines, *(f"  {point:<28} {value:+.3f}" for point, value in self.best())])
+        return "\n".join([*lines, *(f"  {printable(point):<28} {value:+.3f}" for point, value in self.best())])
 
 
 def direct_logits(  # noqa: PLR0913

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes import _given as given
 from tenterhook.recipes._heat import heatmap
 from tenterhook.recipes._readout import Readout, readout
@@ -70,7 +71,7 @@ class Lens:
         away = self.divergence.flatten(1).mean(1).tolist()
         lines = [f"{'tuned' if self.tuned else 'logit'} lens: {list(self.logits.shape)}"]
         lines += [
-            f"  {point:<28} KL {kl:7.3f}   same first choice {share:6.1%}"
+            f"  {printable(point):<28} KL {kl:7.3f}   same first choice {share:6.1%}"
             for point, kl, share in zip(self.points, away, self.agreement.tolist(), strict=True)
         ]
         return "\n".join(lines)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes._given import arguments, lone
 from tenterhook.recipes._given import selected as addresses_of
 from tenterhook.recipes._heat import heatmap
@@ -94,12 +95,12 @@ class Patching:
 
     def __repr__(self) -> str:
         lines = [f"{'estimated ' if self.estimated else ''}patching ({self.mode}), {len(self.values)} pair(s)"]
-        lines += [f"  {point:<24} {place:<10} {effect:+.3f}" for point, place, effect in self.best()]
+        lines += [f"  {printable(point):<24} {place:<10} {effect:+.3f}" for point, place, effect in self.best()]
         lines += [f"  … and {self.effect.numel() - 5} more"] if self.effect.numel() > 5 else []  # noqa: PLR2004
         if self.agreement is not None:
             found = self.agreement
             lines.append(f"  agrees with true patching: r = {found.correlation:.3f} over {found.cases} cases")
-        return "\n".join([*lines, *(f"  {line}" for line in self.how)])
+        return "\n".join([*lines, *(f"  {printable(line)}" for line in self.how)])
 
 
 def activation(  # noqa: PLR0913

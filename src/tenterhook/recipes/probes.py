@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes._given import lone
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class Probes:
 
     def __repr__(self) -> str:
         lines = [f"linear probes, {self.accuracy.shape[1]} folds; the commonest class is {self.chance:.1%}"]
-        width = max(map(len, self.points))
-        for point, folds, size in zip(self.points, self.accuracy, self.widths, strict=True):
+        points = list(map(printable, self.points))
+        width = max(map(len, points))
+        for point, folds, size in zip(points, self.accuracy, self.widths, strict=True):
             lines.append(f"  {point:<{width}}  {float(folds.mean()):.1%} ± {float(folds.std()):.1%}  ({size} numbers)")
         return "\n".join(lines)
 

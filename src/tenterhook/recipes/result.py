@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes._heat import new_figure
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Attribution:
 
     def _title(self) -> str:
         point = self.settings.get("point")
-        return f"{self.method} at {point}" if point else self.method
+        return printable(f"{self.method} at {point}" if point else self.method)
 
     def _named(self, row: int) -> str:
         target = self.target
@@ -144,7 +145,7 @@ class Attribution:
         lines += [f"  {name:<9} {_short(value)}" for name, value in self.settings.items() if name != "point"]
         if self.error is not None:
             lines.append(f"  error     {float(self.error.abs().max()):.2g} at most")
-        return "\n".join([*lines, *(f"  {line}" for line in self.how)])
+        return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.how)]))
 
 
 def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int = 6, alpha: float = 1.0) -> Figure:

@@ -13,7 +13,7 @@ from tenterhook.recipes.result import Attribution
 
 __all__ = ["attention_rollout"]
 
-EVERY_SOFTMAX = "**:softmax()"
+EVERY_SOFTMAX = "**:softmax()[*]"
 HEADS = 4  # dimensions of attention weights: examples, heads, from, to
 NONE = (
     "attention_rollout needs the attention weights, [examples, heads, tokens, tokens], and {where}.\n"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes._given import floats
 from tenterhook.recipes._heat import new_figure
 
@@ -68,12 +69,13 @@ class Signal:
         return figure
 
     def __repr__(self) -> str:
-        wide = max(len(layer.name) for layer in self.layers)
+        names = [printable(layer.name) for layer in self.layers]
+        wide = max(map(len, names))
         head = f"{'layer':<{wide}}  {'out':>8}  {'d out':>8}  {'weights':>8}  {'d/w':>8}"
         lines = [
-            f"{each.name:<{wide}}  {each.activation:8.2g}  {each.gradient:8.2g}  {each.weight:8.2g}  {each.ratio:8.2g}"
+            f"{name:<{wide}}  {each.activation:8.2g}  {each.gradient:8.2g}  {each.weight:8.2g}  {each.ratio:8.2g}"
             + (f"  {each.remark}" if each.remark else "")
-            for each in self.layers
+            for name, each in zip(names, self.layers, strict=True)
         ]
         return "\n".join([f"learning signal, loss {self.loss:.4g}", head, *lines])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import printable
 from tenterhook.recipes import _given as given
 from tenterhook.recipes._heat import heatmap
 from tenterhook.recipes._readout import name_of
@@ -65,7 +66,7 @@ class Trace:
     def __repr__(self) -> str:
         lines = [f"causal trace: clean {self.clean:.4f}, drowned {self.corrupt:.4f}"]
         return "\n".join(
-            [*lines, *(f"  {point:<28} {place:>4}  {effect:+.4f}" for point, place, effect in self.best())]
+            [*lines, *(f"  {printable(point):<28} {place:>4}  {effect:+.4f}" for point, place, effect in self.best())]
         )
 
 

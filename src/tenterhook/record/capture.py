@@ -18,6 +18,7 @@ from tenterhook._tree import Opaque, map_tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
+from tenterhook.sites.tensor import shows_every_change
 from tenterhook.sites.wrapped import gathered, settled
 
 __all__ = ["Copy", "Entry", "Kept", "Passing", "Policy", "Recorder", "read", "value", "without_graph"]
@@ -92,8 +93,13 @@ class Policy:
     def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
         tensor = settled(tensor)
         kept = tensor.detach() if tensor.requires_grad else tensor
-        if isinstance(tensor, nn.Parameter):  # A module that gives its own parameter: an optimiser will change it.
+        if isinstance(tensor, nn.Parameter):  # A module that returns its own parameter: an optimizer will change it.
             return _clone(kept)
+        try:
+            if not shows_every_change(tensor):
+                return _clone(kept)
+        except RuntimeError:  # A sparse tensor: its version counts.
+            pass
         try:
             watched.append((kept, kept._version))
         except RuntimeError:  # An inference tensor has no version, so no later change could be noticed.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenterhook._text import printable_lines
 from tenterhook._tree import Opaque
 
 __all__ = ["Decoder", "Record", "restore"]
@@ -129,7 +130,8 @@ class Record:
         raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return printable_lines(f"{type(self).__name__}({fields})")
 
 
 # -- constants --------------------------------------------------------------------------------------------------------

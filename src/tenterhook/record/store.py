@@ -43,6 +43,7 @@ from tenterhook.record.tape import Tape, Track, View
 __all__ = ["load", "replacing", "save", "source_of"]
 
 TAPE = Kind("tenterhook.tape", 1, "a tape", "no tape", "run.th", TapeFileError)
+MOST_CALLS = 2**62
 MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
 
 
@@ -104,7 +105,11 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
         else:
             missing.append([index, entry.why])
     described = {"address": address, "kind": track.kind, "site": track.site, "calls": calls, "missing": missing}
-    source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))} if track.where else {}
+    source: dict[str, Any] = {}
+    if track.where:
+        source = {"where": track.where, "lines": list(track.lines), "source": list(source_of(track))}
+    if track.numbers is not None:
+        source |= {"places": track.places, "numbers": sorted(map(list, track.numbers.items()))}
     return described | source
 
 
@@ -151,12 +156,18 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     views: tuple[tuple[View, str], ...] = ((tape, "values"), (tape.grad, "gradients"))
     for view, key in views:
         for track in described[key]:
-            made = view._tracks[str(track["address"])] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            if not isinstance(track["address"], str):
+                raise TypeError(f"{track['address']!r:.40} is no address")
+            made = view._tracks[track["address"]] = Track(_entries(track, decoder), kind=str(track["kind"]))
             made.site, made.where = str(track.get("site", "")), str(track.get("where", ""))
             made.lines = tuple(map(int, track.get("lines", ())))
             made.source = tuple(map(str, track.get("source", ())))
+            if "numbers" in track:
+                made.places = int(track["places"])
+                made.numbers = {int(index): int(number) for index, number in track["numbers"]}
     # The gradients share this dict.
-    tape._aliases.update(described["aliases"])
+    for name, address in described["aliases"].items():
+        tape._aliases[str(parse(name))] = str(parse(address))
     return tape
 
 
@@ -172,18 +183,30 @@ def _notes(found: Any) -> dict[str, Any]:
     lists = [found.get(key, []) for key in ("order", "tokens", "edits")]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
         raise ValueError("its notes are no lists of texts")
+    inputs = found.get("inputs", {})
+    if not isinstance(inputs, dict) or not all(isinstance(text, str) for pair in inputs.items() for text in pair):
+        raise ValueError("its note of the inputs is none")
     model = found.get("model", {})
-    if model and not all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items()):
+    known = isinstance(model, dict) and all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items() if model)
+    if not known:
         raise ValueError("its note of the model is none")
     return dict(found)
 
 
 def _entries(track: dict[str, Any], decoder: Decoder) -> dict[int, Any]:
-    entries: dict[int, Any] = {index: _kept(decoder.decode(value)) for index, value in track["calls"]}
+    entries: dict[int, Any] = {_call(index): _kept(decoder.decode(value)) for index, value in track["calls"]}
     for index, why in track["missing"]:
-        cell = entries[index] = Cell(None)
+        cell = entries[_call(index)] = Cell(None)
         cell.why = why if why in WHY else ""
+    if len(entries) != len(track["calls"]) + len(track["missing"]):
+        raise ValueError(f"{track['address']!r:.80} has one call twice")
     return entries
+
+
+def _call(index: Any) -> int:
+    if type(index) is not int or not 0 <= index < MOST_CALLS:
+        raise ValueError(f"{index!r:.40} is no number of a call")
+    return index
 
 
 def _kept(value: Any) -> Kept:

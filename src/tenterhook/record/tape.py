@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tenterhook._draw import Drawn, Table
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site, resolve
-from tenterhook.address.grammar import parse
+from tenterhook.address.grammar import Wild, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
 from tenterhook.record.capture import read, value, without_graph
@@ -42,6 +42,8 @@ class Track:
     lines: tuple[int, ...] = ()
     source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
     where = ""
+    numbers: dict[int, int] | None = None  # Of a name with several places: the place of each execution.
+    places = 1
     _name: str | None = None
 
     def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
@@ -57,7 +59,16 @@ class Track:
             self.site, self._name = site.value, point.name
             spot = point.spot
             if spot is not None:
-                self.lines, self.where = spot.lines, spot.where
+                self.lines, self.where, self.places = spot.lines, spot.where, len(spot.places)
+                self.numbers = {} if self.places > 1 else None
+
+    def entries_at(self, place: int | None) -> dict[int, Any]:
+        """What was kept at one of several places, counted anew from 0; everything for None."""
+        if place is None:
+            return self.entries
+        wanted = place if place >= 0 else self.places + place
+        found = [index for index in sorted(self.entries) if (self.numbers or {}).get(index) == wanted]
+        return {count: self.entries[index] for count, index in enumerate(found)}
 
     def is_at(self, point: Point) -> bool:
         """Whether this is what was kept at ``point``, under whatever name."""
@@ -82,17 +93,19 @@ class View(Mapping[str, Any]):
 
     def __getitem__(self, address: str) -> Any:
         base, call = self._find(address)
-        entries = self._tracks[base].entries
+        place = self._place(base, address)
+        entries = self._tracks[base].entries_at(place)
         if not entries:
-            raise self._nothing(base)
-        return self._read(entries[self._choose(base, entries, call)], address)
+            raise self._nothing(base if place is None else address)
+        shown = base if place is None else _without_call(address)
+        return self._read(entries[self._choose(shown, entries, call)], address)
 
     def calls(self, address: str) -> list[Any]:
         """The values of every call that is held, in the order of the calls."""
         base, call = self._find(address)
         if call is not None:
             raise AddressError(f"{address!r} names one call already; ask for the calls of {base!r}")
-        entries = self._tracks[base].entries
+        entries = self._tracks[base].entries_at(self._place(base, address))
         return [self._read(entries[index], f"{base}#{index}") for index in sorted(entries)]
 
     def __iter__(self) -> Iterator[str]:
@@ -110,7 +123,7 @@ class View(Mapping[str, Any]):
             base, call = self._find(address)  # type: ignore[arg-type]
         except TenterhookError:
             return False
-        entries = self._tracks[base].entries
+        entries = self._tracks[base].entries_at(self._place(base, str(address)))
         if call is not None:
             index = self._position(entries, call)
             return index in entries and self._held(entries[index])
@@ -136,7 +149,19 @@ class View(Mapping[str, Any]):
         for name in (base, self._aliases.get(base), self._alias(base)):
             if name is not None and name in self._tracks:
                 return name, parsed.call
+        for name in _of_all_places(base):
+            if name in self._tracks and self._tracks[name].numbers is not None:
+                return name, parsed.call
         raise self._unknown(address)
+
+    def _place(self, base: str, address: str) -> int | None:
+        """The number of the place that an address asks for, where ``base`` was recorded at all of them."""
+        if address == base or self._tracks[base].numbers is None:
+            return None
+        asked, recorded = parse(address).inner[-1:], parse(base).inner[-1:]
+        if not asked or not recorded or isinstance(recorded[0].place, int):
+            return None
+        return asked[0].place if isinstance(asked[0].place, int) else None
 
     def _alias(self, base: str) -> str | None:
         model = self._model()
@@ -164,8 +189,10 @@ class View(Mapping[str, Any]):
 
     @staticmethod
     def _position(entries: dict[int, Any], call: int) -> int:
+        if call >= 0:
+            return call
         held: list[int] = sorted(entries)
-        return call if call >= 0 else held[call] if -call <= len(held) else -1
+        return held[call] if -call <= len(held) else -1
 
     def _unknown(self, address: str) -> TenterhookError:
         names = list(self._tracks)
@@ -308,6 +335,20 @@ class Tape(Drawn, View):
             if isinstance(grads.get(path), Tensor):
                 shown.append((f"grad of {address}{show_path(path)}", grads[path]))
         return shown
+
+
+def _without_call(address: str) -> str:
+    return str(replace(parse(address), call=None))
+
+
+def _of_all_places(base: str) -> list[str]:
+    """The addresses of all places of the name of which ``base`` is one place."""
+    parsed = parse(base)
+    if not parsed.inner or parsed.inner[-1].place is None:
+        return []
+    *above, last = parsed.inner
+    others = [replace(last, place=place) for place in (None, Wild.ANY) if place is not last.place]
+    return [str(replace(parsed, inner=(*above, other))) for other in others]
 
 
 def load(path: str | os.PathLike[str]) -> Tape:

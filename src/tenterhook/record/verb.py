@@ -135,10 +135,13 @@ class Recording(Session):
         if call is not None:
             recorder.direct = False  # Its entries are not its own alone, so they do not tell whether it was reached.
         binding = Binding(point, recorder)
+        binding.numbers = track.numbers
         bindings.append(binding)
         if point.explicit:
             self.required.append([binding])
         grads: Any = self._track(tape.grad, point, Cells()).entries if self._grad else {}
+        if self._grad and track.numbers is not None:
+            tape.grad._tracks[point.address].numbers = track.numbers  # They count their executions alike.
         if point.site is Site.PARAMETER:
             self._parameters.append((point, recorder, grads))
         elif self._grad:
@@ -152,6 +155,7 @@ class Recording(Session):
             self._parameters.append((point, None, entries))
             return
         found = self._gradient_bindings(point, entries)
+        found[0].numbers = tape.grad._tracks[point.address].numbers
         if point.site is Site.RETURN:
             found.insert(0, Binding(point, Passing(found[0].action)))
         bindings.extend(found)

@@ -14,6 +14,7 @@ from tenterhook.edit.ready import Edit, Set, Zero, fit
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.pytorch.modes import copy_all
+from tenterhook.replay.checking import is_probe, spread
 
 __all__ = ["CannotBatch", "Slices", "Swept", "examples", "parts", "room_for", "together"]
 
@@ -44,6 +45,7 @@ class Slices:
     def __init__(self, changes: list[list[Change]], batch: int) -> None:
         self._changes, self._batch = changes, batch
         self.reached = False
+        self.measures: Tensor | None = None  # How large the values of each case are, once they are edited.
 
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
@@ -52,6 +54,7 @@ class Slices:
         self._check(value, context)
         out = value.clone()
         self._put_all(out, context)
+        self.measures = spread(out, len(self._changes))
         return out
 
     def _put_all(self, out: Tensor, context: Context) -> None:
@@ -64,10 +67,16 @@ class Slices:
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
-        edits = [changes[0].call for changes in self._changes if len(changes) == 1]
+        probes = list(map(is_probe, self._changes))
+        cases = [changes for changes, probe in zip(self._changes, probes, strict=True) if changes and not probe]
+        edits = [changes[0].call for changes in cases]
         if max(map(len, self._changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
             return False
-        pieces = tuple([piece for changes, piece in zip(self._changes, pieces, strict=True) if changes])
+        for changes, probe, piece in zip(self._changes, probes, pieces, strict=True):
+            if probe:
+                _put(changes[0], piece, context)
+        marked = zip(self._changes, probes, pieces, strict=True)
+        pieces = tuple([piece for changes, probe, piece in marked if changes and not probe])
         cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
         new = [
             fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]

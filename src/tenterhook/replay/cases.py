@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tenterhook._text import printable
 from tenterhook.address import Point, Site, resolve
 from tenterhook.edit.change import Change, as_change
 from tenterhook.errors import AddressError, SweepError, TenterhookError
@@ -28,8 +29,8 @@ class Case:
 
     def __str__(self) -> str:
         if self.labels:
-            return ", ".join(f"{name}={value}" for name, value in self.labels.items())
-        return ", ".join(f"{selector}: {change!r:.40}" for selector, change in self.edits.items())
+            return printable(", ".join(f"{name}={value}" for name, value in self.labels.items()))
+        return printable(", ".join(f"{selector}: {change!r:.40}" for selector, change in self.edits.items()))
 
 
 class Grid(Sequence[Case]):
@@ -60,7 +61,7 @@ class Grid(Sequence[Case]):
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name} ({len(values)})" for name, values in self.axes.items())
-        return f"<grid of {len(self)} cases: {axes}>"
+        return printable(f"<grid of {len(self)} cases: {axes}>")
 
 
 def grid(make: Callable[..., Edits], /, **axes: Iterable[Any]) -> Grid:

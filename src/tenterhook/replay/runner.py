@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tenterhook._look.progress import bar
 from tenterhook._tree import tensors
+from tenterhook.address import Point
 from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
 from tenterhook.engine.action import Binding
@@ -20,13 +21,20 @@ from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, U
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
+from tenterhook.replay.checking import Chooser, Row, joining_rows, numbers, rows_of
+from tenterhook.replay.digest import digest
 from tenterhook.replay.joining import TOLERANCE, Joins, apart, begins, is_whole, keep_memory, still_holds, train
 from tenterhook.replay.result import Sweep
+from tenterhook.replay.serve import Served
 from tenterhook.replay.session import Replay
 
 __all__ = ["Runner"]
 
 WITH_CASE = 2
+TRAINING = (
+    "the model is in training mode, and each run of it changes its buffers ({changed}). A sweep runs it many times, so "
+    "that they are not what they were afterwards; call model.eval() first, or sweep a copy of the model."
+)
 
 
 class Runner:
@@ -54,11 +62,13 @@ class Runner:
         self._unedited: Any = None  # What came out of the unedited run.
         self._joins = read is None  # Whether groups join a batch that is under way.
         self._joined = False
-        self._patient = False
+        self._patient = self._depend = False  # Whether some cases of a batch depended on others.
+        self._chooser = Chooser(len(cases))
+        self._checks_served = Served()
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
         self._checks: list[Tensor] = []  # What came out for the unedited input, compared, but not looked at so far.
         self._replay: Replay | None = None
-        self.result = Sweep([each.case for each in cases], axes, Replay(model, None).served)
+        self.result = Sweep([each.case for each in cases], axes, Served())
 
     def go(self) -> Sweep:
         """Run every case that has no result so far."""
@@ -91,8 +101,15 @@ class Runner:
         points = {point.module: point for each in self.cases for point, _ in each.edits}
         session = record(self.model, replay=list(points.values()))
         session.scribe.digests = False  # Nobody else comes near the model before the sweep is over.
+        # The kernels of batch norm change buffers without counting.
+        buffers = dict(self.model.named_buffers()) if any(each.training for each in self.model.modules()) else {}
+        before = digest(list(buffers.values()))
         with session as tape:
             output = self._read(lambda: self.model(*args, **kwargs))
+        after = digest(list(buffers.values()))
+        changed = [name for name, then, now in zip(buffers, before, after, strict=True) if then != now]
+        if changed:
+            self._warn_of_training(changed)
         self.result.base = torch.as_tensor(self._measure(output, None)).detach()
         self._unedited = output
         self._script = tape.script
@@ -102,6 +119,11 @@ class Runner:
         self._room = room_for(size, device)
         if device.type == "cpu":
             keep_memory()
+
+    @staticmethod
+    def _warn_of_training(changed: list[str]) -> None:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=5)
 
     def _read(self, run: Callable[[], Any]) -> Any:
         if self.read is None:
@@ -129,8 +151,7 @@ class Runner:
             groups = [waiting[0]]
             most = self._most or self._room
             if self._joins and not self._alone and most > 1 and self._script.runs and self._script.runs[0].pure:
-                # The first batch has the unedited input among its cases.
-                groups = train(waiting, self._script.runs[0], self._per_case or 1, most - (not self._checked))
+                groups = train(waiting, self._script.runs[0], self._per_case or 1, most)
             del waiting[: len(groups)]
             if len(groups) > 1 and self._run_joined(groups):
                 yield from [None for group in groups for _ in group]
@@ -142,35 +163,70 @@ class Runner:
         """Run groups as one batch that each of them joins where it begins; False if that was no good."""
         assert self._replay is not None  # noqa: S101  A sweep that runs has one.
         run, batch, server = self._script.runs[0], self._per_case or 1, self._replay.server
-        first: list[Prepared | None] = list(groups[0])
-        if not self._checked:
-            first.insert((len(first) + 1) // 2, None)
-        cases = list(first)
-        bindings = [Binding(groups[0][0].edits[0][0], Slices(_changes(first), batch))]
+        rows = [rows_of(groups[0])]
+        edits: list[Slices] = [Slices([row.changes[0] for row in rows[0]], batch)]
         for group in groups[1:]:
             call = begins(group, run, batch)
             assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
-            joining = [*group, None]
-            joins = Joins(_changes(joining), batch, len(cases), call.gave.value, server)
-            bindings.append(Binding(group[0].edits[0][0], joins))
-            cases += joining
+            before = sum(map(len, rows))
+            rows.append(joining_rows(group))
+            edits.append(Joins([row.changes[0] for row in rows[-1]], batch, before, call.gave.value, server))
+        count = sum(map(len, rows))
+        bindings = [Binding(group[0].edits[0][0], edit) for group, edit in zip(groups, edits, strict=True)]
         try:
             fine = still_holds(run)
-            output = self._run(bindings, *together(self.given, len(first), batch), times=len(first)) if fine else None
-            self._joins = fine and is_whole(output, self._unedited, len(cases), batch)
-            pieces = parts(output, len(cases), batch)
+            inputs = together(self.given, len(rows[0]), batch)
+            output = self._run(bindings, *inputs, times=len(rows[0])) if fine else None
+            self._joins = fine and is_whole(output, self._unedited, count, batch)
+            pieces = iter(parts(output, count, batch))
         except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
             self._joins = False
         if not self._joins:
             return False
         self._joined = self._checked = True
-        for each, piece in zip(cases, pieces, strict=True):
-            if each is None:
-                self._checks += apart(self._unedited, piece)
-            else:
-                self._keep(each, piece)
-        self._unsettled.append(([each for each in cases if each is not None], list(server.doubts or [])))
+        self._unsettled.append(([each for group in groups for each in group], list(server.doubts or [])))
+        for its, group, edit in zip(rows, groups, edits, strict=True):
+            for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
+                self._checks += apart(alone, piece)
         return True
+
+    def _compared(
+        self, group: list[Prepared], rows: list[Row], pieces: list[Any], measures: Tensor | None
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Keep the results of a group, and yield what was also run alone: its name, that output, that of the batch."""
+        places = [place for place, row in enumerate(rows) if row.case is not None]
+        chosen = self._chooser.choose(len(group), None if measures is None else measures[:, places])
+        for row, piece in zip(rows, pieces, strict=True):
+            if row.kind == "unedited":
+                yield "the unedited input", self._unedited, piece
+            elif row.kind == "quiet":
+                edits = [(point, changes) for (point, _), changes in zip(group[0].edits, row.changes, strict=True)]
+                try:
+                    with self._checking():
+                        alone = self._run_edits(edits)
+                except Exception:  # noqa: BLE001, S112  A model that cannot take zeros there is checked by the cases.
+                    continue
+                yield "an input that is set to zero there", alone, piece
+        for place, at in enumerate(places):
+            case, piece = group[place], pieces[at]
+            if place not in chosen:
+                self._keep(case, piece)
+                continue
+            with self._checking():
+                alone = self._run_alone(case)
+            if alone is not None:
+                yield f"case {case.index} ({case.case})", alone, piece
+
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Count a run apart from those of the sweep."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        session, served = self._replay, self.result.served
+        session.served = session.server.served = self._checks_served
+        try:
+            yield
+        finally:
+            session.served = session.server.served = served
 
     def _run_group(self, group: list[Prepared]) -> Iterator[None]:
         """Run cases that edit at the same points, one step for each that is done."""
@@ -178,27 +234,29 @@ class Runner:
         while waiting:
             size = self._most or self._room
             if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_parameter:
-                now = waiting[: size if self._checked else size - 1]
+                now = waiting[:size]
                 if self._run_together(now):
                     del waiting[: len(now)]
                     yield from [None] * len(now)
                     continue
                 if not self._alone:
                     continue  # It did not fit, and the next batch is smaller.
-            self._run_alone(waiting.pop(0))
+            case = waiting.pop(0)
+            if case.index not in self.result._found:
+                self._run_alone(case)
             yield
 
     def _settle(self) -> None:
         """Look at the comparisons that were not waited for, and run those cases again that rested on a wrong one."""
         assert self._replay is not None  # noqa: S101  A sweep that runs has one.
-        waiting, self._unsettled = self._unsettled, []
         self._replay.server.doubts = None
         self._patient = True
         wrong, self._checks = _any(self._checks), []
         if wrong:  # No batch can be trusted: the next one is compared at once.
             self._joins = self._joined = self._checked = False
-        for cases, doubts in waiting:
-            if wrong or _any(doubts):
+        while waiting := [cases for cases, doubts in self._unsettled if wrong or self._depend or _any(doubts)]:
+            self._unsettled, wrong = [], False
+            for cases in waiting:
                 for each in cases:
                     self.result._found.pop(each.index, None)
                     self.result.failed.pop(each.index, None)
@@ -207,57 +265,49 @@ class Runner:
                         pass
 
     def _run_together(self, cases: list[Prepared]) -> bool:
-        """Run cases as one batch; False if that was no good. The first batch has the unedited input among them."""
-        batch = self._per_case or 1
-        unedited = None if self._checked else (len(cases) + 1) // 2
-        count = len(cases) + (unedited is not None)
-        bindings = []
-        for place, (point, _) in enumerate(cases[0].edits):
-            changes = [each.edits[place][1] for each in cases]
-            if unedited is not None:
-                changes.insert(unedited, [])
-            bindings.append(Binding(point, Slices(changes, batch)))
-        args, kwargs = together(self.given, count, batch)
+        """Run cases as one batch; False if that was no good."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        batch, rows = self._per_case or 1, rows_of(cases)
+        edits = [Slices([row.changes[place] for row in rows], batch) for place in range(len(cases[0].edits))]
+        bindings = [Binding(point, edit) for (point, _), edit in zip(cases[0].edits, edits, strict=True)]
+        args, kwargs = together(self.given, len(rows), batch)
         try:
-            output = self._run(bindings, args, kwargs, times=count)
-            pieces = parts(output, count, batch)
-            if unedited is not None:
-                self._compare(pieces.pop(unedited))
+            output = self._run(bindings, args, kwargs, times=len(rows))
+            pieces = parts(output, len(rows), batch)
         except torch.OutOfMemoryError:
-            self._room = self._most = max(1, count // 2)
+            self._room = self._most = max(1, len(cases) // 2)
             return False
         except CannotBatch as error:
             self._alone = str(error)
             return False
         except Exception as error:  # noqa: BLE001
             # An edit or the model failed. One by one it will be seen which case did, or that only the batch does.
-            fine = [self._run_alone(each) for each in cases]
+            fine = [self._run_alone(each) is not None for each in cases]
             if all(fine):
                 self._alone = f"the model failed with several cases at once: {error!r:.120}"
             return True
-        for each, piece in zip(cases, pieces, strict=True):
-            self._keep(each, piece)
-        self._unsettled.append((cases, self._replay.server.doubts or [] if self._replay is not None else []))
+        self._unsettled.append((cases, self._replay.server.doubts or []))
+        for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
+            far = _distance(alone, piece)
+            if far:  # Earlier batches cannot be trusted either.
+                self._depend, self._alone = True, f"in a batch, {what} comes out otherwise than by itself ({far})"
+                return True
+        self._checked = True
         return True
 
-    def _compare(self, piece: Any) -> None:
-        """Compare what came out for the unedited input, amid edited ones, with what came out for it alone."""
-        far = _distance(self._unedited, piece)
-        if far:
-            raise CannotBatch(f"in a batch, the unedited input comes out otherwise than by itself ({far})")
-        self._checked = True
-
-    def _run_alone(self, case: Prepared) -> bool:
-        """Run one case; False if it failed."""
-        if case.index in self.result._found:
-            return True
-        args, kwargs = self.given
+    def _run_alone(self, case: Prepared) -> Any:
+        """Run one case, and return its output; None if it failed."""
         try:
-            output = self._run(_one_by_one(case), args, kwargs, times=1)
+            output = self._run_edits(case.edits)
         except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
             self.result.failed[case.index] = error
-            return False
-        return self._keep(case, output)
+            return None
+        return output if self._keep(case, output) else None
+
+    def _run_edits(self, edits: list[tuple[Point, list[Change]]]) -> Any:
+        args, kwargs = self.given
+        bindings = [Binding(point, ValueEdit(one, check=True)) for point, changes in edits for one in changes]
+        return self._run(bindings, args, kwargs, times=1)
 
     def _run(self, bindings: list[Binding], args: Any, kwargs: Any, *, times: int) -> Any:
         assert self._replay is not None  # noqa: S101  A sweep that runs has one.
@@ -305,7 +355,9 @@ class Runner:
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
-            lines.append("cases were run as batches; in the first, the unedited input came out as it does by itself")
+            alone = self._checks_served.runs
+            text = "1 row that was" if alone == 1 else f"{alone} rows that were"
+            lines.append(f"cases were run as batches; the unedited input, and {text} also run alone, came out the same")
             if self._joined:
                 lines.append("cases that begin later joined a batch that was under way")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
@@ -317,11 +369,6 @@ def _any(found: list[Tensor]) -> bool:
     return bool(found) and bool(torch.stack([each.to(found[0].device) for each in found]).any())
 
 
-def _changes(cases: list[Prepared | None]) -> list[list[Change]]:
-    """What each case changes at the one point that it edits; None is the unedited input."""
-    return [[] if each is None else each.edits[0][1] for each in cases]
-
-
 def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
     found: dict[Any, list[Prepared]] = {}
     for each in cases:
@@ -329,15 +376,13 @@ def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
     return list(found.values())
 
 
-def _one_by_one(case: Prepared) -> list[Binding]:
-    return [Binding(point, ValueEdit(one, check=True)) for point, changes in case.edits for one in changes]
-
-
 def _distance(one: Any, other: Any) -> str:
     """How two values part, in words; nothing if they do not."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     if mine.keys() != theirs.keys():
         return "they are built otherwise"
+    if list(numbers(one)) != list(numbers(other)):
+        return "numbers differ"
     for path, tensor in mine.items():
         partner = theirs[path]
         if tensor.shape != partner.shape:

@@ -12,10 +12,11 @@ from tenterhook._tree import parts_of
 from tenterhook.address.walk import walk
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.module_calls import children_of
+from tenterhook.replay.dependencies import Dependencies
+from tenterhook.replay.digest import digest, version
 from tenterhook.replay.randomness import Randomness
 from tenterhook.replay.script import Call, Keeper, Run, Script, Unkeepable, storages
-from tenterhook.replay.state import Own, ambient, digest, in_the_way, moved, version
-from tenterhook.sites.facts import facts
+from tenterhook.replay.state import Own, ambient, in_the_way
 from tenterhook.sites.module import MISSING
 
 __all__ = ["Scribe", "worth_keeping"]
@@ -112,16 +113,17 @@ class Scribe:
     # -- a run --------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        state = {module: Own(module) for module in self._paths}
-        self._run = Run(Call(self._model, "", 0, 0), state, ambient())
+        dependencies = Dependencies(self._paths)
+        self._run = Run(Call(self._model, "", 0, 0), dependencies, ambient())
+        self._unknown = dependencies.cannot_be_compared()
         self._run.why = in_the_way()
         lanes = [lane for session in open_here() for lane in session.lanes.values()]
         self._edited_within = {lane.module for lane in lanes if any(not each.action.observes for each in lane.inner)}
         self._edited_at = {lane.module for lane in lanes if lane.edits_in or lane.edits_out} | self._edited_within
-        self._seen = dict(state)
+        self._seen = dict(self._run.state)
         self._changed: set[nn.Module] = set()
-        self._keeper = Keeper(copy=facts(self._model).in_place)
-        self._held = storages([own.tensors for own in state.values()])
+        self._keeper = Keeper()
+        self._held = storages([dependencies.tensors, *[own.tensors for own in self._run.state.values()]])
         self._counts: dict[nn.Module, int] = {}
         self._tick = self._draws = self._changes = 0
         self._randomness = Randomness()
@@ -134,15 +136,17 @@ class Scribe:
         run.calls[root.module, 0] = root
         astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
         if astray and not run.why:
-            path = self._paths[astray[0].module] or ":return"
+            path = self._paths.get(astray[0].module) or ":return"
             run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
-        elsewhere = moved(run.shared) - self._changed
-        run.pure = not (self._draws or self._changes or elsewhere or astray)
+        elsewhere = run.dependencies.changed()
+        run.pure = not (self._draws or self._changes or elsewhere or astray or self._unknown)
         for call in run.calls.values():
-            if elsewhere and not call.why and any(own.module in elsewhere for own in run.below(call.module)):
-                call.why, call.gave = "an object that a module in it holds was changed during the recorded run", None
+            if not call.why and call.module in elsewhere:
+                call.why, call.gave = "something that it may read was changed during the recorded run", None
         self._keeper.forget()
-        if self.digests and not self.script.digest:
+        if self.digests:
+            tensors = run.dependencies.tensors
+            run.digests = dict(zip(tensors, digest(tensors), strict=True))
             self.script.digest = digest([*self._model.parameters(), *self._model.buffers()])
         if root.given is not None:
             self.script.runs.append(run)
@@ -201,6 +205,8 @@ class Scribe:
         own = self._run.below(call.module) if self._run is not None else []
         if not all(each.known for each in own):
             return "it holds a module whose state cannot be seen"
+        if call.module in self._unknown:
+            return f"it may read {self._unknown[call.module]}"
         if any(each.hooked for each in own if each.module is not call.module):
             return "other libraries' hooks stand inside it"
         if call.module in self._edited_within or (

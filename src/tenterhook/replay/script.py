@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import PLAIN, map_tensors, parts_of, tensors
-from tenterhook.replay.state import Own, Together, reach, version
+from tenterhook.replay.dependencies import Dependencies
+from tenterhook.replay.digest import version
+from tenterhook.replay.state import Own, Together
 
 __all__ = [
     "Call",
@@ -23,6 +25,7 @@ __all__ = [
     "Script",
     "Unkeepable",
     "alike",
+    "copied",
     "differ",
     "of_one_kind",
     "same_content",
@@ -52,13 +55,12 @@ class Kept:
 
 
 class Keeper:
-    """Keeps the tensors of one run: by reference, or as copies where they may be changed in place later.
+    """Keeps copies of the tensors of one run, which nobody else can change.
 
-    A tensor that comes by twice unchanged, as one call's output and another's argument, is kept once.
+    A tensor that occurs twice unchanged, as one call's output and another's argument, is copied once.
     """
 
-    def __init__(self, *, copy: bool) -> None:
-        self._copy = copy
+    def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def keep(self, value: Any) -> Kept:
@@ -80,16 +82,23 @@ class Keeper:
             raise Unkeepable(f"a {type(tensor).__name__} of {tensor.layout} passes there, which is not kept")
         if tensor.device.type not in ("cpu", "cuda"):
             raise Unkeepable(f"randomness on {tensor.device.type} cannot be watched")
-        kept = tensor.detach()
-        if self._copy or tensor.is_inference() or isinstance(tensor, nn.Parameter):
-            with torch.inference_mode(mode=False):
-                kept = kept.clone()
+        with torch.inference_mode(mode=False):
+            kept = copied(tensor.detach())
         self._known[id(tensor)] = (tensor, version(tensor), kept)
         return kept
 
     def forget(self) -> None:
         """Let go of the tensors that passed; what was kept of them stays with the calls."""
         self._known.clear()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with the same layout in memory."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or not tensor.numel():
+        return copy
+    length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((length,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _fixed(value: Any) -> Any:
@@ -118,25 +127,31 @@ class Call:
 class Run:
     """One call of the whole model."""
 
-    def __init__(self, root: Call, state: dict[nn.Module, Own], ambient: tuple[Any, ...]) -> None:
-        self.root, self.state, self.ambient = root, state, ambient
+    def __init__(self, root: Call, dependencies: Dependencies, ambient: tuple[Any, ...]) -> None:
+        self.root, self.dependencies, self.ambient = root, dependencies, ambient
+        self.state = {module: Own(module) for module in dependencies.modules}
         self.calls: dict[tuple[nn.Module, int], Call] = {}
         self.why = ""
         self.pure = False  # Whether nothing was drawn or changed in all of it, so that it may run once too often.
+        self.digests: dict[Tensor, int] = {}  # The bits of all tensors that calls may read, where they were asked for.
+        self._neighbours: dict[nn.Module, list[nn.Module]] | None = None
         self._below: dict[nn.Module, list[Own]] = {}
         self._together: dict[nn.Module, Together] = {}
-        # Containers and objects that modules hold, each once: a configuration is shared by all of them.
-        shared: dict[int, tuple[Any, tuple[Any, ...], list[nn.Module]]] = {}
-        for module, own in state.items():
-            for value, contents in own.below:
-                shared.setdefault(id(value), (value, contents, []))[2].append(module)
-        self.shared = list(shared.values())
 
     def below(self, module: nn.Module) -> list[Own]:
-        """What was held by the modules that a call of this one may use."""
+        """What was held by the modules that a call of this one may use: those below it, and others that it reaches."""
         found = self._below.get(module)
         if found is None:
-            found = self._below[module] = [self.state.get(each) or Own(each) for each in reach(module, self.state)]
+            if self._neighbours is None:
+                self._neighbours = self.dependencies.neighbours()
+            reached: dict[nn.Module, None] = {}
+            waiting = [module]
+            while waiting:
+                each = waiting.pop()
+                if each not in reached:
+                    reached[each] = None
+                    waiting += self._neighbours.get(each, ())
+            found = self._below[module] = [self.state.get(each) or Own(each) for each in reached]
         return found
 
     def together(self, module: nn.Module) -> Together:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.compiled.cue import GRADIENTS, UNLIKE
 from tenterhook.replay.ahead import Ahead
-from tenterhook.replay.script import Call, Kept, Run, alike, differ, of_one_kind, same_content
-from tenterhook.replay.state import OTHER_STATE, moved, version
+from tenterhook.replay.digest import digest, version
+from tenterhook.replay.script import Call, Kept, Run, alike, copied, differ, of_one_kind, same_content
+from tenterhook.replay.state import OTHER_STATE
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import MISSING
 
@@ -79,6 +81,7 @@ class Server:
         # known by where they lie, so that another view of the same is known too.
         self._known: dict[Any, tuple[Tensor, int, Tensor]] = {}
         # What was made of recorded tensors for several cases at once: itself, its version, for how many.
+        self._read_by: dict[Any, list[Tensor]] = {}
         self._wide: dict[Tensor, tuple[Tensor, int, tuple[int, int]]] = {}
 
     waits_for = ("cuda",)  # the devices whose answer takes long
@@ -86,10 +89,23 @@ class Server:
     def begin(self, run: Run | None) -> None:
         """A run of the whole model begins; None ends it."""
         self.run = run
-        self._moved = moved(run.shared) if run is not None else set()
+        self._changed = run.dependencies.changed() if run is not None else set()
         self._counts.clear()
         self._known.clear()
         self.minds_gradients = torch.is_grad_enabled() and not self._gradients
+
+    def compare_bits(self, modules: Iterable[nn.Module]) -> None:
+        """Compare the bits of the tensors that calls of some modules may read with those of the recorded run."""
+        run, key = self.run, frozenset(modules)
+        if run is None or not run.digests:
+            return
+        tensors = self._read_by.get((run, key))
+        if tensors is None:
+            readers = {tensor: run.dependencies.readers_of(tensor) for tensor in run.digests}
+            tensors = self._read_by[run, key] = [tensor for tensor in run.digests if readers[tensor] & key]
+        for tensor, now in zip(tensors, digest(tensors), strict=True):
+            if now != run.digests[tensor]:
+                self._changed |= run.dependencies.readers_of(tensor)
 
     def forget(self) -> None:
         """Let go of what was made for several cases."""
@@ -124,7 +140,7 @@ class Server:
         if self.minds_gradients and (together.needs_gradient or _require_gradients(live)):
             return GRADIENTS
         why = together.obstacle()
-        if why or (self._moved and any(own.module in self._moved for own in run.below(call.module))):
+        if why or call.module in self._changed:
             return why or OTHER_STATE
         if gave.changed or given.changed:
             return "what was recorded of it has been changed in place since"
@@ -167,20 +183,16 @@ class Server:
         def one(kept: Tensor) -> Tensor:
             live = made.get(id(kept))
             if live is None:
-                live = made[id(kept)] = self.repeated(kept) if self.times > 1 else self._own(kept)
+                live = made[id(kept)] = self.repeated(kept) if self.times > 1 else copied(kept)
                 self._known[_where(live)] = (live, version(live), kept)
             return live
 
         return map_tensors(one, gave.value)
 
-    def _own(self, kept: Tensor) -> Tensor:
-        """The recorded tensor, or a copy where the model may write into it."""
-        return kept.clone() if self._copy or torch.is_inference_mode_enabled() else kept
-
     def repeated(self, kept: Tensor) -> Tensor:
         """A recorded tensor for several cases at once, where it has the recorded batch in front."""
         if not kept.dim() or kept.shape[0] != self.batch:
-            return self._own(kept)
+            return copied(kept)
         if self._copy or torch.is_inference_mode_enabled():
             return self._repeat(kept)
         made = self._wide.get(kept)

@@ -12,11 +12,13 @@ from torch import nn
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.session import Session, open_here
 from tenterhook.errors import ReplayError, TenterhookWarning
+from tenterhook.replay.digest import digest
 from tenterhook.replay.scribe import Scribe
 from tenterhook.replay.script import Run, Script
 from tenterhook.replay.serve import Served, Server
-from tenterhook.replay.state import ambient, digest, in_the_way
+from tenterhook.replay.state import ambient, in_the_way
 from tenterhook.sites.module import MISSING, can_be_called
+from tenterhook.sites.parameter import Swap
 
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
@@ -127,6 +129,8 @@ class Replay(Session):
             return MISSING
         limit = self._stand(run, others)
         self.server.begin(run)
+        if self._verify:
+            self.server.compare_bits(self._standing or ())
         if ahead:
             self.server.ahead.decide(self._standing or (), limit)
         return MISSING
@@ -277,12 +281,12 @@ def first_edit(run: Run, lanes: list[Lane]) -> float:
 
 
 def _owns_swap(lane: Lane, lanes: list[Lane]) -> bool:
-    """Whether an edited parameter stands in this module, and not only below it."""
-    own = [swap for swap in lane.swaps if swap.changes]
+    """Whether this module keeps an edited parameter itself, and not only a module below it."""
+    own = [swap for swap in lane.swaps if isinstance(swap, Swap)]
     below = [
         other for other in lanes if other is not lane and other.path.startswith(f"{lane.path}." if lane.path else "")
     ]
-    return any(all(swap not in other.swaps for other in below) for swap in own)
+    return any(id(lane.module) in swap.keepers or all(swap not in other.swaps for other in below) for swap in own)
 
 
 def check_weights(model: nn.Module, script: Script) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tenterhook.engine.install import SCRIPT
 from tenterhook.pytorch.modes import any_mode
 from tenterhook.pytorch.module_calls import (
     GLOBAL_FORWARD_HOOKS,
@@ -23,49 +21,35 @@ from tenterhook.pytorch.module_calls import (
     parameters_of,
 )
 from tenterhook.pytorch.transforms import in_transform
+from tenterhook.replay.contents import STANDS, USUAL, Contents, own_forward, same
 
 __all__ = [
     "OTHER_STATE",
     "Own",
     "Together",
     "ambient",
-    "digest",
     "in_the_way",
-    "moved",
-    "reach",
-    "version",
 ]
 
-# What every module has; of these only the children can make it another one. Hooks are looked at apart.
-USUAL = frozenset(nn.Module().__dict__) - {"training"}
-STANDS = frozenset(["forward", SCRIPT])  # Where a session stands in a module.
-SIMPLE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, Tensor)
 OTHER_STATE = "a module in it holds something else than in the recorded run"
 FIXED = frozenset({type(None), bool, int, float, str, bytes})
 BOXES = (list, tuple, set, frozenset, deque, dict)
-MANY = 256  # items of a container beyond which only their number is compared
+MANY = 256  # items of a container beyond which they are only compared once for a whole run
 
-Contents = tuple[Any, ...]
 _values_of = dict.values
 
 
-def version(tensor: Tensor) -> int:
-    """A tensor's version; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class Own:
-    """What one module holds itself: parameters, buffers, children, attributes, and what lies one step below those.
+    """What one module holds itself: parameters, buffers, children, attributes, and what is in its own containers.
 
-    It is compared by identity, constants by value, and tensors by their version.
+    It is compared by identity, constants by value, and tensors by their version. :class:`Dependencies` compares what
+    lies deeper, once for a whole run.
     """
 
     __slots__ = (
         "_boxes",
         "_forward",
-        "below",
         "contents",
-        "hidden",
         "kind",
         "known",
         "module",
@@ -81,26 +65,20 @@ class Own:
         # A scripted module keeps its state where it cannot be looked at.
         self.known = not isinstance(module, torch.jit.ScriptModule) and all(name in state for name in OWN_CONTENT)
         self.tensors: list[Tensor] = []
-        self.hidden: list[nn.Module] = []  # Modules that it holds without having registered them.
-        self.below: list[tuple[Any, Contents]] = []
         if not self.known:
             return
-        self._forward = _own_forward(module)
+        self._forward = own_forward(module)
         self.parameters: Contents = tuple(parameters_of(module).values())
         self.tables = [state, parameters_of(module), buffers_of(module), children_of(module)]
         self.contents = [_values(state), *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name not in STANDS]
         below = [value for value in attributes if type(value) not in FIXED]
-        found = [(value, contents) for value in below if (contents := _contents(value)) is not None]
         # A tuple of numbers, as layers keep for their shapes, stays what it is.
-        self.below = [(box, inside) for box, inside in found if not _is_fixed(box)]
-        # Objects, such as a configuration, may be large and shared by all; they are compared once for a whole run.
-        self._boxes = [(value, contents) for value, contents in self.below if isinstance(value, BOXES)]
-        inside = [item for _, contents in self.below for item in contents]
-        held = [each for each in (*self.contents[1], *self.contents[2], *below, *inside) if type(each) not in FIXED]
+        self._boxes = [(box, tuple(_inside(box))) for box in below if isinstance(box, BOXES) and not _is_fixed(box)]
+        inside = [item for _, items in self._boxes for item in items]
+        held = [*self.contents[1], *self.contents[2], *below, *inside]
         self.tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
         self.watched = [(tensor, tensor._version) for tensor in self.tensors if not tensor.is_inference()]
-        self.hidden = [value for value in held if isinstance(value, nn.Module)]
 
     def holds(self, *, deeply: bool = True) -> bool:
         """Whether everything is as it was; ``deeply`` also looks into containers."""
@@ -109,16 +87,16 @@ class Own:
         kind, (state, parameters, buffers, modules) = type(self.module), self.tables
         try:
             now = [_values(state), tuple(parameters.values()), tuple(buffers.values()), tuple(modules.values())]
-            if now != self.contents or _own_forward(self.module) is not self._forward:
+            if not all(map(same, self.contents, now)) or own_forward(self.module) is not self._forward:
                 return False
             for tensor, then in self.watched:
                 if tensor._version != then:
                     return False
-            for value, contents in self._boxes if deeply else ():
-                if _contents(value) != contents:
+            for box, items in self._boxes if deeply else ():
+                if not same(items, tuple(_inside(box))):
                     return False
             return kind is self.kind[0] and kind.forward is self.kind[1]
-        except (RuntimeError, ValueError, TypeError):  # Arrays and tensors that are not the same cannot be compared so.
+        except RuntimeError:  # A container changes as it is read.
             return False
 
     @property
@@ -162,28 +140,16 @@ class Together:
         try:
             now = list(chain.from_iterable(map(_values_of, self._dicts)))
             versions = [tensor._version for tensor in self._watched]
-            same = now == self._then and versions == self._versions and list(map(len, self._dicts)) == self._lengths
-            same = same and list(map(type, self._inside)) == self._kinds
+            holds = same(self._then, now) and versions == self._versions
+            holds = holds and list(map(len, self._dicts)) == self._lengths
+            holds = holds and list(map(type, self._inside)) == self._kinds
             for kind, forward in self._forwards:
-                same = same and kind.forward is forward
-        except (RuntimeError, ValueError, TypeError):
-            same = False
-        if same and all(own.holds(deeply=False) for own in self._itself):
+                holds = holds and kind.forward is forward
+        except RuntimeError:
+            holds = False
+        if holds and all(own.holds(deeply=False) for own in self._itself):
             return ""
         return OTHER_STATE
-
-
-def moved(below: list[tuple[Any, Contents, list[nn.Module]]]) -> set[nn.Module]:
-    """The modules that hold a container or an object in which there is something else now."""
-    found: set[nn.Module] = set()
-    for value, contents, holders in below:
-        try:
-            same = _contents(value) == contents
-        except (RuntimeError, ValueError, TypeError):
-            same = False
-        if not same:
-            found.update(holders)
-    return found
 
 
 def _values(state: dict[str, Any]) -> Contents:
@@ -197,39 +163,11 @@ def _is_fixed(box: Any) -> bool:
     return type(box) is tuple and FIXED.issuperset(map(type, box))
 
 
-def _own_forward(module: nn.Module) -> Any:
-    """The forward that stands on the instance, but for a session's."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return None
-    tap = getattr(getattr(forward, "__func__", None), "tap", None)
-    return tap.own if tap is not None and getattr(tap, "module", None) is module else forward
-
-
-def _contents(value: Any) -> Contents | None:
-    """What lies in a container or an object of somebody's own, or None where nothing does, or it cannot change."""
-    if type(value) in FIXED:
-        return None
-    if isinstance(value, BOXES[:-1]):
-        return tuple(value) if len(value) <= MANY else (len(value),)
-    if isinstance(value, dict):
-        return tuple(value.values()) if len(value) <= MANY else (len(value),)
-    if isinstance(value, SIMPLE) or not hasattr(value, "__dict__"):
-        return None
-    return tuple(vars(value).values())
-
-
-def reach(module: nn.Module, known: dict[nn.Module, Own]) -> dict[nn.Module, None]:
-    """The modules that a call may use: those below it, and those that it or they hold without having registered."""
-    found: dict[nn.Module, None] = {}
-    waiting = [module]
-    while waiting:
-        each = waiting.pop()
-        if each not in found:
-            found[each] = None
-            waiting += (known.get(each) or Own(each)).hidden
-            waiting += [child for child in children_of(each).values() if child is not None]
-    return found
+def _inside(box: Any) -> Any:
+    """Return what is in a container; of a large one, how much."""
+    if len(box) > MANY:
+        return (len(box),)
+    return box.values() if isinstance(box, dict) else box
 
 
 def ambient() -> Contents:
@@ -260,20 +198,3 @@ def in_the_way() -> str:
     if GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
         return "there are global module hooks, which may do anything at any call"
     return ""
-
-
-def digest(tensors: list[Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, which also sees what was written past the version counter."""
-    with torch.no_grad():
-        sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
-    if len({each.device for each in sums}) > 1:
-        sums = [each.cpu() for each in sums]
-    return torch.stack(sums).tolist() if sums else []
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_quantized:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device if not tensor.is_meta else "cpu")
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    wide = flat.numel() - flat.numel() % 8 if flat.storage_offset() % 8 == 0 else 0
-    return flat[:wide].view(torch.int64).sum() + flat[wide:].sum(dtype=torch.int64)

@@ -32,8 +32,9 @@ def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, ve
     {'0': 1, '1': 1, '2': 1, '3': 1, '4': 1}
 
     What is served: the largest calls that ended before anything is edited, and in which no open session looks inside.
-    A call is served only if it is given the same as in the recorded run, to the last bit, the modules in it hold the
-    same, and it was seen to draw no random numbers and to change nothing. All others are computed, and
+    A call is served only if it is given the same as in the recorded run, to the last bit, if nothing that its forward
+    may read has changed (parameters, attributes, containers, objects, NumPy arrays, classes, global variables,
+    closures), and if it was seen to draw no random numbers and to change nothing. All others are computed, and
     ``session.served`` says why.
 
     Args:
@@ -41,8 +42,9 @@ def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, ve
         tape: a recording made with ``replay=True``. Without one, the first run of the session is recorded and the later
             ones with the same inputs are served from it.
         grad: serve also where gradients are on. What is served is then a constant: no gradient flows into or past it.
-        verify: compare the bits of all parameters and buffers with those of the recorded run as the session starts.
-            Without it, changes are seen that PyTorch counts, and those through ``.data`` or numpy are not.
+        verify: compare the bits of all parameters and buffers with those of the recorded run as the session starts,
+            and before each run the bits of the tensors that served calls may read. Without it, a change of a tensor is
+            only seen if PyTorch counts it; fused optimizers, ``.data`` and NumPy change tensors without counting.
     """
     from tenterhook.replay.session import opened
 
@@ -106,9 +108,9 @@ def sweep(
     (torch.Size([8]), torch.Size([8]))
 
     The model runs once unedited. Then, for each case, what lies before its first edit is served from that run and not
-    computed again. Cases that edit at the same points run as one batch, with the unedited input among them; if another
-    thing comes out for that than by itself, or the model cannot take the batch, all run one by one, and ``.how`` says
-    so. No gradients are computed.
+    computed again. Cases that edit at the same points run as one batch. The unedited input is in each batch, and some
+    cases of each group are also run alone; if one of these gives something else in the batch, or the model cannot take
+    the batch, all cases run one by one, and ``.how`` says so. No gradients are computed.
 
     Args:
         model: any ``nn.Module``.

@@ -17,6 +17,7 @@ from tenterhook.record.store import source_of
 from tenterhook.record.tape import Tape, Track
 from tenterhook.report.compare import Tolerance, difference
 from tenterhook.report.images import Pictures
+from tenterhook.report.limit import Limit, ends
 from tenterhook.report.order import in_order
 
 __all__ = ["points"]
@@ -30,6 +31,7 @@ class _Builder:
 
     tapes: list[Tape]
     pictures: Pictures
+    limit: Limit
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def build(self) -> list[dict[str, Any]]:
@@ -38,6 +40,8 @@ class _Builder:
                 raise TapeError("this tape has no values to draw, only gradients: record without values=False.")
             ranks = {address: rank for rank, address in enumerate(in_order(tape))}
             for base, track in tape._tracks.items():
+                if not self.limit.shows(base):
+                    continue
                 row = self.rows.setdefault(base, self._row(base, track))
                 row["runs"][run] = self._calls(tape, base, track, ranks)
         for run, tape in enumerate(self.tapes):
@@ -67,7 +71,7 @@ class _Builder:
 
     def _calls(self, tape: Tape, base: str, track: Track, ranks: Mapping[str, int]) -> list[dict[str, Any]]:
         calls = []
-        for index in sorted(track.entries):
+        for index in ends(sorted(track.entries), self.limit.calls):
             name = base if len(track.entries) == 1 and index == 0 else f"{base}#{index}"
             calls.append({"call": index, "rank": ranks.get(name, 0), "parts": self._parts(tape, base, name, track)})
         return calls
@@ -104,17 +108,19 @@ class _Builder:
         """How far the second tape is from the first, at each call that both have."""
         left, right = self.tapes
         for base, row in self.rows.items():
+            others = {other["call"] for other in row["runs"][1] or ()}
             for mine in row["runs"][0] or ():
-                if any(other["call"] == mine["call"] for other in row["runs"][1] or ()):
+                if mine["call"] in others:
                     mine["apart"] = _apart(left, right, f"{base}#{mine['call']}")
 
 
-def points(tapes: Mapping[str, Tape], pictures: Pictures) -> list[dict[str, Any]]:
-    """One row for each point that any of the tapes has, with every call and every tensor in numbers.
+def points(tapes: Mapping[str, Tape], pictures: Pictures, limit: Limit | None = None) -> list[dict[str, Any]]:
+    """One row for each point that any of the tapes has, with every call and every tensor in numbers, up to a limit.
 
     The pictures are asked for, and stand under their number.
     """
-    return _Builder(list(tapes.values()), pictures).build()
+    given = list(tapes.values())
+    return _Builder(given, pictures, limit or Limit.of(given)).build()
 
 
 def _gradients(tape: Tape, base: str, name: str) -> dict[Any, Tensor]:

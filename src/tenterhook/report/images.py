@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 from tenterhook._look.layout import Layout, beyond, lay_out, quantised
 from tenterhook._look.numbers import BEYOND
+
+try:
+    from PIL import Image
+except ImportError:
+    raise ModuleNotFoundError('a page needs pillow: pip install "tenterhook[page]"', name="PIL") from None
 
 __all__ = ["Pictures"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tenterhook.report.limit import ends
+
 __all__ = ["lighten"]
 
 TOO_SMALL = (
@@ -28,7 +30,7 @@ def lighten(rows: list[dict[str, Any]], size: int, measure: Callable[[], int]) -
             raise ValueError(TOO_SMALL.format(points=len(rows), bytes=measure(), size=size))
         most = max(1, most // 2)
         for row in rows:
-            row["runs"] = [None if run is None else _ends(run, most) for run in row["runs"]]
+            row["runs"] = [None if run is None else ends(run, most) for run in row["runs"]]
         said[1:] = [f"of modules that were called often, {most} calls are shown, from the first and the last ones"]
     return said
 
@@ -42,10 +44,3 @@ def _without_histograms(call: dict[str, Any]) -> None:
         for seen in (part.get("numbers"), (part.get("gradient") or {}).get("numbers")):
             if seen:
                 seen["histogram"] = []
-
-
-def _ends(calls: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    if len(calls) <= most:
-        return calls
-    last = most // 2
-    return [*calls[: most - last], *(calls[-last:] if last else ())]

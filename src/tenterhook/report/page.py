@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tenterhook._draw import Table, short_number
+from tenterhook._text import printable, printable_strings
 from tenterhook._version import __version__
 from tenterhook.record.store import replacing
 from tenterhook.record.tape import Tape
@@ -114,6 +115,7 @@ def tapes_page(
     from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
     from tenterhook.report.lighten import lighten
+    from tenterhook.report.limit import Limit
     from tenterhook.report.remarks import remarks
 
     if not 1 <= len(tapes) <= MOST_RUNS:
@@ -123,7 +125,8 @@ def tapes_page(
     if size < LEAST:
         raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
     pictures = Pictures(size, maps)
-    rows = points(tapes, pictures)
+    limit = Limit.of(list(tapes.values()))
+    rows = points(tapes, pictures, limit)
     first, notes = next(iter(tapes.values())), [tape.notes for tape in tapes.values()]
     page = Page(
         title=title or notes[0].get("model", {}).get("class") or " and ".join(tapes),
@@ -136,7 +139,7 @@ def tapes_page(
         figures=figures(also, (size - LEAST) // 2),
     )
     left_out = lighten(rows, size - SPARE * len(pictures.layouts), lambda: len(render(page).encode()))
-    page.remarks = [*page.remarks, *({"text": text} for text in left_out)]
+    page.remarks = [*page.remarks, *({"text": text} for text in (*limit.left_out, *left_out))]
     pictures.size = size - len(render(page).encode())
     page.pictures = pictures.encode(progress)
     return page
@@ -173,9 +176,10 @@ def render(page: Page) -> str:
         "version": __version__,
     }
     # What ends a script must not stand in it, whatever a module is called.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    plain = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = printable_strings(plain).replace("<", "\\u003c")
     parts = {
-        "TITLE": html.escape(page.title),
+        "TITLE": html.escape(printable(page.title)),
         "STYLE": _joined(STYLES),
         "SCRIPT": _joined(SCRIPTS),
         "DATA": text,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tenterhook._text import printable
+
 if TYPE_CHECKING:
     from rich.columns import Columns
     from rich.text import Text
@@ -52,7 +54,10 @@ def maps(titled: Sequence[tuple[str, Tensor]], *, signed: bool = False, color: b
     from rich.columns import Columns
     from rich.text import Text
 
-    drawn = [Text.assemble((f"{title}\n", "dim"), heat(values, signed=signed, color=color)) for title, values in titled]
+    drawn = [
+        Text.assemble((f"{printable(title)}\n", "dim"), heat(values, signed=signed, color=color))
+        for title, values in titled
+    ]
     return Columns(drawn, padding=(0, 2))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import socket
+import time
 from typing import Any
 
 __all__ = ["TensorBoard"]
 
 MISSING = 'th.TensorBoard needs the package tensorboard: pip install "tenterhook[tensorboard]"'
 SCALARS = ("mean", "std", "norm")
+_files = itertools.count()
 
 
 class TensorBoard:
@@ -23,42 +27,66 @@ class TensorBoard:
         self, folder: str | os.PathLike[str], *, scalars: tuple[str, ...] = SCALARS, histograms: int = 10
     ) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import summary
         except ImportError as error:
             raise ImportError(MISSING) from error
-        self._writer: Any = SummaryWriter(os.fspath(folder))
+        self.folder, self._summary = os.fspath(folder), summary
         self._scalars, self._every, self._count = scalars, histograms, 0
+        self._file: Any = None
+
+    def __repr__(self) -> str:
+        return f"TensorBoard({self.folder!r})"
 
     def write(self, page: Any, findings: list[Any], books: Any) -> None:
         """Take a step."""
-        for kind, address, numbers in page.lines():
-            for name in self._scalars:
-                self._writer.add_scalar(f"{kind}/{address}/{name}", numbers[name], page.step, walltime=page.time)
-        for finding in findings:
-            self._writer.add_text("findings", str(finding), page.step, walltime=page.time)
+        made = [
+            self._summary.scalar(f"{kind}/{address}/{name}", numbers[name])
+            for kind, address, numbers in page.lines()
+            for name in self._scalars
+        ]
+        made += [self._summary.text("findings", str(finding)) for finding in findings]
         if self._every and self._count % self._every == 0:
-            self._histograms(page, books)
+            made += self._histograms(books)
         self._count += 1
-        self._writer.flush()
+        self._put(page.step, page.time, made)
 
-    def _histograms(self, page: Any, books: Any) -> None:
+    def _histograms(self, books: Any) -> list[Any]:
+        found = []
         for row in books.rows():
             counts, edges = row["histogram"]["counts"], row["histogram"]["edges"]
             if not counts or not math.isfinite(row["norm"]):
                 continue
             total, number = row["mean"] * sum(counts), sum(counts)
-            self._writer.add_histogram_raw(
-                f"{row['kind']}/{row['address']}",
-                min=edges[0],
-                max=edges[-1],
-                num=number,
-                sum=total,
-                sum_squares=(row["std"] ** 2 + row["mean"] ** 2) * number,
-                bucket_limits=edges[1:],
-                bucket_counts=counts,
-                global_step=page.step,
+            squares = (row["std"] ** 2 + row["mean"] ** 2) * number
+            name = f"{row['kind']}/{row['address']}"
+            found.append(
+                self._summary.histogram_raw(name, edges[0], edges[-1], number, total, squares, edges[1:], counts)
             )
+        return found
+
+    def _put(self, step: int, when: float, summaries: list[Any]) -> None:
+        """Write a step as one event, in this thread: an error is known at once, and no other thread prints one."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._file is None:
+            self._file = _open(self.folder)
+            self._file.write(Event(wall_time=when, file_version="brain.Event:2").SerializeToString())
+        every = Summary(value=[value for summary in summaries for value in summary.value])
+        self._file.write(Event(wall_time=when, step=step, summary=every).SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        """End the files."""
-        self._writer.close()
+        """End the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+
+def _open(folder: str) -> Any:
+    from tensorboard.compat import tf
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    tf.io.gfile.makedirs(folder)
+    name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+    return RecordWriter(tf.io.gfile.GFile(os.path.join(folder, name), "wb"))  # noqa: PTH118  # it may be a URL

@@ -24,6 +24,14 @@ import xxhash
 
 from tenterhook._version import __version__
 from tenterhook.errors import StoreError
+from tenterhook.sinks.shards_check import (
+    COMMIT_BYTES,
+    MANIFEST_BYTES,
+    check_commit,
+    check_manifest,
+    integer,
+    parsed,
+)
 from tenterhook.sinks.shards_file import DTYPES, Rows
 from tenterhook.sinks.shards_place import COMMITS, SHARDS, Place
 
@@ -33,17 +41,24 @@ __all__ = [
     "MANIFEST",
     "Column",
     "commit_name",
+    "commits_found",
     "committed",
     "file_name",
     "pack",
+    "planned",
     "read_commit",
+    "read_end",
     "read_manifest",
     "unpack",
 ]
 
-FORMAT, FORMAT_VERSION = "tenterhook.rows", 1
+FORMAT, FORMAT_VERSION = "tenterhook.rows", 2
 MANIFEST, END = "manifest.json", "end.json"
-COMMIT = re.compile(rf"{COMMITS}/(\d{{8,}})\.json")
+COMMIT = re.compile(rf"{COMMITS}/([0-9]{{8,18}})\.json")
+FOREIGN = (
+    "{place}/{name} is a commit that the manifest does not expect. tenterhook verify {place} lists all of them; --drop "
+    "removes them."
+)
 
 Kind = Literal["value", "grad", "row"]
 
@@ -93,21 +108,21 @@ def pack(described: dict[str, Any]) -> bytes:
 
 def unpack(data: bytes, where: str) -> dict[str, Any]:
     """What ``pack`` wrote, if it is still that."""
-    try:
-        body = json.loads(data)
-        form, version, checksum = body["format"], body["format_version"], body["checksum"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreError(f"{where} is cut short, damaged, or not of tenterhook: {error!r:.200}") from error
+    body = parsed(data, where)
+    form, version = body.get("format"), body.get("format_version")
     if form != FORMAT:
         raise StoreError(f"{where} is not of tenterhook, or is damaged: its format is {form!r:.60}.")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise StoreError(f"{where} is damaged: its format version is {version!r:.60}.")
+    if version > FORMAT_VERSION:
         text = (
-            f"{where} has format version {version}, and this tenterhook ({__version__}) reads up to {FORMAT_VERSION}."
+            f"{where} has format version {version:.6g}, and this tenterhook ({__version__}) reads up to "
+            f"{FORMAT_VERSION}."
         )
         raise StoreError(f"{text} Upgrade tenterhook: pip install -U tenterhook")
-    if checksum != _checksum(body):
+    if body.get("checksum") != _checksum(body):
         raise StoreError(f"{where} is damaged: its checksum does not match what it says.")
-    return body  # type: ignore[no-any-return]
+    return body
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -116,30 +131,61 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def read_manifest(place: Place) -> dict[str, Any]:
-    """The manifest of a store."""
+    """Read and check the manifest of a store."""
     try:
-        data = place.read(MANIFEST)
+        data = place.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise StoreError(f"{place} is no store of harvested rows: it has no {MANIFEST}.") from error
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{place} cannot be read: {error}") from error
-    return unpack(data, f"{place}/{MANIFEST}")
+    body = unpack(data, f"{place}/{MANIFEST}")
+    check_manifest(body, f"{place}/{MANIFEST}")
+    return body
 
 
-def committed(place: Place) -> list[int]:
-    """The shards that exist, in order."""
-    matches = (COMMIT.fullmatch(name) for name in place.names(COMMITS))
-    return sorted(int(match[1]) for match in matches if match)
+def planned(place: Place, manifest: dict[str, Any]) -> int | None:
+    """Return the number of planned shards, if it is known."""
+    batches = manifest["harvest"]["data"].get("batches")
+    batches = read_end(place) if batches is None else batches
+    return None if batches is None else -(-batches // manifest["plan"]["batches_per_shard"])
 
 
-def read_commit(place: Place, shard: int) -> dict[str, Any]:
-    """What is said of a shard."""
+def commits_found(place: Place) -> tuple[list[int], list[str]]:
+    """Return the committed shards in order, and the names of files that only look like commits."""
+    names = [name for name in place.names(COMMITS) if name.endswith(".json")]
+    matches = {name: COMMIT.fullmatch(name) for name in names}
+    shards = {int(match[1]) for match in matches.values() if match}
+    return sorted(shards), sorted(set(names) - {commit_name(shard) for shard in shards})
+
+
+def committed(place: Place, most: int | None = None) -> list[int]:
+    """Return the committed shards in order. Commits from ``most`` on, and misnamed ones, are an error."""
+    shards, others = commits_found(place)
+    others += [commit_name(shard) for shard in shards if most is not None and shard >= most]
+    if others:
+        raise StoreError(FOREIGN.format(place=place, name=others[0]))
+    return shards
+
+
+def read_commit(place: Place, shard: int, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Read a commit, and check it against the manifest."""
     name = commit_name(shard)
     try:
-        data = place.read(name)
+        data = place.read(name, COMMIT_BYTES)
     except OSError as error:
         raise StoreError(f"{place}/{name} cannot be read: {error}") from error
     commit = unpack(data, f"{place}/{name}")
-    if commit.get("shard") != shard:
-        raise StoreError(f"{place}/{name} is the commit of shard {commit.get('shard')}; it was moved or renamed.")
+    check_commit(commit, shard, manifest, f"{place}/{name}")
     return commit
+
+
+def read_end(place: Place) -> int | None:
+    """Read how many batches a stream had, if its end was seen."""
+    try:
+        data = place.read(END, COMMIT_BYTES)
+    except FileNotFoundError:
+        return None
+    where = f"{place}/{END}"
+    return integer(unpack(data, where), "batches", where)

@@ -31,7 +31,7 @@ from torch import Tensor
 from tenterhook._version import __version__
 from tenterhook.errors import HarvestError
 
-__all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "as_bytes", "checksum_of", "head_of"]
+__all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "as_bytes", "checksum_of"]
 
 BLOCK = 16 << 20
 """Bytes that have one checksum together: what has to be read in order to trust a single row."""
@@ -196,11 +196,6 @@ class RowsFile:
 def checksum_of(header: bytes, blocks: list[str]) -> str:
     """The checksum of a file: over its header and the checksums of its blocks."""
     return "xxh3_128:" + xxhash.xxh3_128(header + "".join(blocks).encode()).hexdigest()
-
-
-def head_of(rows: Rows, record: dict[str, Any]) -> bytes:
-    """The header that a file must have."""
-    return rows.header(record["rows"], record["head"])
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

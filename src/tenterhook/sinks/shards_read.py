@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ from tenterhook._draw import Column as Shown
 from tenterhook._draw import Drawn, Row, Table, short_number
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import NotRecorded, StoreError
-from tenterhook.sinks.shards import END, Column, committed, file_name, read_commit, read_manifest, unpack
-from tenterhook.sinks.shards_file import BLOCK, checksum_of, head_of
+from tenterhook.sinks.shards import Column, committed, file_name, planned, read_commit, read_manifest
+from tenterhook.sinks.shards_check import head_fault
+from tenterhook.sinks.shards_file import BLOCK
 from tenterhook.sinks.shards_place import Place
 
 if TYPE_CHECKING:
@@ -113,7 +115,9 @@ class StoredRows:
         return out
 
     def _some(self, place: int, local: Tensor, low: int, high: int) -> Tensor:
-        size = max(self._column.rows.nbytes, 1)
+        size = self._column.rows.nbytes
+        if not size:
+            return torch.empty(len(local), *self._column.shape, dtype=self.dtype)
         if self._mapped(place) is not None:  # Only what is touched has to be trusted, and pages come by themselves.
             for block in torch.unique(torch.cat([local * size, (local + 1) * size - 1]) // BLOCK).tolist():
                 self._trust(place, block * BLOCK, block * BLOCK + 1)
@@ -125,9 +129,9 @@ class StoredRows:
 
     def of_shard(self, place: int, low: int, high: int) -> Tensor:
         """Rows of one shard, by their numbers in it."""
-        if low >= high:
-            return torch.empty(0, *self._column.shape, dtype=self.dtype)
         size = self._column.rows.nbytes
+        if low >= high or not size:
+            return torch.empty(max(0, high - low), *self._column.shape, dtype=self.dtype)
         mapped = self._mapped(place)
         if mapped is not None:
             self._trust(place, low * size, high * size)
@@ -161,10 +165,9 @@ class StoredRows:
         if size != record["bytes"]:
             what = f"it has {size:,} bytes, and had {record['bytes']:,}"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
-        head = head_of(self._column.rows, record)
-        same = bytes(self._store.place.read_range(name, 0, record["head"])) == head
-        if not same or checksum_of(head, record["blocks"]) != record["checksum"]:
-            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="its header is another"))
+        what = head_fault(bytes(self._store.place.read_range(name, 0, record["head"])), self._column.rows, record)
+        if what:
+            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
         self._store.seen.add(name)
 
     def _trust(self, place: int, start: int, stop: int) -> None:
@@ -223,12 +226,23 @@ class Store(Drawn):
         self.place, self.check = place, check
         self.manifest = read_manifest(place)
         self.columns = tuple(map(Column.of, self.manifest["columns"]))
-        self.shards = [read_commit(place, shard) for shard in committed(place)]
+        self.shards = self._commits()
         self.seen: set[str] = set()
         counts = [commit["rows"] for commit in self.shards]
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)[:-1]
         self._count: int = sum(counts)
         self._rows = {(column.key, column.kind): StoredRows(self, column) for column in self.columns}
+
+    def _commits(self) -> list[dict[str, Any]]:
+        """Read the commits; the samples of neighbouring shards must follow each other."""
+        numbers = committed(self.place, planned(self.place, self.manifest))
+        commits = [read_commit(self.place, shard, self.manifest) for shard in numbers]
+        for one, other in itertools.pairwise(commits):
+            follows = one["shard"] + 1 < other["shard"] or one["samples"][1] == other["samples"][0]
+            if not follows or one["samples"][1] > other["samples"][0]:
+                text = f"the samples of shard {other['shard']} do not follow those of shard {one['shard']}"
+                raise StoreError(f"{self.place} is damaged: {text}.")
+        return commits
 
     def __reduce__(self) -> Any:
         return _opened, (self.place, self.check)
@@ -254,15 +268,12 @@ class Store(Drawn):
     @property
     def sample(self) -> StoredRows:
         """The number of the sample that each row is of."""
-        return self.facts["sample"]
+        return self.rows("sample")
 
     @cached_property
     def complete(self) -> bool:
         """Whether every shard of the plan is there."""
-        planned, per_shard = self.manifest["harvest"]["data"]["batches"], self.manifest["plan"]["batches_per_shard"]
-        if self.place.size(END) is not None:
-            planned = unpack(self.place.read(END), f"{self.place}/{END}")["batches"]
-        return planned is not None and len(self.shards) == -(-planned // per_shard)
+        return len(self.shards) == planned(self.place, self.manifest)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The shards that some rows lie in, each with the first and the last row in it."""

@@ -115,6 +115,15 @@ class Sketch:
             found[: len(have)] += np.concatenate([have[:, : HALF - 1 : -1], have[:, :HALF]], 1)
         return found
 
+    def some(self, rows: Array) -> Array:
+        """The bins of some places, as :meth:`host` has them; of a device only these are copied."""
+        found = np.zeros((len(rows), BINS), np.int64)
+        for counts in list(self._counts.values()):
+            inside = np.flatnonzero(rows < counts.shape[0])
+            have = counts[torch.from_numpy(rows[inside]).to(counts.device)].cpu().numpy()
+            found[inside] += np.concatenate([have[:, : HALF - 1 : -1], have[:, :HALF]], 1)
+        return found
+
 
 def _lots(waiting: list[tuple[list[Tensor], Places]]) -> Iterator[list[tuple[list[Tensor], Places]]]:
     """Cut what waits into parts, anew wherever it begins again, so that those of one step are those of the next."""

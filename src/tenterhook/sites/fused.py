@@ -11,6 +11,7 @@ its input, padded positions hold numbers instead of zeros.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -41,6 +42,9 @@ class Unfused:
 
     def apart(self) -> Unfused:
         return self
+
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        raise NotImplementedError  # Only what changes a computation is asked.
 
     def enter(self) -> None:
         """Put it in, unless an outer call has."""

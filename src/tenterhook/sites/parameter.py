@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, flat_weights
-from tenterhook.pytorch.module_calls import buffers_of, parameters_of
+from tenterhook.pytorch.autograd import storage_identity
+from tenterhook.pytorch.checkpointing import saved_tensor_hooks
+from tenterhook.pytorch.derived_weights import (
+    PowerIteration,
+    WeightHook,
+    parametrization_cache,
+    parametrized_weights,
+    power_iterations,
+    weight_hooks,
+)
+from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, updates_running_statistics
+from tenterhook.pytorch.module_calls import buffers_of
 from tenterhook.pytorch.support import require
+from tenterhook.sites.readers import Readers
 
-__all__ = ["Exchange", "Swap", "holders", "is_offloaded"]
+__all__ = ["Exchange", "OwnUpdate", "Swap", "is_offloaded", "own_update"]
 
 
 class Exchange(Protocol):
     """Something in a module that is other than usual while a call is inside.
 
     ``active``: a call is inside. ``apart()``: the same, leaving no trace in what autograd saves. ``changes``: whether
-    what the module computes is another for it, so that other threads would notice.
+    what the module computes is another for it, so that other threads would notice. ``add_undo``: have a function called
+    as the last call that is inside ends.
     """
 
     changes: ClassVar[bool]
@@ -34,14 +46,7 @@ class Exchange(Protocol):
 
     def apart(self) -> Exchange: ...
 
-
-def holders(model: nn.Module, tensor: Tensor) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every dict in the model that holds this very tensor, with its key; tied parameters stand in several modules."""
-    for module in model.modules():
-        for container in (parameters_of(module), buffers_of(module)):
-            for name, held in container.items():
-                if held is tensor:
-                    yield container, name
+    def add_undo(self, undo: Callable[[], None]) -> None: ...
 
 
 def is_offloaded(module: nn.Module, tensor: Tensor | None) -> bool:
@@ -75,25 +80,92 @@ class Flat:
         self._found.clear()
 
 
+class Derived:
+    """The weights that are computed from a parameter outside of ``forward``, and kept.
+
+    Pruning and normalisation set an attribute before each call, ``parametrize.cached()`` keeps what it computed, and
+    spectral normalisation refines vectors in training. With the edited parameter in place all of these are computed
+    anew; afterwards they are what they would be without the edit.
+    """
+
+    __slots__ = ("_attributes", "_cached", "_hooks", "_keys", "_powers", "_states")
+
+    def __init__(self, modules: list[nn.Module], keepers: set[int], reaching: set[int]) -> None:
+        own = [module for module in modules if id(module) in keepers]
+        self._hooks: list[WeightHook] = [hook for module in own for hook in weight_hooks(module)]
+        self._states: dict[WeightHook, Any] = {}
+        lists = [found for module in modules for found in parametrized_weights(module)]
+        self._keys = [key for key, each in lists if id(each) in reaching]
+        beside = [module for module in modules if id(module) in reaching]
+        self._powers: list[PowerIteration] = [power for module in beside for power in power_iterations(module)]
+        self._attributes: list[tuple[WeightHook, Any]] = []
+        self._cached: dict[Any, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks or self._keys or self._powers)
+
+    def before(self) -> None:
+        """Note what is there, while the original is still in place."""
+        for power in self._powers:
+            power.note()
+        for hook in self._hooks:
+            self._states.setdefault(hook, hook.state())
+            self._attributes.append((hook, getattr(hook.module, hook.name, None)))
+
+    def enter(self) -> None:
+        """Compute the weights from the edited parameter."""
+        cache = parametrization_cache()
+        for key in self._keys:
+            if key in cache:
+                self._cached[key] = cache.pop(key)
+        for hook in self._hooks:
+            setattr(hook.module, hook.name, _uncounted(hook.compute))
+
+    def leave(self) -> None:
+        """Put back what was found; compute it anew if the parameters have changed since the first call."""
+        cache = parametrization_cache()
+        for key in self._keys:
+            cache.pop(key, None)
+        cache.update(self._cached)
+        self._cached.clear()
+        for hook, found in reversed(self._attributes):
+            setattr(hook.module, hook.name, found)
+        for power in self._powers:
+            power.repeat()
+        for hook, _ in self._attributes:
+            if hook.state() != self._states[hook]:
+                setattr(hook.module, hook.name, _uncounted(hook.compute))
+        self._attributes.clear()
+
+
 class Swap:
     """Exchanges a tensor in all its places while at least one call is inside.
 
-    Swaps of several sessions may stack on one tensor: each replaces what it finds and puts that back.
+    Swaps of several sessions may stack on one tensor: each replaces what it finds and puts that back. All that is to be
+    undone is noted before it is done, so that :meth:`put_back` is right at any time.
     """
 
-    __slots__ = ("_found", "_made", "_make", "binding", "depth", "flat", "places")
+    __slots__ = (
+        "_before", "_is_buffer", "_make", "_undo", "binding", "depth", "derived", "flat", "found", "keepers",
+        "made", "places",
+    )  # fmt: skip
 
     changes: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
-        self.places = list(holders(model, tensor))
-        layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and _has(module, tensor)]
-        if layers:
+    def __init__(self, readers: Readers, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+        self.places = readers.places(tensor)
+        self.keepers, reaching = readers.keepers(tensor), readers.reaching(tensor)
+        modules = readers.modules
+        self.flat = [Flat(each) for each in modules if isinstance(each, nn.RNNBase) and id(each) in reaching]
+        if self.flat:
             require("parameters of recurrent layers")
-        self.flat = [Flat(layer) for layer in layers if any(held is tensor for held in flat_weights(layer))]
+        self.derived = Derived(modules, self.keepers, reaching)
+        self._is_buffer = not isinstance(tensor, nn.Parameter)
         self._make = make
-        self._found: Tensor | None = None
-        self._made: Tensor | None = None
+        self.found: Tensor | None = None
+        self.made: Tensor | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._before: Tensor | None = None  # What was made, as it was before the model could update it.
         self.depth = 0
         self.binding: Any = None  # Whose edit it makes, for the tracer.
 
@@ -103,16 +175,21 @@ class Swap:
 
     def enter(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
         """Compute the tensor anew and put it in place, unless an outer call has done so."""
-        if self.depth == 0:
-            container, key = self.places[0]
-            # Made anew for each call, so that every backward pass finds a graph of its own from it to the parameter.
-            found = container[key]
-            made = (make or self._make)(found)
-            self._exchange(found, made)
-            for flat in self.flat:
-                flat.exchange(found, made)
-            self._found, self._made = found, made
         self.depth += 1
+        if self.depth > 1:
+            return
+        container, key = self.places[0]
+        # Made anew for each call, so that every backward pass finds a graph of its own from it to the parameter.
+        found = container[key]
+        made = (make or self._make)(found)
+        if self._is_buffer and made is not found and not made.is_meta:
+            self._before = made.detach().clone()
+        self.found, self.made = found, made
+        self.derived.before()
+        self._exchange(found, made)
+        for flat in self.flat:
+            flat.exchange(found, made)
+        self.derived.enter()
 
     def make_apart(self, found: Tensor) -> Tensor:
         """The tensor without its graph, and computed behind the back of whoever packs what autograd saves."""
@@ -123,19 +200,96 @@ class Swap:
     def apart(self) -> Apart:
         return Apart(self)
 
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        self._undo.append(undo)
+
     def leave(self) -> None:
         """Put back what was found, as the outermost call ends."""
-        self.depth -= 1
-        if self.depth == 0:
-            self._exchange(self._made, self._found)
+        if self.depth > 1:
+            self.depth -= 1
+        else:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what was found, however many calls are inside; nothing if it is back already."""
+        found, made, before = self.found, self.made, self._before
+        if found is not None and made is not None:
+            for container, key in self.places:
+                now = container[key]
+                if now is not made and now is not found and isinstance(now, Tensor) and before is not None:
+                    container[key] = _updated(found, before, now)  # The model has assigned another one.
+                elif now is made:
+                    container[key] = found
             for flat in self.flat:
                 flat.put_back()
-            self._found = self._made = None
+            self.found = self.made = self._before = None
+            if before is not None:
+                _update(found, before, made)
+            while self._undo:
+                self._undo.pop()()
+            self.derived.leave()
+        self.depth = 0
 
-    def _exchange(self, old: Tensor | None, new: Tensor | None) -> None:
+    def _exchange(self, old: Tensor, new: Tensor) -> None:
         for container, key in self.places:
             if container[key] is old:
                 container[key] = new
+
+
+def _updated(found: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """The original, changed as the model changed the edited tensor; the model's own tensor if its shape differs."""
+    if now.shape != found.shape or now.dtype != found.dtype or now.device != found.device:
+        return now
+    with torch.no_grad():
+        changed = now if found.dtype is torch.bool else found + (now - before)
+        return torch.where(now == before, found, changed)
+
+
+def _update(found: Tensor, before: Tensor, made: Tensor) -> None:
+    """Make the changes to the original that the model made in place to the edited tensor."""
+    with torch.no_grad():
+        if storage_identity(made) != storage_identity(found) and not torch.equal(made, before):
+            found.copy_(_updated(found, before, made))
+
+
+class OwnUpdate:
+    """Lets a normalisation layer in training update its original running statistics, which it does not read then."""
+
+    __slots__ = ("_key", "_module", "_swap", "_table")
+
+    changes: ClassVar[bool] = False
+
+    def __init__(self, swap: Swap, module: nn.Module, key: str) -> None:
+        self._swap, self._module, self._table, self._key = swap, module, buffers_of(module), key
+
+    @property
+    def active(self) -> bool:
+        return self._swap.active
+
+    def apart(self) -> OwnUpdate:
+        return self
+
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        self._swap.add_undo(undo)
+
+    def enter(self) -> None:
+        """Put the original in place for this layer's own call."""
+        if self._module.training and self._table[self._key] is self._swap.made:
+            self._table[self._key] = self._swap.found
+
+    def leave(self) -> None:
+        """Put the edited one back."""
+        if self._swap.made is not None and self._table[self._key] is self._swap.found:
+            self._table[self._key] = self._swap.made
+
+
+def own_update(swap: Swap, module: nn.Module) -> list[OwnUpdate]:
+    """What is needed around the calls of a module so that its update of an edited buffer is not lost."""
+    if not updates_running_statistics(module):
+        return []
+    held = buffers_of(module)
+    keys = [key for container, key in swap.places if container is held]
+    return [OwnUpdate(swap, module, key) for key in keys if key in ("running_mean", "running_var")]
 
 
 class Apart:
@@ -164,12 +318,20 @@ class Apart:
         """As the swap does."""
         self._swap.leave()
 
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        """As the swap does."""
+        self._swap.add_undo(undo)
+
     def apart(self) -> Apart:
         return self
 
 
-def _has(module: nn.Module, tensor: Tensor) -> bool:
-    return any(held is tensor for held in parameters_of(module).values())
+def _uncounted(compute: Callable[[], Tensor]) -> Tensor:
+    """Compute a tensor; a checkpoint does not count what autograd saves for it, as it would not in the other run."""
+    if saved_tensor_hooks() is None:
+        return compute()
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        return compute()
 
 
 def _same(tensor: Tensor) -> Tensor:

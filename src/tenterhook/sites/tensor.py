@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from tenterhook._tree import tensors
 from tenterhook.errors import GradientError, HookError
-from tenterhook.pytorch.autograd import Hooks, forget_hooks, operation_number, set_hooks, tensor_hooks, view_base
+from tenterhook.pytorch.autograd import (
+    Hooks,
+    forget_hooks,
+    is_of_several_views,
+    operation_number,
+    set_hooks,
+    tensor_hooks,
+    view_base,
+)
 from tenterhook.pytorch.hook_tables import TENSOR_ACCUMULATED, TENSOR_BACKWARD
 from tenterhook.pytorch.transforms import is_wrapped
 
@@ -39,6 +47,7 @@ __all__ = [
     "layout_of",
     "mark_own",
     "put_in_order",
+    "shows_every_change",
     "why_no_gradient",
 ]
 
@@ -175,8 +184,21 @@ def put_in_order(hooks: dict[Any, Any]) -> None:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The base through which a change in place could rewrite this tensor's history, if it is such a view."""
     base = view_base(tensor)
+    if base is not None and is_of_several_views(tensor):
+        return None  # Autograd refuses to change it, and to use it once its base was changed.
     # Nobody may change a leaf that requires a gradient in place, nor a view of it.
     return base if base is not None and base.requires_grad and base.grad_fn is not None else None
+
+
+def shows_every_change(tensor: Tensor) -> bool:
+    """Return whether the version of a tensor counts every change of its memory.
+
+    Memory of NumPy, of a buffer or of another library is changed without PyTorch, and fused optimizers do not count
+    what they do to parameters. Raises ``RuntimeError`` for a tensor that has no memory of its own to ask, such as a
+    sparse one.
+    """
+    base = view_base(tensor)
+    return tensor.untyped_storage().resizable() and (base is None or not isinstance(base, nn.Parameter))
 
 
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
@@ -230,17 +252,31 @@ class Place(Counter):
         self._exact = kind == [view.dtype, view.is_conj(), view.is_neg()]
 
     @property
+    def layout(self) -> tuple[Any, ...]:
+        """The view's size, strides and offset in its base."""
+        return self._view
+
+    @property
     def tied(self) -> bool:
         """Whether the view's gradient cannot be read from the base's."""
         return not self._exact or _overlaps(*self._view[:2]) or self._view[2] < 0 or self._reaches_out()
 
     def take(self, gradient: Tensor) -> Tensor:
         """The view's part of the base's gradient."""
+        if self._is_whole:
+            return gradient
         return self._laid_out(gradient).as_strided(*self._view)
 
     def put(self, gradient: Tensor, new: Tensor) -> Tensor:
         """The base's gradient with another one in the view's part."""
+        if self._is_whole:
+            return new
         return torch.as_strided_scatter(self._laid_out(gradient), new, *self._view)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the view shows all of its base as the base does."""
+        return self._view == (*self._base, 0)
 
     def _laid_out(self, gradient: Tensor) -> Tensor:
         size, stride = self._base

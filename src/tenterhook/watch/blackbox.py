@@ -1,42 +1,54 @@
 """The flight recorder: the last steps in a ring on disk, written as they happen.
 
-The ring is a file that is mapped into memory, so that a step costs a copy of a few kilobytes and no system call, and
-what was written is in the system's hands at once: it is there after the process was killed, by whatever signal. Each
-slot carries a checksum, so that one which was being written at that moment is left out when the file is read.
+The file is reserved before anything is written to it, so that a disk which fills up later does not matter, and a step
+is one write of a few kilobytes: the system has it at once, and it is there after the process was killed, by
+whatever signal. The file is not mapped into memory, because writing to a mapped file on a full disk ends the process.
+The header, the events and each slot carry a checksum, so that what was being written at that moment is left out when
+the file is read.
 
 A watch that ends well takes the file away. It stays where something went wrong: NaN or Inf, a finding, an exception, or
-the end of the process.
+the end of the process. A file that cannot be written is given up with one warning, and training continues.
 
-Layout: an eight-byte mark, the length of the header, the header as JSON (padded), then the slots: sequence number,
-step, time, number of rows, checksum, and for each row its index and the statistics.
+Layout: an eight-byte mark, the length and the checksum of the header, the header as JSON, the events (length, checksum,
+JSON, padded), then the slots: sequence number, step, time, number of rows, checksum, and for each row its index and the
+statistics.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import mmap
 import os
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
 from tenterhook._draw import Column, Drawn, Row, Table
-from tenterhook.errors import TapeFileError
+from tenterhook.errors import TapeFileError, TenterhookWarning
 from tenterhook.sinks.statistics import COLUMNS, Array
-from tenterhook.watch.books import Page
+from tenterhook.watch.books import KINDS, Page
 
 __all__ = ["Blackbox", "Ring", "read"]
 
-MARK = b"THBLACK1"
-HEAD = struct.Struct("<8sQ")
+FAMILY, MARK = b"THBLACK", b"THBLACK2"
+HEAD = struct.Struct("<8sQQ")  # mark, length of the header, its checksum
+EVENTS = struct.Struct("<QQ")  # length, checksum
 SLOT = struct.Struct("<QqdQQ")  # sequence number, step, time, rows, checksum
+LINE = (len(COLUMNS) + 1) * 8
 EVENT_ROOM = 64 * 1024
 SPARE = 1.25
-MOST_ROWS = 2**24
+LONGEST_HEADER = 2**24  # bytes: some 200,000 rows
+MOST_STEPS = 2**20
+STOPPED = (
+    "the black box {path} could not be written: {why}. Training continues, and what it holds already stays. Give to= a "
+    "place with room for it."
+)
 
 
 class Ring:
@@ -44,99 +56,150 @@ class Ring:
 
     def __init__(self, path: Path, steps: int, about: dict[str, Any]) -> None:
         self.path, self._steps, self._about = path, steps, about
-        self._map: mmap.mmap | None = None
+        self._file = -1
         self._rows = self._start = self._count = 0
         self._names = 0
+        self._made = False
+        self._failed = False
         self.wrong: list[str] = []
 
     def write(self, page: Page) -> None:
-        """Put a step into the ring, in the place of the oldest."""
-        self._fit(page)
-        assert self._map is not None  # noqa: S101 - _fit made it
-        data = np.ascontiguousarray(np.concatenate([page.rows[:, None], page.table], 1), "<f8").tobytes()
-        self._put(self._count, page.step, page.time, len(page.rows), data)
-        self._count += 1
+        """Put a step into the ring, in the place of the oldest; warn once if it cannot be written."""
+        if not self._failed:
+            with self._warning():
+                self._fit(page)
+                data = np.ascontiguousarray(np.concatenate([page.rows[:, None], page.table], 1), "<f8").tobytes()
+                self._put(self._count, page.step, page.time, len(page.rows), data)
+                self._count += 1
 
     def say(self, text: str) -> None:
-        """Something went wrong: say it in the file, which then stays."""
+        """Note in the file that something went wrong; it then stays."""
         self.wrong.append(text)
-        while len(told := json.dumps(self.wrong).encode()) > EVENT_ROOM - 8:
+        while len(told := json.dumps(self.wrong).encode()) > EVENT_ROOM - EVENTS.size:
             del self.wrong[0]
-        if self._map is not None:
-            place = self._start - EVENT_ROOM
-            self._map[place : place + 8 + len(told)] = struct.pack("<Q", len(told)) + told
+        if self._file >= 0:
+            with self._warning():
+                head = EVENTS.pack(len(told), xxhash.xxh3_64_intdigest(told))
+                _write_at(self._file, head + told, self._start - EVENT_ROOM)
 
     def close(self) -> Path | None:
         """End; gives the path where the file stays."""
-        if self._map is None:
+        self._close()
+        if not self._made:
             return None
-        self._map.flush()
-        self._map.close()
-        self._map = None
         if self.wrong:
             return self.path
         self.path.unlink(missing_ok=True)
         return None
 
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Give the file up with one warning where the system refuses to write it."""
+        try:
+            yield
+        except OSError as error:
+            self._close()
+            self._failed = True
+            why = STOPPED.format(path=self.path, why=error.strerror or error)
+            warnings.warn(why, TenterhookWarning, stacklevel=5)
+
     # -- the file -----------------------------------------------------------------------------------------------------
 
     @property
     def _size(self) -> int:
-        return SLOT.size + self._rows * (len(COLUMNS) + 1) * 8
+        return SLOT.size + self._rows * LINE
 
     def _fit(self, page: Page) -> None:
-        if self._map is not None and len(page.names) <= self._names:
+        if self._file >= 0 and len(page.names) <= self._names:
             return
-        old = list(_slots(self._map, self._start, self._size, self._rows)) if self._map is not None else []
-        if self._map is not None:
-            self._map.close()
-        self._rows, self._names = int(len(page.names) * SPARE) + 16, len(page.names)
+        old: list[tuple[int, float, int, bytes]] = []
+        if self._file >= 0:
+            with os.fdopen(os.dup(self._file), "rb") as file:
+                old = list(_slots(file, self._start, self._steps, self._rows))[-self._steps :]
+            self._close()
+        self._rows, self._names = _room(len(page.names)), len(page.names)
         self._make(list(page.names))
-        for number, (step, when, rows, data) in enumerate(old[-self._steps :]):
+        for number, (step, when, rows, data) in enumerate(old):
             self._put(number, step, when, rows, data)
-        self._count = len(old[-self._steps :])
+        self._count = len(old)
         if self.wrong:
             self.say(self.wrong.pop())
 
     def _make(self, names: list[tuple[Any, str]]) -> None:
-        header = {**self._about, "columns": COLUMNS, "rows": names, "room": self._rows, "steps": self._steps}
-        text = json.dumps(header).encode()
+        text = json.dumps({**self._about, "columns": COLUMNS, "rows": names, "steps": self._steps}).encode()
+        if len(text) > LONGEST_HEADER or self._steps > MOST_STEPS:
+            raise OSError(errno.EFBIG, f"{len(names):,} rows and {self._steps:,} steps are more than it can hold")
         self._start = HEAD.size + len(text) + EVENT_ROOM
-        size = self._start + self._steps * self._size
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        with part.open("w+b") as file:
-            file.truncate(size)
-            file.write(HEAD.pack(MARK, len(text)) + text)
-            file.flush()
-            self._map = mmap.mmap(file.fileno(), size)
-        part.replace(self.path)  # The map stays on the file, whatever its name.
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            _reserve(file, self._start + self._steps * self._size)
+            _write_at(file, HEAD.pack(MARK, len(text), xxhash.xxh3_64_intdigest(text)) + text, 0)
+            part.replace(self.path)  # The file stays open, whatever its name.
+        except BaseException:
+            os.close(file)
+            part.unlink(missing_ok=True)
+            raise
+        self._file, self._made = file, True
 
     def _put(self, number: int, step: int, when: float, rows: int, data: bytes) -> None:
-        assert self._map is not None  # noqa: S101 - only called when there is one
-        place = self._start + number % self._steps * self._size
-        self._map[place + SLOT.size : place + SLOT.size + len(data)] = data
         head = SLOT.pack(number + 1, step, when, rows, 0)
-        self._map[place : place + SLOT.size] = SLOT.pack(number + 1, step, when, rows, _checksum(head, data))
+        whole = SLOT.pack(number + 1, step, when, rows, _checksum(head, data))
+        _write_at(self._file, whole + data, self._start + number % self._steps * self._size)
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            with contextlib.suppress(OSError):  # What was written is there already.
+                os.close(file)
+
+
+def _room(names: int) -> int:
+    """The rows for which a file has room that was begun with so many."""
+    return int(names * SPARE) + 16
+
+
+def _reserve(file: int, size: int) -> None:
+    """Give a file its whole size on disk now, by zeros where the file system cannot reserve it."""
+    reserve = getattr(os, "posix_fallocate", None)
+    if reserve is not None:
+        try:
+            reserve(file, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+        else:
+            return
+    zeros = bytes(2**20)
+    for place in range(0, size, len(zeros)):
+        _write_at(file, zeros[: size - place], place)
+
+
+def _write_at(file: int, data: bytes, place: int) -> None:
+    os.lseek(file, place, os.SEEK_SET)
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def _checksum(head: bytes, data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(head[:-8] + data)
 
 
-def _slots(content: Any, start: int, size: int, room: int) -> Iterator[tuple[int, float, int, bytes]]:
-    """The steps whose slots are whole, oldest first."""
+def _slots(file: BinaryIO, start: int, steps: int, room: int) -> Iterator[tuple[int, float, int, bytes]]:
+    """The steps whose slots are whole, oldest first. Of an empty slot only the head is read."""
     found = []
-    for place in range(start, len(content) - size + 1, size):
-        head = bytes(content[place : place + SLOT.size])
+    for place in range(steps):
+        file.seek(start + place * (SLOT.size + room * LINE))
+        head = file.read(SLOT.size)
+        if len(head) < SLOT.size:
+            break
         number, step, when, rows, checksum = SLOT.unpack(head)
-        data = (
-            bytes(content[place + SLOT.size : place + SLOT.size + rows * (len(COLUMNS) + 1) * 8])
-            if rows <= room
-            else b""
-        )
-        if number and checksum == _checksum(head, data):
-            found.append((number, (step, when, rows, data)))
+        if number and rows <= room:
+            data = file.read(rows * LINE)
+            if checksum == _checksum(head, data):
+                found.append((number, (step, when, rows, data)))
     return (slot for _, slot in sorted(found))
 
 
@@ -185,27 +248,75 @@ def read(path: str | os.PathLike[str]) -> Blackbox:
     """
     file = Path(path)
     try:
-        content = file.read_bytes()
+        with file.open("rb") as opened:
+            return _read(file, opened)
+    except TapeFileError:
+        raise
     except OSError as error:
         raise TapeFileError(f"{file} cannot be read: {error.strerror}") from error
-    if len(content) < HEAD.size or not content.startswith(MARK):
-        raise TapeFileError(f"{file} is no black box: it does not begin with {MARK.decode()}.")
-    try:
-        length = HEAD.unpack_from(content)[1]
-        header = json.loads(content[HEAD.size : HEAD.size + length])
-        names = [(kind, name) for kind, name in header["rows"]]
-        room, start = int(header["room"]), HEAD.size + length + EVENT_ROOM
-        told = struct.unpack_from("<Q", content, start - EVENT_ROOM)[0]
-        wrong = json.loads(content[start - EVENT_ROOM + 8 : start - EVENT_ROOM + 8 + told]) if told else []
-        if header["columns"] != list(COLUMNS) or not 0 < room < MOST_ROWS:
-            raise TapeFileError(f"{file} was written by another version of tenterhook, with other columns.")
-    except (ValueError, TypeError, LookupError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
         raise TapeFileError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    size = SLOT.size + room * (len(COLUMNS) + 1) * 8
-    return Blackbox(header, wrong, [_page(slot, names) for slot in _slots(content, start, size, room)])
 
 
-def _page(slot: tuple[int, float, int, bytes], names: Sequence[Any]) -> Page:
+def _read(file: Path, opened: BinaryIO) -> Blackbox:
+    header = _header(file, opened)
+    names = [_name(pair) for pair in header["rows"]]
+    start, size = opened.tell() + EVENT_ROOM, os.fstat(opened.fileno()).st_size
+    room, steps = _room(len(names)), header["steps"]
+    if size != start + steps * (SLOT.size + room * LINE):
+        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, and its header means others.")
+    wrong = _events(opened.read(EVENT_ROOM))
+    pages = [_page(slot, names) for slot in _slots(opened, start, steps, room)]
+    return Blackbox(header, wrong, [page for page in pages if page is not None])
+
+
+def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
+    """The header, checked before anything is made of it."""
+    head = opened.read(HEAD.size)
+    if len(head) == HEAD.size and head.startswith(FAMILY) and not head.startswith(MARK):
+        raise TapeFileError(f"{file} was written by another version of tenterhook, and only that one reads it.")
+    if len(head) < HEAD.size or not head.startswith(MARK):
+        raise TapeFileError(f"{file} is no black box: it does not begin with {MARK.decode()}.")
+    _, length, checksum = HEAD.unpack(head)
+    text = opened.read(min(length, LONGEST_HEADER))
+    if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+        raise TapeFileError(f"{file} is damaged: the checksum of its header does not match.")
+    header = json.loads(text)
+    if header["columns"] != list(COLUMNS):
+        raise TapeFileError(f"{file} was written by another version of tenterhook, with other columns.")
+    if type(header["steps"]) is not int or not 0 < header["steps"] <= MOST_STEPS:
+        raise ValueError(f"{header['steps']!r:.40} is no number of steps")
+    if not isinstance(header.get("model", ""), str):
+        raise TypeError("the name of the model is no text")
+    return dict(header)
+
+
+def _name(pair: Any) -> tuple[Any, str]:
+    kind, name = pair
+    if kind not in KINDS or not isinstance(name, str):
+        raise ValueError(f"{pair!r:.80} names no row")
+    return kind, name
+
+
+def _events(area: bytes) -> list[str]:
+    """What went wrong, in the words of the time; a list that was being written is said to be unreadable."""
+    length, checksum = EVENTS.unpack_from(area)
+    if not length:
+        return []
+    told = area[EVENTS.size : EVENTS.size + length]
+    if len(told) != length or xxhash.xxh3_64_intdigest(told) != checksum:
+        return ["what went wrong was noted, but the note is damaged"]
+    found = json.loads(told)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise TypeError("its events are no list of texts")
+    return found
+
+
+def _page(slot: tuple[int, float, int, bytes], names: Sequence[Any]) -> Page | None:
+    """The page in a slot; None where its rows are none of this file's."""
     step, when, rows, data = slot
     table: Array = np.frombuffer(data, "<f8").reshape(rows, len(COLUMNS) + 1)
-    return Page(step, when, table[:, 0].astype(int), table[:, 1:], names)
+    places = table[:, 0]
+    if not (np.isin(places, np.arange(len(names))).all() and len(np.unique(places)) == rows):
+        return None
+    return Page(step, when, places.astype(int), table[:, 1:], names)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tenterhook.sinks.merging import Order, stacked
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, Array, Workspace
+from tenterhook.sinks.statistics import COLUMNS, INF, NAN, Array, Workspace
 
 if TYPE_CHECKING:
     from tenterhook.watch.parcel import Layout
@@ -80,6 +80,7 @@ class Books:
         self._latest = np.zeros((0, len(COLUMNS)))
         self._when = np.zeros(0, int)
         self._unmerged: list[Page] = []
+        self._kinds: list[int] = []
 
     @property
     def sketch(self) -> Sketch | None:
@@ -178,6 +179,31 @@ class Books:
             own = bins.sum(1)
             of = [row if own[row] else self.alike.get(row, row) for row in range(count)]
             return [self._plain(row, bins[of[row]]) for row in range(count) if self._steps[row]]
+
+    def latest(self) -> tuple[list[tuple[Kind, str]], Array, Array, Array, Array]:
+        """A copy, for another thread, of the names of all rows and of what is known of each.
+
+        That is its kind as an index of ``KINDS`` (-1 before it has come), its latest line, the step of that line, and
+        whether it ever held NaN or Inf.
+        """
+        with self.lock:
+            self._merge()
+            count = len(self._steps)
+            while len(self._kinds) < count:
+                self._kinds.append(KINDS.index(self.names[len(self._kinds)][0]))
+            kinds = np.where(self._steps > 0, np.array(self._kinds[:count], int), -1)
+            bad = (self._total[:, NAN] > 0) | (self._total[:, INF] > 0)
+            return self.names[:count], kinds, self._latest.copy(), self._when.copy(), bad
+
+    def bins(self, rows: Array) -> Array:
+        """The bins of some rows, each of the row that has its samples; it does not wait for a step to be published."""
+        if self._bins is not None:
+            found = self._bins[rows]
+            others = self._bins[[self.alike.get(row, row) for row in rows.tolist()]] if len(rows) else found
+        else:
+            found = self._sketch.some(rows)
+            others = self._sketch.some(np.array([self.alike.get(row, row) for row in rows.tolist()], int))
+        return np.where(found.any(1, keepdims=True), found, others)
 
     def _plain(self, row: int, bins: Array) -> dict[str, Any]:
         kind, address = self.names[row]

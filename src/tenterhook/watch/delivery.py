@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tenterhook.errors import NonFinite, TenterhookWarning
 from tenterhook.sites.threads import current
@@ -23,6 +24,7 @@ __all__ = ["Delivery"]
 MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
 # Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
 AT_ONCE = 8
+STOPPED = "the sink {sink!r} {what}: {why}. Training continues; what it has written so far stays."
 
 
 class Delivery(Results):
@@ -37,6 +39,7 @@ class Delivery(Results):
     _parameters: Parameters
     _raising: bool
     _ring: Ring | None
+    _sinks: list[Any]
     _slots: list[Slot]
 
     _parcels: list[Parcel]
@@ -110,8 +113,10 @@ class Delivery(Results):
     @property
     def _at_once(self) -> int:
         """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
-        told = self._options.sinks or self._ring is not None or self._server is not None
-        return 1 if told or self.steps < AT_ONCE or self._findings.units.looking else AT_ONCE
+        told = self._sinks or self._ring is not None
+        if told or self.steps < AT_ONCE or self._findings.units.looking:
+            return 1
+        return 1 if self._server is not None and self._server.due() else AT_ONCE
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
@@ -148,10 +153,34 @@ class Delivery(Results):
             self._ring.write(page)
             for finding in new:
                 self._ring.say(str(finding))
-        for sink in self._options.sinks:
-            sink.write(page, new, self._books)
+        for sink in list(self._sinks):
+            try:
+                sink.write(page, new, self._books)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a training run is worth more than its log
+                self._sinks.remove(sink)
+                self._warn_stopped(sink, f"was stopped at step {step}", error)
+                close_quietly(sink)
+
+    @staticmethod
+    def _warn_stopped(sink: Any, what: str, error: Exception) -> None:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        warnings.warn(STOPPED.format(sink=sink, what=what, why=why), TenterhookWarning, stacklevel=4)
+
+    def _close_sinks(self) -> None:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._warn_stopped(sink, "could not be closed", error)
 
     def _settle(self, *, wait: bool = True) -> None:
         if current.token == self.owner:  # Others see what is published.
             self._drain(wait=wait, let_go=wait)
             self._publish_ready()
+
+
+def close_quietly(sink: Any) -> None:
+    """Close a sink that has failed already, and been reported."""
+    with contextlib.suppress(Exception):
+        sink.close()

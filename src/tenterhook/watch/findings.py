@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tenterhook._text import printable
 from tenterhook.pytorch.layers import DROPOUTS
 from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
 from tenterhook.watch.books import ORDERS, Page
@@ -58,7 +59,7 @@ class Finding:
 
     def __str__(self) -> str:
         when = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return f"{self.kind} at {self.address!r}, {when}: {self.text}"
+        return printable(f"{self.kind} at {self.address!r}, {when}: {self.text}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook._text import printable
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
 from tenterhook.sinks.likeness import plain
@@ -68,7 +69,7 @@ class NonFiniteReport:
         if self.note:
             text.append(f"  {self.note}")
         text += [f"  given {name}: {_shown(numbers)}" for name, numbers in self.inputs.items()]
-        return "\n".join(text)
+        return "\n".join(map(printable, text))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

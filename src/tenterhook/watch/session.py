@@ -62,6 +62,7 @@ class Watch(Delivery, Session):
         self._parameters = Parameters(model, points, self._books, options, optimizers)
         self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
         self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
+        self._sinks = list(options.sinks)
         self._hooks: list[Any] = []
         self._slots: list[Slot] = []
         self._shared: dict[int, Any] = {}
@@ -172,8 +173,7 @@ class Watch(Delivery, Session):
         self._measuring.let_go()
         self._parameters.let_go()
         self._findings.units.let_go()
-        for sink in self._options.sinks:
-            sink.close()
+        self._close_sinks()
         if self._ring is not None:
             self.blackbox = self._ring.close()
         if self._server is not None:

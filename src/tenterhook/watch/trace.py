@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tenterhook._text import printable
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.pytorch.autograd import next_operation_number, operation_number
 from tenterhook.pytorch.modes import TorchDispatchMode
@@ -45,7 +46,7 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}"
+        return printable(f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}")
 
 
 def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> tuple[Line | None, str]:

@@ -1,0 +1,139 @@
+"""Weights that PyTorch computes from other parameters: pruning, weight and spectral normalisation, parametrizations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from tenterhook.pytorch.module_calls import buffers_of, children_of, forward_pre_hooks_of, parameters_of
+from tenterhook.pytorch.names import attribute, find
+
+__all__ = [
+    "PowerIteration",
+    "WeightHook",
+    "parametrization_cache",
+    "parametrized_weights",
+    "power_iterations",
+    "weight_hooks",
+]
+
+attribute("BasePruningMethod", "_tensor_name")
+attribute("torch.nn.utils.parametrize", "_cache")
+attribute("parametrizations.spectral_norm", "_u")
+attribute("parametrizations.spectral_norm", "_v")
+_SPECTRAL_NORM: Any = find("torch.nn.utils.parametrizations._SpectralNorm", parametrizations.spectral_norm)
+
+
+class WeightHook:
+    """A forward pre-hook of PyTorch that computes a plain attribute of a module from the module's parameters."""
+
+    __slots__ = ("hook", "module", "name")
+
+    def __init__(self, module: nn.Module, hook: Any, name: str) -> None:
+        self.module, self.hook, self.name = module, hook, name
+
+    def compute(self) -> Tensor:
+        """Return the attribute's value for the present parameters; nothing in the module changes."""
+        if isinstance(self.hook, BasePruningMethod):
+            return self.hook.apply_mask(self.module)  # type: ignore[no-any-return]
+        if isinstance(self.hook, SpectralNorm):
+            return self.hook.compute_weight(self.module, do_power_iteration=False)
+        return self.hook.compute_weight(self.module)  # type: ignore[no-any-return]
+
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Return something that differs after a parameter or buffer of the module was replaced or changed in place."""
+        tensors = (*parameters_of(self.module).values(), *buffers_of(self.module).values())
+        return tuple((id(each), _version(each)) for each in tensors if each is not None)
+
+
+def weight_hooks(module: nn.Module) -> list[WeightHook]:
+    """Return the pre-hooks of pruning, ``weight_norm`` and ``spectral_norm`` on a module."""
+    found = []
+    for hook in forward_pre_hooks_of(module).values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            found.append(WeightHook(module, hook, hook.name))
+        elif isinstance(hook, BasePruningMethod):
+            found.append(WeightHook(module, hook, hook._tensor_name))
+    return found
+
+
+def parametrized_weights(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Yield the key in PyTorch's cache, and the parametrizations, of each parametrized tensor of a module."""
+    if parametrize.is_parametrized(module):
+        lists: Any = children_of(module)["parametrizations"]
+        for name, each in children_of(lists).items():
+            yield (id(module), name), each
+
+
+def parametrization_cache() -> dict[tuple[int, str], Any]:
+    """Return the weights that ``parametrize.cached()`` has computed; empty outside of it."""
+    return parametrize._cache
+
+
+class PowerIteration:
+    """The vectors that spectral normalisation refines at each call in training."""
+
+    __slots__ = ("_again", "_found", "_steps", "_vectors", "_versions")
+
+    def __init__(self, vectors: list[Tensor], steps: int, again: Any) -> None:
+        self._vectors, self._steps, self._again = vectors, steps, again
+        self._found: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """Remember the present vectors."""
+        self._found, self._versions = [each.clone() for each in self._vectors], list(map(_version, self._vectors))
+
+    def repeat(self) -> None:
+        """Put the vectors back, and refine them as often as they have been since, with the present parameters."""
+        done = max(_version(each) - before for each, before in zip(self._vectors, self._versions, strict=True))
+        if done <= 0:
+            return
+        with torch.no_grad():
+            for each, found in zip(self._vectors, self._found, strict=True):
+                each.copy_(found)
+            for _ in range(-(-done // self._steps)):
+                self._again()
+
+
+def power_iterations(module: nn.Module) -> list[PowerIteration]:
+    """Return the power iterations of a module's own spectral normalisation, old and new."""
+    found = []
+    for hook in forward_pre_hooks_of(module).values():
+        if isinstance(hook, SpectralNorm):
+            vectors = [getattr(module, f"{hook.name}_u"), getattr(module, f"{hook.name}_v")]
+            found.append(PowerIteration(vectors, hook.n_power_iterations, _refine_old(hook, module)))
+    for _, each in parametrized_weights(module):
+        parts: list[Any] = [part for part in each if _is_spectral_norm(part)]
+        for part in parts:
+            again = _refine_new(part, each) if part is each[0] else _nothing
+            found.append(PowerIteration([part._u, part._v], part.n_power_iterations, again))
+    return found
+
+
+def _is_spectral_norm(part: nn.Module) -> bool:
+    """Return whether a parametrization is PyTorch's spectral norm, and keeps vectors; for a vector it does not."""
+    return isinstance(_SPECTRAL_NORM, type) and isinstance(part, _SPECTRAL_NORM) and "_u" in buffers_of(part)
+
+
+def _refine_old(hook: SpectralNorm, module: nn.Module) -> Any:
+    return lambda: hook.compute_weight(module, do_power_iteration=True)
+
+
+def _refine_new(part: Any, weights: Any) -> Any:
+    return lambda: type(part).forward(part, weights.original)
+
+
+def _nothing() -> None:
+    """Leave the vectors of a later parametrization as they are."""
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,144 @@
+"""The probe of compiled models.
+
+It stands in a file of its own: Dynamo is told to leave all other functions of tenterhook alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook.pytorch.dynamo import inline, is_fullgraph, original_module, set_callback
+from tenterhook.pytorch.dynamo_tracing import (
+    OptimizedModule,
+    Unsupported,
+    compiled_versions,
+    counters,
+    current_callback,
+    forget_backend,
+    graph_break,
+    is_skipped,
+    keep_out,
+    settings_of_wrapper,
+)
+from tenterhook.pytorch.support import check, feature
+
+__all__ = ["probe_compiled"]
+
+
+class _Slot:
+    """What a graph assigns to."""
+
+    value: Tensor | None = None
+
+
+class _Probed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@feature(
+    "compiled models",
+    used_by="a session in a process that uses torch.compile",
+    still_works="sessions in a process that does not compile, and under torch.compiler.set_stance('force_eager')",
+)
+def probe_compiled() -> str | None:
+    """Check how a small module is compiled: what is inlined, left out and assigned."""
+    before = {kind: dict(counts) for kind, counts in counters.items()}
+    try:
+        _probe_inlining()
+        _probe_versions()
+        _probe_breaks()
+    finally:  # Nobody is to find our graphs among those that they count.
+        counters.clear()
+        for kind, counts in before.items():
+            counters[kind].update(counts)
+        forget_backend(_probe_backend)
+    return None
+
+
+def _compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend=_probe_backend, **options)
+
+
+def _probe_backend(graph: Any, _inputs: Any) -> Any:
+    return graph.forward
+
+
+def _probe_inlining() -> None:
+    """Check that another function is inlined, that its assignments are made, and that callbacks are seen."""
+    slot, seen, module = _Slot(), [], _Probed()
+
+    def instead(*args: Any) -> Tensor:
+        value: Tensor = (args[1] if args[0] is module else args[0]) * 3
+        slot.value = value
+        return value
+
+    def forward(_module: nn.Module, x: Tensor) -> Tensor:
+        seen.append(callable(current_callback()))
+        return x * 5
+
+    inline(forward, instead)
+    module.__dict__["forward"] = forward.__get__(module)
+    wrapper = _compiled(module, fullgraph=True)
+    x = torch.ones(2, device="cpu")
+    check(isinstance(wrapper, OptimizedModule) and original_module(wrapper) is module, "compiled modules have changed")
+    check(is_fullgraph(settings_of_wrapper(wrapper)), "the settings of a compiled module are not found")
+    outer = nn.Sequential(module)
+    out = _compiled(outer, fullgraph=True)(x)
+    check(
+        out.tolist() == [3, 3] and slot.value is not None and torch.equal(slot.value, out),
+        "Dynamo does not trace what it is given instead",
+    )
+    check(not seen, "Dynamo runs what it was told to replace")
+    check(not callable(current_callback()), "code that is not compiled seems to be")
+
+
+def _probe_versions() -> None:
+    """Check that compiled versions are counted, and that code can be kept out and run without compiling."""
+
+    def run(x: Tensor) -> Tensor:
+        return x + 1
+
+    def apart(x: Tensor) -> Tensor:
+        found.append((torch.compiler.is_compiling(), callable(current_callback())))
+        stopped = set_callback(None)
+        found.append((False, callable(current_callback())))
+        set_callback(stopped)
+        return x + 1
+
+    found: list[tuple[bool, bool]] = []
+    x = torch.ones(2, device="cpu")
+    check(compiled_versions(run.__code__) == 0, "code that was never compiled has compiled versions")
+    graphs = counters["stats"]["unique_graphs"]
+    _compiled(run)(x)
+    check(counters["stats"]["unique_graphs"] == graphs + 1, "compiled graphs are not counted")
+    check(compiled_versions(run.__code__) == 1, "compiled versions of code are not counted")
+    keep_out(apart.__code__)
+    _compiled(apart)(x)
+    check(found == [(False, True), (False, False)], "code cannot be kept from being compiled")
+    check(compiled_versions(apart.__code__) == 0, "code cannot be kept from being compiled")
+    check(not is_skipped(run), "Dynamo leaves out plain functions")
+
+
+def _probe_breaks() -> None:
+    """Check that a graph is left where it is told to be, and that this is an error where it must be whole."""
+
+    def breaks(x: Tensor) -> Tensor:
+        x = x * 2
+        graph_break(msg="tenterhook: a probe")
+        return x + 1
+
+    def must_be_whole(x: Tensor) -> Tensor:
+        graph_break(msg="tenterhook: a probe")
+        return x + 1
+
+    x = torch.ones(2, device="cpu")
+    check(_compiled(breaks)(x).tolist() == [3, 3], "a graph that is left gives a wrong result")
+    try:
+        _compiled(must_be_whole, fullgraph=True)(x)
+    except Unsupported:
+        return
+    check(holds=False, what="a graph that must be whole can be left")

@@ -1,0 +1,83 @@
+"""How a backward hook is called, what it may return, and what its errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenterhook.errors import HookError
+
+__all__ = [
+    "LATE",
+    "LEAF",
+    "NOWHERE",
+    "NO_INPUT",
+    "ORDER",
+    "OVERLAP",
+    "Gradients",
+    "Hook",
+    "as_tuple",
+    "checked",
+    "name_of",
+    "run_hook",
+]
+
+Gradients = tuple[Tensor | None, ...]
+Hook = Callable[..., Any]
+
+OVERLAP = (
+    "outputs of {module} share memory with one another and were changed in place after it returned, so that a backward "
+    "hook cannot separate their gradients. Return copies: .clone()"
+)
+LATE = (
+    "the backward hook {hook} of {module} returned another gradient, but a tensor that shares memory with an input or "
+    "output of {module} was changed in place after the call, so that the gradients were passed on before all of them "
+    "were known. Return copies from the module, .clone(), or change nothing in the hook."
+)
+NO_INPUT = (
+    "the backward hook {hook} of {module} returned a gradient, but no input of that call requires one. "
+    "Return None, or make an input require a gradient: x.requires_grad_()"
+)
+NOWHERE = (
+    "the backward hook {hook} of {module} returned a gradient at place {place} of {what}, to which no gradient flowed "
+    "in this backward pass. Return None there."
+)
+LEAF = (
+    "{module} changed an input in place that is a leaf tensor, under no_grad, so that its backward hooks cannot have "
+    "the gradient through it. Pass a copy: x.clone()"
+)
+ORDER = (
+    "a forward pre-hook of {module} was registered after its backward hook, and made new inputs beside those that it "
+    "was given, so that their gradients cannot be separated in this call. They can from the next call on; or register "
+    "it with tenterhook.hooks.register_forward_pre_hook, or before the backward hook."
+)
+
+
+def run_hook(hook: Hook, module: nn.Module, *gradients: Gradients) -> Any:
+    """Call a hook; an error in it says which hook it was, which autograd's traceback does not."""
+    try:
+        return hook(module, *gradients)
+    except Exception as error:
+        error.add_note(f"in the backward hook {name_of(hook)} of a {type(module).__name__}")
+        raise
+
+
+def as_tuple(new: Any) -> Gradients:
+    """Return what a hook returned as a tuple."""
+    return new if isinstance(new, tuple) else (new,)
+
+
+def checked(new: Any, length: int, what: str, hook: Hook) -> Gradients:
+    """Return what a hook returned as a tuple of the right length."""
+    gradients = as_tuple(new)
+    if len(gradients) != length:
+        text = f"the backward hook {name_of(hook)} returned {len(gradients)} gradients for {what}"
+        raise HookError(f"{text}, which has {length}")
+    return gradients
+
+
+def name_of(hook: Hook) -> str:
+    """Return the name of a hook for an error."""
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
