@@ -80,8 +80,8 @@ def hook_tables_of(module: nn.Module) -> tuple[Any, ...]:
 
 attribute("nn.Module", "_backward_hooks")
 attribute("nn.Module", "_backward_pre_hooks")
-OWN_CONTENT = ("_modules", "_parameters", "_buffers")
-"""The attributes of a module that hold its children, parameters and buffers."""
+OWN_CONTENT = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold its parameters, buffers and children."""
 attribute("nn.Module", "_replicate_for_data_parallel")
 _REPLICA = attribute("nn.Module", "_is_replica")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -92,8 +93,9 @@ def _resolve(path: str) -> Any:
     found: Any = importlib.import_module(first)
     walked = first
     for step in steps:
+        # A function may have the name of the module that it is defined in.
+        inner = getattr(found, step, getattr(sys.modules.get(walked), step, None))
         walked = f"{walked}.{step}"
-        inner = getattr(found, step, None)
         if inner is None:
             try:
                 inner = importlib.import_module(walked)

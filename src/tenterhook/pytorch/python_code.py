@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "EMPTY",
     "all_constants",
+    "cell_names",
     "cell_value",
     "cells_of",
     "closure_values",
@@ -100,6 +101,11 @@ def all_constants(code: CodeType) -> tuple[Any, ...]:
 def free_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of the variables that a function takes from the functions around it."""
     return code.co_freevars
+
+
+def cell_names(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the variables that a function shares with the functions inside it."""
+    return code.co_cellvars
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:

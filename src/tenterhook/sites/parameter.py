@@ -14,6 +14,7 @@ from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.derived_weights import (
     PowerIteration,
     WeightHook,
+    has_derived_weights,
     parametrization_cache,
     parametrized_weights,
     power_iterations,
@@ -91,6 +92,8 @@ class Derived:
     __slots__ = ("_attributes", "_cached", "_hooks", "_keys", "_powers", "_states")
 
     def __init__(self, modules: list[nn.Module], keepers: set[int], reaching: set[int]) -> None:
+        if any(map(has_derived_weights, modules)):
+            require("weights computed from parameters")
         own = [module for module in modules if id(module) in keepers]
         self._hooks: list[WeightHook] = [hook for module in own for hook in weight_hooks(module)]
         self._states: dict[WeightHook, Any] = {}
