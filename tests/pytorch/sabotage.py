@@ -26,8 +26,7 @@ HERE = Path(__file__).parent
 
 def run(target, *, slow, only=()):
     """Run the scenarios under one sabotage, in a process of its own: {scenario: (outcome, what was seen)}."""
-    renames = [rename._asdict() for rename in target.renames]
-    request = json.dumps({"renames": renames, "patch": target.patch, "slow": slow and target.slow, "only": only})
+    request = json.dumps({**target._asdict(), "slow": slow and target.slow, "only": only})
     path = os.pathsep.join(filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]))
     ran = subprocess.run(
         [sys.executable, HERE / "sabotage_process.py", request],

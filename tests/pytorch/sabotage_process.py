@@ -1,5 +1,6 @@
 """One sabotage in a process of its own: rename, import tenterhook, run the scenarios, and print the outcomes."""
 
+import importlib
 import json
 import sys
 import traceback
@@ -14,17 +15,29 @@ RIGHT, LOUD, WRONG = "right", "loud", "wrong"
 
 def outcomes(request):
     """Return {scenario: (outcome, what was seen)}."""
-    for each in request["renames"]:
-        sabotage_renames.apply(sabotage_renames.Rename(**{**each, "files": tuple(each["files"])}))
+    if request["rename"]:
+        sabotage_renames.apply(sabotage_renames.Rename(*request["rename"]))
     warnings.simplefilter("ignore")
     if request["patch"]:
         from sabotage_patches import PATCHES
 
         PATCHES[request["patch"]]()
+    if request["gone"] and _is_there(request["gone"]):
+        raise RuntimeError(f"{request['gone']} was not renamed")
     built = {name: _built(build) for name, build in _wanted(**request).items()}
     import tenterhook as th
 
     return {name: _outcome(th, *made) for name, made in built.items()}
+
+
+def _is_there(path):
+    parent, _, word = path.rpartition(".")
+    try:
+        owner = importlib.import_module(parent)
+    except ImportError:  # It is a class.
+        module, _, name = parent.rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
+    return hasattr(owner, word)
 
 
 def _wanted(*, slow, only, **_):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrizations
+import torch.nn.utils.prune
 import torch.utils.checkpoint
 from torch import nn
 
@@ -216,6 +218,38 @@ def edit_recurrent():
         return [edited, model(x)[0].detach()]
 
     return Scenario(truth, run, (model,))
+
+
+class Normalised(nn.Module):
+    """A layer that is pruned, and one whose weight is normalised."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.pruned, self.normal = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        nn.utils.prune.l1_unstructured(self.pruned, "weight", amount=5)
+        nn.utils.parametrizations.spectral_norm(self.normal)
+
+    def forward(self, x):
+        return self.pruned(x), self.normal(x)
+
+
+@scenario("edit parameters from which others are computed")
+def edit_normalised():
+    model, twin = Normalised(), Normalised()
+    twin(X)  # In training, each call refines the vectors of spectral normalisation.
+    vectors = [buffer for name, buffer in twin.named_buffers() if name.startswith("normal.")]
+    weight, mask = twin.pruned.weight_orig, twin.pruned.weight_mask
+    truth = [F.linear(X, weight * 2 * mask, twin.pruned.bias).detach(), *vectors]
+
+    def run(th):
+        changes = {"pruned.weight_orig": th.scale(2), "normal.parametrizations.weight.original": th.add(1.0)}
+        with th.edit(model, changes):
+            pruned, _ = model(X)
+        found = [buffer for name, buffer in model.named_buffers() if name.startswith("normal.")]
+        return [pruned.detach(), *found]
+
+    return Scenario(truth, run, ())
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
