@@ -26,7 +26,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards versions zoo clean
+.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ hazards: $(READY) ## what goes wrong with hooks, run with several tools; writes 
 versions: ## test every supported torch and Python, and write docs/versions.md; VERSIONS="2.15.0/3.13" for one
 	@$(CHROMIUM_READY)
 	@WORKERS=$(WORKERS) $(PYTHON) -m versions $(VERSIONS)
+
+sabotage: $(READY) ## rename each private name of PyTorch that is used, and see that the rest is right or loud
+	@$(BIN)/python tests/pytorch/sabotage.py --all --jobs $(WORKERS)
 
 zoo: .venv-zoo/.ready ## check every architecture that can be built, and write docs/zoo.md
 	@.venv-zoo/bin/python -m zoo $(ZOO_ARGS)

@@ -17,7 +17,8 @@ from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
 from tenterhook.pytorch.dynamo import disable, mark_as_traced, resume_compiling, stop_compiling
-from tenterhook.pytorch.module_calls import load_from_state_dict, same_state
+from tenterhook.pytorch.module_calls import load_state_as, same_state
+from tenterhook.pytorch.support import require
 from tenterhook.sites.facts import facts
 
 __all__ = ["Features", "features"]
@@ -57,6 +58,7 @@ class Features(nn.Module):
     model: nn.Module
 
     def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
+        require("module calls", "shared state")
         super().__init__()
         # The tables of the model itself: what is moved, loaded, frozen or added in one is so in the other, by its name.
         vars(self).update(same_state(model), model=model)
@@ -109,9 +111,6 @@ class Features(nn.Module):
         """The model's own."""
         return self.model.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        load_from_state_dict(self.model, *args)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_found": None, "_doors": []}  # Found again by name, in whatever the model has become.
 
@@ -121,6 +120,9 @@ class Features(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{address} -> {name}" for address, name in self.points.items())
+
+
+load_state_as(Features, lambda features: features.model)
 
 
 class _Taking(Session):

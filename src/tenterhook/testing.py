@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.pytorch.autograd import post_accumulate_hooks_of, tensor_hooks
-from tenterhook.pytorch.module_calls import buffers_of, global_state, parameters_of
+from tenterhook.pytorch.hook_tables import global_state
+from tenterhook.pytorch.module_calls import buffers_of, parameters_of
 from tenterhook.sites.module import MISSING
 
 __all__ = ["Attention", "Cell", "Mixed", "Residual", "live_tensors", "no_leak", "state_of", "untouched"]

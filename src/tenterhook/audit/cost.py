@@ -17,6 +17,7 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.address.walk import named_tensors, walk
 from tenterhook.audit.found import CALL_KINDS, Cost, Found, Kind
 from tenterhook.audit.tables import global_tables, tensor_tables
+from tenterhook.pytorch.module_calls import children_of
 
 __all__ = ["measure"]
 
@@ -63,11 +64,11 @@ class Pass(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._modules["model"] = model  # Past the hooks that are told of registrations.
+        children_of(self)["model"] = model  # Past the hooks that are told of registrations.
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
         """Run, and say whether there was a backward pass."""
-        model = self._modules["model"]
+        model = children_of(self)["model"]
         output = model(*args, **kwargs)  # type: ignore[misc]
         ends = [tensor for _, tensor in tensors(output) if tensor.requires_grad]
         given = [tensor for _, tensor in tensors((args, kwargs))]

@@ -24,6 +24,7 @@ from tenterhook.engine.session import Session
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.dynamo import is_compiled_wrapper
 from tenterhook.pytorch.modes import dispatch_modes, function_modes
+from tenterhook.pytorch.module_calls import REPLACEABLE_CALLS
 from tenterhook.sites.module import compiled_call
 
 __all__ = ["scan"]
@@ -38,7 +39,6 @@ REPARAMETRIZED = {
         "torch.nn.utils.parametrize.remove_parametrizations(module, name)",
     ),
 }
-OWN_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
 # What sessions of ours put on tensors comes from these; what users register through tenterhook.hooks does not.
 SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.sinks")
 OURS = Who("tenterhook")
@@ -147,7 +147,7 @@ def _own(place: Place, module: nn.Module) -> Iterator[Found]:
     if call is not None:
         instead = "set the module's _compiled_call_impl to None"
         yield place.row(Kind.COMPILED, call, who=Who("Module.compile"), instead=instead)
-    for name in OWN_CALLS:
+    for name in REPLACEABLE_CALLS:
         if name in state:
             instead = f"del module.__dict__[{name!r}]"
             yield place.row(Kind.OWN_CALL, state[name], key=name, note=name, instead=instead)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tenterhook.audit.found import Kind, Table
+from tenterhook.pytorch import hook_tables as names
 from tenterhook.sites.backward import KEY, BackwardHooks
 
 __all__ = ["global_tables", "is_ours", "module_tables", "tensor_tables"]
@@ -16,43 +16,43 @@ __all__ = ["global_tables", "is_ours", "module_tables", "tensor_tables"]
 Sides = dict[str, str]
 
 MODULE: tuple[tuple[Kind, str, Sides], ...] = (
-    (Kind.FORWARD_PRE, "_forward_pre_hooks", {"with_kwargs": "_forward_pre_hooks_with_kwargs"}),
+    (Kind.FORWARD_PRE, names.FORWARD_PRE, {"with_kwargs": names.FORWARD_PRE_WITH_KWARGS}),
     (
         Kind.FORWARD,
-        "_forward_hooks",
-        {"with_kwargs": "_forward_hooks_with_kwargs", "always_call": "_forward_hooks_always_called"},
+        names.FORWARD,
+        {"with_kwargs": names.FORWARD_WITH_KWARGS, "always_call": names.FORWARD_ALWAYS_CALLED},
     ),
-    (Kind.BACKWARD_PRE, "_backward_pre_hooks", {}),
-    (Kind.FULL_BACKWARD, "_backward_hooks", {}),
-    (Kind.STATE_DICT_PRE, "_state_dict_pre_hooks", {}),
-    (Kind.STATE_DICT, "_state_dict_hooks", {}),
-    (Kind.LOAD_STATE_DICT_PRE, "_load_state_dict_pre_hooks", {}),
-    (Kind.LOAD_STATE_DICT_POST, "_load_state_dict_post_hooks", {}),
+    (Kind.BACKWARD_PRE, names.BACKWARD_PRE, {}),
+    (Kind.FULL_BACKWARD, names.BACKWARD, {}),
+    (Kind.STATE_DICT_PRE, names.STATE_DICT_PRE, {}),
+    (Kind.STATE_DICT, names.STATE_DICT, {}),
+    (Kind.LOAD_STATE_DICT_PRE, names.LOAD_STATE_DICT_PRE, {}),
+    (Kind.LOAD_STATE_DICT_POST, names.LOAD_STATE_DICT_POST, {}),
 )
 GLOBAL: tuple[tuple[Kind, str, Sides], ...] = (
-    (Kind.GLOBAL_FORWARD_PRE, "_global_forward_pre_hooks", {}),
+    (Kind.GLOBAL_FORWARD_PRE, names.GLOBAL_FORWARD_PRE, {}),
     (
         Kind.GLOBAL_FORWARD,
-        "_global_forward_hooks",
-        {"with_kwargs": "_global_forward_hooks_with_kwargs", "always_call": "_global_forward_hooks_always_called"},
+        names.GLOBAL_FORWARD,
+        {"with_kwargs": names.GLOBAL_FORWARD_WITH_KWARGS, "always_call": names.GLOBAL_FORWARD_ALWAYS_CALLED},
     ),
-    (Kind.GLOBAL_BACKWARD_PRE, "_global_backward_pre_hooks", {}),
-    (Kind.GLOBAL_FULL_BACKWARD, "_global_backward_hooks", {}),
-    (Kind.GLOBAL_REGISTRATION, "_global_module_registration_hooks", {}),
-    (Kind.GLOBAL_REGISTRATION, "_global_parameter_registration_hooks", {}),
-    (Kind.GLOBAL_REGISTRATION, "_global_buffer_registration_hooks", {}),
+    (Kind.GLOBAL_BACKWARD_PRE, names.GLOBAL_BACKWARD_PRE, {}),
+    (Kind.GLOBAL_FULL_BACKWARD, names.GLOBAL_BACKWARD, {}),
+    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_MODULE_REGISTRATION, {}),
+    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_PARAMETER_REGISTRATION, {}),
+    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_BUFFER_REGISTRATION, {}),
 )
-TENSOR = ((Kind.GRADIENT, "_backward_hooks"), (Kind.POST_ACCUMULATE, "_post_accumulate_grad_hooks"))
+TENSOR = ((Kind.GRADIENT, names.TENSOR_BACKWARD), (Kind.POST_ACCUMULATE, names.TENSOR_ACCUMULATED))
 
 # A module, and the process, has backward hooks of one sort only, and a flag that says which.
 LEGACY = {Kind.FULL_BACKWARD: Kind.LEGACY_BACKWARD, Kind.GLOBAL_FULL_BACKWARD: Kind.GLOBAL_LEGACY_BACKWARD}
-SORT = {"_backward_hooks": "_is_full_backward_hook", "_global_backward_hooks": "_global_is_full_backward_hook"}
+SORT = {names.BACKWARD: names.BACKWARD_IS_FULL, names.GLOBAL_BACKWARD: names.GLOBAL_BACKWARD_IS_FULL}
 
 
 def module_tables(module: nn.Module) -> Iterator[Table]:
     """The tables of a module that hold anything, in the order in which a run comes to them."""
     yield from _tables(vars(module), MODULE)
-    way_in: Any = vars(module).get("_forward_pre_hooks", {}).get(KEY)
+    way_in: Any = vars(module).get(names.FORWARD_PRE, {}).get(KEY)
     manager = getattr(way_in, "__self__", None)
     if isinstance(manager, BackwardHooks):
         for kind, which in ((Kind.OUR_BACKWARD_PRE, "before"), (Kind.OUR_BACKWARD, "after")):
@@ -61,7 +61,7 @@ def module_tables(module: nn.Module) -> Iterator[Table]:
 
 def global_tables() -> Iterator[Table]:
     """The tables of the process."""
-    yield from _tables(vars(torch_module), GLOBAL)
+    yield from _tables(names.process_tables(), GLOBAL)
 
 
 def tensor_tables(tensor: Tensor) -> Iterator[Table]:

@@ -12,6 +12,7 @@ from tenterhook._draw import Table, as_html, as_rich, as_text
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HookError, SelectorError, SessionError
 from tenterhook.pytorch.modes import without_function_modes
+from tenterhook.pytorch.support import require
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -153,6 +154,7 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
     from tenterhook.audit.risks import with_risks
     from tenterhook.audit.scan import scan
 
+    require("listing hooks", "module calls", "modes")
     resolve(model, [])  # Says what is wrong with something that is no model.
     with without_function_modes():  # A mode that is on is to be found, not to be told of each look at a tensor.
         rows = scan(model)

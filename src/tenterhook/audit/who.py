@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tenterhook.pytorch.module_calls import unwrapped_hook
+from tenterhook.pytorch.module_calls import OWN_CONTENT, unwrapped_hook
 from tenterhook.pytorch.python_code import closure_values, free_names
 
 __all__ = ["Who", "can_be_pickled", "held", "innermost", "who"]
 
 DEEPEST = 5
 MOST = 5000  # objects that are looked at behind one hook
-LEFT_OUT = ("_modules", "_parameters", "_buffers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif not inspect.ismodule(value):
         for name, part in getattr(value, "__dict__", {}).items():
             # A module's tables of hooks lead to other hooks, and its parameters have no history.
-            if not isinstance(value, nn.Module) or (name not in LEFT_OUT and "_hooks" not in name):
+            if not isinstance(value, nn.Module) or (name not in OWN_CONTENT and "_hooks" not in name):
                 yield f".{name}", part
 
 

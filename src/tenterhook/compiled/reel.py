@@ -22,7 +22,7 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.compiled.pack import follow, route, unpacked
 from tenterhook.engine.action import Context
 from tenterhook.pytorch.dynamo import without_compiling
-from tenterhook.pytorch.dynamo_tracing import counters
+from tenterhook.pytorch.dynamo_tracing import graphs_and_breaks
 from tenterhook.pytorch.modes import copy_all
 from tenterhook.sites.module import MISSING
 from tenterhook.sites.threads import current
@@ -79,7 +79,7 @@ class Reel:
         self.parts: dict[str, Part] = {}
         self.route: tuple[Any, Any] = (None, None)
         self.swaps: dict[int, Any] = {}
-        self.since = _made()
+        self.since = graphs_and_breaks()
         self.seen = self.since[0]
         self.bell: Bell | None = Bell(self)
 
@@ -107,7 +107,7 @@ class Reel:
         if not chain:
             return
         self.calls += 1
-        made, _ = _made()
+        made, _ = graphs_and_breaks()
         if made != self.seen:
             self.seen = made
             self.recompiled += self.calls > 1
@@ -143,7 +143,7 @@ class Reel:
 
     def counted(self) -> tuple[int, int]:
         """The graphs that were made and the breaks that were met since it was opened."""
-        graphs, breaks = _made()
+        graphs, breaks = graphs_and_breaks()
         return graphs - self.since[0], breaks - self.since[1]
 
     def close(self) -> None:
@@ -160,10 +160,6 @@ def _rung(reel: Reel) -> None:
         without_compiling(reel.take)
     except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
         reel.error = reel.error or error
-
-
-def _made() -> tuple[int, int]:
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def new_token() -> Tensor:

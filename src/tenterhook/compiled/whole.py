@@ -16,7 +16,12 @@ from tenterhook.compiled.plan import FOREIGN, part_of
 from tenterhook.compiled.served import UNDECIDED
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.errors import SessionError
-from tenterhook.pytorch.dynamo import begins_outside_of, is_fullgraph, original_module, settings_of_compiled_call
+from tenterhook.pytorch.dynamo import (
+    begins_outside_of,
+    is_fullgraph,
+    original_module,
+    settings_of_compiled_call,
+)
 from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.module import compiled_call

@@ -195,10 +195,10 @@ class Tap:
             warnings.warn(SHARED.format(kind=type(self.module).__name__), TenterhookWarning, stacklevel=2)
         # Our own forward, that of a compiled entry, and dispatch, at most, stand between PyTorch's frame and this one.
         module = module_being_called(own_frame(2), within=4)
-        if module is None or module is self.module or not is_replica(module):
-            return self.original(*args, **kwargs)
         # DataParallel copies a module's __dict__, so that a replica's forward is still bound to the original.
-        return self.unbound(module, args, kwargs)
+        if module is not None and type(module) is type(self.module) and is_replica(module):
+            return self.unbound(module, args, kwargs)
+        return self.original(*args, **kwargs)
 
     def unbound(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of a copy of the module, which carries this tap because its original had it."""

@@ -28,6 +28,7 @@ from tenterhook.errors import (
     UnsupportedModel,
 )
 from tenterhook.pytorch.checkpointing import refuse_checkpoints
+from tenterhook.pytorch.distributed import require_fsdp
 from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.pytorch.support import require
@@ -178,6 +179,8 @@ class Session:
             require("hooks of other libraries")
         if any(binding.action.again for binding in self.bindings):
             refuse_checkpoints(self.model)
+        if "stopping a run" in self.needs:
+            require_fsdp(self.model)
 
     @property
     def lanes(self) -> dict[nn.Module, Lane]:

@@ -22,7 +22,7 @@ from tenterhook.engine.dispatch import OWN_FILES, dispatch, leave
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number
 from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_hooks
-from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
+from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING
 from tenterhook.sites.tensor import shows_every_change
@@ -88,7 +88,7 @@ def keeping(  # noqa: C901
                 value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
             else:
                 value = original(first)
-            if not quick and (state["_forward_hooks"] or GLOBAL_FORWARD_HOOKS):
+            if not quick and (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
                 refuse_traced(module)
                 return leave(tap, [(lane, key - lane.base)], value)
             if type(value) is Tensor:
@@ -149,7 +149,7 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
             key, since = next_key(), next_operation_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
-            if tensor is not None and tensor.requires_grad and not (state["_forward_hooks"] or GLOBAL_FORWARD_HOOKS):
+            if tensor is not None and tensor.requires_grad and not (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
                 kept = (tensor.detach(), tensor._version) if keep else None
                 own = watch(tensor, key - base, since, kept, value, args, kwargs)
                 if own is not None:

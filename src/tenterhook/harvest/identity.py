@@ -19,6 +19,8 @@ from tenterhook.errors import HarvestError
 from tenterhook.harvest import identity_code as code
 from tenterhook.harvest.identity_values import ADDRESS, SKIPPED, Describer, Tree, differences
 from tenterhook.harvest.weights import digest_of, weights_of
+from tenterhook.pytorch.hook_tables import BACKWARD, BACKWARD_PRE, FORWARD, FORWARD_PRE
+from tenterhook.pytorch.module_calls import buffers_of, non_persistent_buffers_of
 
 if TYPE_CHECKING:
     from tenterhook.harvest.job import Job
@@ -37,7 +39,7 @@ PLUMBING = {*vars(nn.Module()), "_hf_hook", "_old_forward", "_is_hf_initialized"
 """Attributes that PyTorch and accelerate keep in a module for their own use."""
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
 """Modules that run another one; what they keep is of this process, and not of the model."""
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = (FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD)
 SPREADING = ("tenterhook.", "accelerate.", "torch.distributed.")
 ROOTS = {"forward", "__call__", "__getattr__"}
 
@@ -171,8 +173,7 @@ def _said(module: nn.Module) -> str:
 
 def _buffers(module: nn.Module) -> dict[str, Tree]:
     """Describe the buffers that a state dict leaves out."""
-    names = sorted(module._non_persistent_buffers_set)  # noqa: SLF001  # there is no public list of them
-    found = {name: module._buffers.get(name) for name in names}  # noqa: SLF001
+    found = {name: buffers_of(module).get(name) for name in sorted(non_persistent_buffers_of(module))}
     return {f"buffer {name}": _tensor(each) for name, each in found.items() if each is not None}
 
 

@@ -14,7 +14,15 @@ from typing import Any
 
 import xxhash
 
-from tenterhook.pytorch.python_code import EMPTY, all_constants, cell_value, cells_of, free_names, nested_codes
+from tenterhook.pytorch.python_code import (
+    EMPTY,
+    all_constants,
+    cell_names,
+    cell_value,
+    cells_of,
+    free_names,
+    nested_codes,
+)
 
 __all__ = [
     "closure",
@@ -104,7 +112,7 @@ def _parts(code: types.CodeType) -> tuple[Any, ...]:
         constants[0] = None
     shown = [_constant(each) for each in constants]
     arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0x0C)
-    names = (code.co_names, code.co_varnames, free_names(code), code.co_cellvars)
+    names = (code.co_names, code.co_varnames, free_names(code), cell_names(code))
     return (code.co_code, shown, arguments, names, code.co_exceptiontable)
 
 

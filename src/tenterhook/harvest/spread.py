@@ -25,7 +25,7 @@ from tenterhook.harvest.meter import Harvest, Meter, shown
 from tenterhook.harvest.plan import Plan, settle
 from tenterhook.harvest.runners import Options, job_of_ranks, result, run_here
 from tenterhook.harvest.source import Source
-from tenterhook.pytorch.distributed import fsdp_meshes
+from tenterhook.pytorch.distributed import fsdp_meshes, is_fsdp
 from tenterhook.sinks.shards import committed
 from tenterhook.sinks.shards_place import Place, place_of
 from tenterhook.sinks.shards_write import Writer
@@ -79,7 +79,7 @@ class _Every:
 
 
 def _is_fsdp(model: nn.Module) -> bool:
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    return any(is_fsdp(module) for module in model.modules())
 
 
 def _part_of(job: Job, rank: tuple[int, int]) -> tuple[tuple[int, int], bool]:

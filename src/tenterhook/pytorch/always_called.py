@@ -7,9 +7,10 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from tenterhook.pytorch.distributed import end_of_fsdp_forward
-from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, call_state, forward_hooks_of
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, Calls, ProbeModule, call_state, forward_hooks_of
 from tenterhook.pytorch.names import attribute, find
 from tenterhook.pytorch.python_code import frames_from, own_frame
 from tenterhook.pytorch.support import check, feature
@@ -50,7 +51,7 @@ def _always_called(call: dict[str, Any]) -> Iterator[PendingHook]:
             yield module, hooks[key], rest
 
 
-class _Stops(nn.Module):
+class _Stops(ProbeModule):
     def forward(self, found: list[Any]) -> list[Any]:
         found.extend((hook, rest) for _, hook, rest in hooks_to_run_on_exit(own_frame(1)))
         return found
@@ -64,13 +65,19 @@ class _Stops(nn.Module):
 def probe_stop() -> str | None:
     """Check that the ``always_call`` hooks of the calls under way are found."""
     inner = _Stops()
-    module = nn.Sequential(inner)
+    module = Calls(inner)
 
     def hook(*_: Any) -> None:
         """Change nothing."""
 
     inner.register_forward_hook(hook, always_call=True)
+    inner.register_forward_hook(hook, always_call=True, with_kwargs=True)
     found: list[Any] = []
     module(found)
-    check([each[0] for each in found] == [hook], "hooks with always_call=True cannot be found during a call")
+    seen = [(each, len(rest)) for each, rest in found if each is hook]  # Users may have some for all modules.
+    check(seen == [(hook, 2), (hook, 3)], "hooks with always_call=True cannot be found during a call")
+    handle = torch_module.register_module_forward_hook(hook, always_call=True)
+    known = handle.id in _GLOBAL_ALWAYS_CALLED
+    handle.remove()
+    check(known, "hooks for all modules with always_call=True are kept elsewhere")
     return None

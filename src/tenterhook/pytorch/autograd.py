@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.pytorch.names import attribute, find, is_absent
+from tenterhook.pytorch.names import attribute, find, is_absent, member
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
@@ -21,6 +20,7 @@ __all__ = [
     "current_backward_id",
     "existed_before",
     "forget_hooks",
+    "is_numbered",
     "is_of_several_views",
     "is_older",
     "is_own_alias",
@@ -45,7 +45,8 @@ current_backward_id: Callable[[], int] = find("torch._C._current_graph_task_id")
 
 _keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
 _engine: Any = find("torch.autograd.Variable._execution_engine")
-_run_backward: Any = getattr(_engine, "run_backward", None)
+_run_backward: Any = getattr(_engine, attribute("autograd engine", "run_backward"), None)
+attribute("autograd engine", "queue_callback")
 
 # Public from 2.15 on.
 call_after_backward: Callable[[Callable[[], None]], None] = getattr(
@@ -87,6 +88,7 @@ def new_backward_id() -> int:
     return _counting.numbers.pop()
 
 
+find("torch.autograd.graph._engine_run_backward")
 BACKWARD_FUNCTION = "_engine_run_backward"
 """The function of PyTorch that runs a backward pass, as tracebacks name it."""
 
@@ -108,6 +110,11 @@ def operation_number(node: Any) -> int:
     """Return when an operation was recorded, as a number that grows."""
     number: int = node._sequence_nr()
     return number if number < _RUNS_FIRST else number - _RUNS_FIRST
+
+
+def is_numbered(node: Any) -> bool:
+    """Return whether something is an operation that autograd has recorded."""
+    return hasattr(node, "_sequence_nr")
 
 
 def existed_before(node: Any, since: int) -> bool:
@@ -185,16 +192,18 @@ def size_and_stride(node: Any) -> tuple[Any, Any]:
     return node._saved_size, node._saved_stride
 
 
+attribute("Tensor", "_version")  # Read everywhere.
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter(attribute("Tensor", "_base"))
+view_base: Callable[[Tensor], Tensor | None] = member("Tensor", "_base", Tensor)
 """Return the tensor that this one is a view of, or None."""
 
-tensor_hooks: Callable[[Tensor], dict[Any, Any] | None] = operator.attrgetter(attribute("Tensor", "_backward_hooks"))
+tensor_hooks: Callable[[Tensor], dict[Any, Any] | None] = member("Tensor", "_backward_hooks", Tensor)
 """Return the table of a tensor's gradient hooks, or None where it never had one."""
 
-post_accumulate_hooks_of: Callable[[Tensor], dict[Any, Any] | None] = operator.attrgetter(
-    attribute("Tensor", "_post_accumulate_grad_hooks")
+post_accumulate_hooks_of: Callable[[Tensor], dict[Any, Any] | None] = member(
+    "Tensor", "_post_accumulate_grad_hooks", Tensor
 )
 attribute("autograd.Node", "_register_hook_dict")
 
@@ -227,8 +236,10 @@ def _no_change(gradient: Any) -> None:
     """Do nothing; a tensor hook of this function changes no gradient."""
 
 
+# Registering the table of a tensor that has none ends the process.
+_can_set_directly = hasattr(torch.autograd.graph.Node, "_register_hook_dict") and not is_absent(tensor_hooks)
 set_hooks: Callable[[Tensor, Any, dict[Any, Any]], dict[Any, Any]] = (
-    _set_hooks_directly if hasattr(torch.autograd.graph.Node, "_register_hook_dict") else _set_hooks_publicly
+    _set_hooks_directly if _can_set_directly else _set_hooks_publicly
 )
 
 

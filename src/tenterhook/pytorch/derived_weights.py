@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from tenterhook.pytorch.module_calls import buffers_of, children_of, forward_pre_hooks_of, parameters_of
 from tenterhook.pytorch.names import attribute, find
+from tenterhook.pytorch.support import check, feature
 
 __all__ = [
     "PowerIteration",
     "WeightHook",
+    "has_derived_weights",
     "parametrization_cache",
     "parametrized_weights",
     "power_iterations",
@@ -28,7 +28,11 @@ attribute("BasePruningMethod", "_tensor_name")
 attribute("torch.nn.utils.parametrize", "_cache")
 attribute("parametrizations.spectral_norm", "_u")
 attribute("parametrizations.spectral_norm", "_v")
-_SPECTRAL_NORM: Any = find("torch.nn.utils.parametrizations._SpectralNorm", parametrizations.spectral_norm)
+attribute("WeightNorm", "compute_weight")
+WeightNorm: Any = find("torch.nn.utils.weight_norm.WeightNorm", ())
+SpectralNorm: Any = find("torch.nn.utils.spectral_norm.SpectralNorm", ())
+_UTILITIES = "torch.nn.utils."
+_SPECTRAL_NORM: Any = find("torch.nn.utils.parametrizations._SpectralNorm")
 
 
 class WeightHook:
@@ -44,7 +48,7 @@ class WeightHook:
         if isinstance(self.hook, BasePruningMethod):
             return self.hook.apply_mask(self.module)  # type: ignore[no-any-return]
         if isinstance(self.hook, SpectralNorm):
-            return self.hook.compute_weight(self.module, do_power_iteration=False)
+            return self.hook.compute_weight(self.module, do_power_iteration=False)  # type: ignore[no-any-return]
         return self.hook.compute_weight(self.module)  # type: ignore[no-any-return]
 
     def state(self) -> tuple[tuple[int, int], ...]:
@@ -53,11 +57,17 @@ class WeightHook:
         return tuple((id(each), _version(each)) for each in tensors if each is not None)
 
 
+def has_derived_weights(module: nn.Module) -> bool:
+    """Return whether PyTorch computes weights of a module from other parameters."""
+    hooks = forward_pre_hooks_of(module).values()
+    return parametrize.is_parametrized(module) or any(type(hook).__module__.startswith(_UTILITIES) for hook in hooks)
+
+
 def weight_hooks(module: nn.Module) -> list[WeightHook]:
     """Return the pre-hooks of pruning, ``weight_norm`` and ``spectral_norm`` on a module."""
     found = []
     for hook in forward_pre_hooks_of(module).values():
-        if isinstance(hook, WeightNorm | SpectralNorm):
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
             found.append(WeightHook(module, hook, hook.name))
         elif isinstance(hook, BasePruningMethod):
             found.append(WeightHook(module, hook, hook._tensor_name))
@@ -123,12 +133,35 @@ def _is_spectral_norm(part: nn.Module) -> bool:
     return isinstance(_SPECTRAL_NORM, type) and isinstance(part, _SPECTRAL_NORM) and "_u" in buffers_of(part)
 
 
-def _refine_old(hook: SpectralNorm, module: nn.Module) -> Any:
+def _refine_old(hook: Any, module: nn.Module) -> Any:
     return lambda: hook.compute_weight(module, do_power_iteration=True)
+
+
+attribute("ParametrizationList", "original")
 
 
 def _refine_new(part: Any, weights: Any) -> Any:
     return lambda: type(part).forward(part, weights.original)
+
+
+@feature(
+    "weights computed from parameters",
+    used_by="an edit of a parameter in a model with pruning, weight or spectral normalisation, or parametrizations",
+    still_works="edits of what modules are given and return",
+)
+def probe_derived_weights() -> str | None:
+    """Check that what computes weights is recognised, and has what is needed. No random numbers are drawn on meta."""
+    pruned = nn.Linear(2, 2, device="meta")
+    prune.identity(pruned, "weight")
+    check(has_derived_weights(pruned), "pruning is not recognised")
+    check([each.name for each in weight_hooks(pruned)] == ["weight"], "the name of a pruned weight is not known")
+    normalised: Any = _SPECTRAL_NORM(torch.empty(2, 2, device="meta"))
+    check(_is_spectral_norm(normalised), "spectral normalisation is not recognised")
+    check(normalised._u.shape == normalised._v.shape == (2,), "the vectors of spectral normalisation are not found")
+    old = [getattr(kind, "compute_weight", None) for kind in (WeightNorm, SpectralNorm)]
+    check(all(map(callable, old)), "weight or spectral normalisation by hooks is not recognised")
+    check(isinstance(parametrization_cache(), dict), "the cache of parametrized weights has moved")
+    return None
 
 
 def _nothing() -> None:

@@ -9,28 +9,47 @@ from typing import Any
 
 from torch import nn
 
-from tenterhook.pytorch.names import attribute
+from tenterhook.pytorch.names import Absent, attribute
 from tenterhook.pytorch.python_code import frames_from
 
-__all__ = ["end_of_fsdp_forward", "fsdp_meshes", "in_pipeline"]
+__all__ = ["end_of_fsdp_forward", "fsdp_meshes", "in_pipeline", "is_fsdp", "require_fsdp"]
 
 _STATE = attribute("FSDPModule", "_get_fsdp_state")
 _GROUPS = attribute("FSDPState", "_fsdp_param_groups")  # In later releases, several groups for a module.
 _GROUP = attribute("FSDPState", "_fsdp_param_group")
-attribute("FSDPState", "_training_state")
-attribute("FSDPState", "_post_forward")
+_MESH_INFO = attribute("FSDPParamGroup", "mesh_info")
+_MESH = attribute("FSDPParamGroup", "mesh")
+_TRAINING_STATE = attribute("FSDPState", "_training_state")
+_POST_FORWARD = attribute("FSDPState", "_post_forward")
+_IN_FORWARD = "FORWARD"
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Return whether FSDP2 spreads the parameters of a module."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def _fsdp_state(module: nn.Module) -> Any:
-    return getattr(module, _STATE)() if hasattr(module, _STATE) else None
+    """Return what FSDP2 keeps for a module, or None."""
+    return _part(module, _STATE)() if is_fsdp(module) else None
+
+
+def _part(owner: Any, *names: str) -> Any:
+    """Return an attribute of FSDP2's under the first of these names that it has; raise if it has none."""
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    return Absent(f"{type(owner).__name__}.{names[-1]}")()
 
 
 def fsdp_meshes(module: nn.Module) -> Iterator[Any]:
     """Yield the device meshes over which FSDP2 spreads the parameters of a module."""
     state = _fsdp_state(module)
     if state is not None:
-        groups = getattr(state, _GROUPS, None) or [getattr(state, _GROUP)]
-        yield from (group.mesh_info.mesh for group in groups if group is not None)
+        found = _part(state, _GROUPS, _GROUP)
+        groups = found if isinstance(found, list) else [found]
+        yield from (_part(_part(group, _MESH_INFO), _MESH) for group in groups if group is not None)
 
 
 def end_of_fsdp_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -39,10 +58,23 @@ def end_of_fsdp_forward(module: nn.Module) -> Callable[..., Any] | None:
     PyTorch runs it for no exception at all.
     """
     state = _fsdp_state(module)
-    return state._post_forward if state is not None and state._training_state.name == "FORWARD" else None
+    return (
+        _part(state, _POST_FORWARD) if state is not None and _part(state, _TRAINING_STATE).name == _IN_FORWARD else None
+    )
+
+
+def require_fsdp(model: nn.Module) -> None:
+    """Raise ``UnsupportedTorch`` if FSDP2 has parameters of a model and its calls could not be ended."""
+    modules = model.modules() if "torch.distributed.fsdp" in sys.modules else ()
+    for module in modules:
+        state = _fsdp_state(module)
+        if state is not None:
+            _part(state, _POST_FORWARD)
+            _part(type(_part(state, _TRAINING_STATE)), _IN_FORWARD)
 
 
 def in_pipeline(frame: FrameType | None) -> bool:
     """Return whether a frame was called by a stage of a pipeline, whose neighbours wait for what it sends."""
-    stage = sys.modules.get("torch.distributed.pipelining.stage")
-    return stage is not None and any(each.f_globals is vars(stage) for each in frames_from(frame))
+    package = "torch.distributed.pipelining"
+    names = (each.f_globals.get("__name__", "") for each in frames_from(frame)) if package in sys.modules else ()
+    return any(str(name).startswith(package) for name in names)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from tenterhook.pytorch.names import attribute, find
 from tenterhook.pytorch.python_code import closure_values
@@ -13,6 +16,7 @@ __all__ = [
     "DISABLED",
     "DISABLED_REASON",
     "INLINED",
+    "ORIGINAL_MODULE",
     "disable",
     "has_compiled_anything",
     "inline",
@@ -35,6 +39,11 @@ set_callback: Callable[[Any], Any] = find("torch._C._dynamo.eval_frame.set_eval_
 _set_strategy = find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = find("torch._C._dynamo.eval_frame._FrameExecStrategy")
 _Action: Any = find("torch._C._dynamo.eval_frame._FrameAction")
+_SKIP: Any = getattr(_Action, attribute("_FrameAction", "SKIP"), None)
+_DEFAULT: Any = getattr(_Action, attribute("_FrameAction", "DEFAULT"), None)
+_COMPILER = "torch._dynamo.eval_frame"
+_is_where_expected = Path(torch.__file__).parents[1].joinpath(*_COMPILER.split(".")).with_suffix(".py").exists()
+attribute("compilation settings", "fullgraph")
 _used = False
 
 
@@ -42,9 +51,9 @@ def has_compiled_anything() -> bool:
     """Return whether ``torch.compile`` was ever used in this process; where it was not, sessions pay nothing for it."""
     global _used  # noqa: PLW0603 - asked at each session's start, and never false again
     if not _used:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        dynamo: Any = sys.modules.get(_COMPILER)
         # Other libraries load it and use none of it: functions that they keep out of graphs have None for a backend.
-        _used = dynamo is not None and _has_backend(dynamo)
+        _used = _has_backend(dynamo) if dynamo is not None else not _is_where_expected and _is_loaded_elsewhere()
     return _used
 
 
@@ -53,6 +62,11 @@ def _has_backend(dynamo: Any) -> bool:
     if backends is None:  # It is not known what was compiled, so anything may have been.
         return True
     return any(backend is not None for backend in list(backends.values()))
+
+
+def _is_loaded_elsewhere() -> bool:
+    """Return whether a compiler seems to be loaded in a release that keeps it in another place."""
+    return any("dynamo" in name for name in list(sys.modules) if name.startswith("torch.") and "._C" not in name)
 
 
 def stop_compiling() -> Any:
@@ -100,8 +114,8 @@ def is_marked_as_traced(function: Any) -> bool:
 
 def inline_only(function: Any) -> None:
     """Have Dynamo inline a function, and never begin a graph at it; where that is not possible, it may."""
-    if _set_strategy and _Strategy and _Action:
-        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.DEFAULT))
+    if _set_strategy and _Strategy and None not in (_SKIP, _DEFAULT):
+        _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT))
 
 
 def is_compiled_wrapper(module: Any) -> bool:

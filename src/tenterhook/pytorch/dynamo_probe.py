@@ -19,6 +19,7 @@ from tenterhook.pytorch.dynamo_tracing import (
     current_callback,
     forget_backend,
     graph_break,
+    graphs_and_breaks,
     is_skipped,
     keep_out,
     settings_of_wrapper,
@@ -112,7 +113,9 @@ def _probe_versions() -> None:
     found: list[tuple[bool, bool]] = []
     x = torch.ones(2, device="cpu")
     check(compiled_versions(run.__code__) == 0, "code that was never compiled has compiled versions")
+    graphs, _ = graphs_and_breaks()
     _compiled(run)(x)
+    check(graphs_and_breaks()[0] == graphs + 1, "compiled graphs are not counted")
     check(compiled_versions(run.__code__) == 1, "compiled versions of code are not counted")
     keep_out(apart.__code__)
     _compiled(apart)(x)
@@ -134,7 +137,9 @@ def _probe_breaks() -> None:
         return x + 1
 
     x = torch.ones(2, device="cpu")
+    _, before = graphs_and_breaks()
     check(_compiled(breaks)(x).tolist() == [3, 3], "a graph that is left gives a wrong result")
+    check(graphs_and_breaks()[1] == before + 1, "graphs that are left are not counted")
     try:
         _compiled(must_be_whole, fullgraph=True)(x)
     except Unsupported:

@@ -20,6 +20,7 @@ __all__ = [
     "disabled",
     "forget_backend",
     "graph_break",
+    "graphs_and_breaks",
     "is_forced_eager",
     "is_skipped",
     "keep_out",
@@ -33,6 +34,9 @@ OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule", ())
 Unsupported: Any = find("torch._dynamo.exc.Unsupported", ())
 """The error for code that cannot be traced."""
 counters: dict[str, Any] = find("torch._dynamo.utils.counters", {})
+_STATISTICS = attribute("Dynamo counters", "stats")
+_GRAPHS = attribute("Dynamo counters", "unique_graphs")
+_BREAKS = attribute("Dynamo counters", "graph_break")
 disabled: Any = find("torch._dynamo.disable")
 """The decorator of functions that run outside of graphs."""
 graph_break: Any = find("torch._dynamo.graph_break")
@@ -45,6 +49,9 @@ _skip_code = find("torch._dynamo.eval_frame.skip_code")
 _rules: Any = find("torch._dynamo.trace_rules")
 _eval_frame: Any = find("torch._dynamo.eval_frame")
 find("torch._dynamo.eval_frame._stance")  # Replaced each time it is set, so it is read each time.
+attribute("trace_rules", "check")
+attribute("stance", "stance")
+attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
     attribute("Dynamo backend", "_torchdynamo_orig_callable"),
@@ -56,6 +63,11 @@ _WRAPPERS = 6  # At most so many of Dynamo's own stand around a backend.
 def compiled_versions(code: CodeType) -> int:
     """Return how many compiled versions of a function's code there are."""
     return len(_cache_entries(code))
+
+
+def graphs_and_breaks() -> tuple[int, int]:
+    """Return how many graphs were compiled in this process, and how often one was left."""
+    return counters[_STATISTICS][_GRAPHS], sum(counters[_BREAKS].values())
 
 
 def keep_out(code: CodeType) -> None:

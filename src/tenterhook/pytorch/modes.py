@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tenterhook.pytorch.names import find, is_absent
+from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
@@ -38,6 +38,7 @@ _copy_all = find("torch._foreach_copy_")
 _norms = find("torch._foreach_norm")
 _is_fake = find("torch._subclasses.fake_tensor.is_fake")
 _tensor_guards = find("torch._C._dynamo.guards.TensorGuards")
+attribute("TensorGuards", "check")
 
 
 def any_mode() -> bool:
@@ -115,7 +116,10 @@ def probe_many() -> str | None:
     one, other = torch.ones(2, device="cpu"), torch.zeros(2, device="cpu")
     copy_all([other], [one])
     check(torch.equal(one, other), "tensors are not copied")
-    check(float(all_norms([torch.full((4,), 2.0, device="cpu")], torch.float32)[0]) == 4, "norms are wrong")
+    check(
+        float(all_norms([torch.full((4,), 2.0, dtype=torch.float32, device="cpu")], torch.float32)[0]) == 4,
+        "norms are wrong",
+    )
     check(not is_fake(one), "a plain tensor looks fake")
     same = tensor_guard([one])
     if same is not None:

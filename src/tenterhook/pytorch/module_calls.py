@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable
-from types import CodeType, FrameType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from tenterhook.pytorch.names import NAMES, attribute, find
-from tenterhook.pytorch.python_code import frames_from, nested_codes, own_frame
+from tenterhook.pytorch.names import NAMES, attribute, find, member
+from tenterhook.pytorch.python_code import first_argument, frames_from, nested_codes, own_frame
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
     "CALL_FUNCTIONS",
     "CALL_OVERRIDE",
+    "FORWARD_HOOKS",
     "GLOBAL_BACKWARD_HOOKS",
     "GLOBAL_BACKWARD_PRE_HOOKS",
     "GLOBAL_FORWARD_HOOKS",
     "GLOBAL_FORWARD_PRE_HOOKS",
+    "OWN_CONTENT",
+    "REPLACEABLE_CALLS",
     "USUAL_CALL",
+    "Calls",
+    "ProbeModule",
     "add_forward_hook_for_this_call",
     "buffers_of",
     "call_override",
@@ -34,11 +38,11 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "frame_that_runs_hooks",
-    "global_state",
     "has_hooks",
     "hook_tables_of",
     "is_replica",
     "is_usual_call",
+    "load_state_as",
     "module_being_called",
     "non_persistent_buffers_of",
     "parameters_of",
@@ -50,18 +54,16 @@ __all__ = [
 
 # -- what a module holds -----------------------------------------------------------------------------------------------
 
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter(
-    attribute("nn.Module", "_modules")
-)
-parameters_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter(attribute("nn.Module", "_parameters"))
-buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter(attribute("nn.Module", "_buffers"))
-forward_hooks_of: Callable[[nn.Module], dict[Any, Any]] = operator.attrgetter(attribute("nn.Module", "_forward_hooks"))
-forward_pre_hooks_of: Callable[[nn.Module], dict[Any, Any]] = operator.attrgetter(
-    attribute("nn.Module", "_forward_pre_hooks")
-)
-non_persistent_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
-    attribute("nn.Module", "_non_persistent_buffers_set")
-)
+FORWARD_HOOKS = attribute("nn.Module", "_forward_hooks")
+"""The key of a module's forward hooks in its ``__dict__``."""
+
+_sample = nn.Module()
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = member("nn.Module", "_modules", _sample)
+parameters_of: Callable[[nn.Module], dict[str, Any]] = member("nn.Module", "_parameters", _sample)
+buffers_of: Callable[[nn.Module], dict[str, Any]] = member("nn.Module", "_buffers", _sample)
+forward_hooks_of: Callable[[nn.Module], dict[Any, Any]] = member("nn.Module", FORWARD_HOOKS, _sample)
+forward_pre_hooks_of: Callable[[nn.Module], dict[Any, Any]] = member("nn.Module", "_forward_pre_hooks", _sample)
+non_persistent_buffers_of: Callable[[nn.Module], set[str]] = member("nn.Module", "_non_persistent_buffers_set", _sample)
 _CALL_TABLES = tuple(
     attribute("nn.Module", name)
     for name in (
@@ -78,6 +80,10 @@ def hook_tables_of(module: nn.Module) -> tuple[Any, ...]:
 
 attribute("nn.Module", "_backward_hooks")
 attribute("nn.Module", "_backward_pre_hooks")
+OWN_CONTENT = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold its parameters, buffers and children."""
+attribute("nn.Module", "_replicate_for_data_parallel")
+_REPLICA = attribute("nn.Module", "_is_replica")
 
 GLOBAL_FORWARD_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_forward_hooks", {})
 GLOBAL_FORWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_forward_pre_hooks", {})
@@ -114,9 +120,12 @@ def unwrapped_hook(hook: Any) -> Any:
     return None if wrapped is None else wrapped.hook
 
 
+attribute("_WrappedHook", "hook")
+
+
 def is_replica(module: nn.Module) -> bool:
     """Return whether a module is a copy that ``nn.DataParallel`` made for one device."""
-    return attribute("nn.Module", "_is_replica") in module.__dict__
+    return _REPLICA in module.__dict__
 
 
 def same_state(module: nn.Module) -> dict[str, Any]:
@@ -127,19 +136,16 @@ def same_state(module: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def load_from_state_dict(module: nn.Module, *args: Any) -> None:
-    """Have a module load its own part of a state dict."""
-    module._load_from_state_dict(*args)
+def load_state_as(kind: type[nn.Module], inner: Callable[[Any], nn.Module]) -> None:
+    """Have the instances of a class load their own part of a state dict as the module does that ``inner`` gives."""
+
+    def load(self: nn.Module, *args: Any) -> None:
+        inner(self)._load_from_state_dict(*args)
+
+    kind._load_from_state_dict = load  # type: ignore[assignment, method-assign]
 
 
 attribute("nn.Module", "_load_from_state_dict")
-
-
-def global_state() -> dict[str, Any]:
-    """Return PyTorch's process-wide tables of module hooks that are not empty, and the methods that make a call."""
-    named = [(name, value) for name, value in vars(torch_module).items() if name.startswith("_global_") and value]
-    tables = {f"global: {name}": dict(value) if isinstance(value, dict) else value for name, value in named}
-    return {**tables, "class: Module.__call__": nn.Module.__call__, "class: Module._call_impl": USUAL_CALL}
 
 
 # -- the call itself ---------------------------------------------------------------------------------------------------
@@ -147,15 +153,20 @@ def global_state() -> dict[str, Any]:
 CALL_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 """The functions of PyTorch around a forward, as tracebacks name them."""
 
+REPLACEABLE_CALLS = ("__call__", *CALL_FUNCTIONS, "_slow_forward")
+"""The methods that make a call, which an instance may have others of."""
+
+find("torch.nn.Module._wrapped_call_impl")
+
 CALL_OVERRIDE = attribute("nn.Module", "_compiled_call_impl")
 """The instance attribute that PyTorch calls instead of a module's usual call; ``Module.compile()`` sets it."""
 
 USUAL_CALL: Any = find("torch.nn.Module._call_impl")
-_WRAPPED_CALL: Any = nn.Module.__call__
+_CALL: CodeType | None = getattr(nn.Module.__call__, "__code__", None)
+_PYTORCHS_FRAMES = 3  # Between a module's forward and nn.Module.__call__.
 _SLOW_FORWARD: Any = find("torch.nn.Module._slow_forward")
 _INNER_CALLS: frozenset[CodeType] = frozenset(nested_codes(USUAL_CALL.__code__) if USUAL_CALL else ())
 """The code that calls a forward and then the forward hooks. A call that finds no hook at its start does without."""
-_CALLS: frozenset[CodeType] = _INNER_CALLS | ({USUAL_CALL.__code__} if USUAL_CALL else set())
 _BETWEEN: frozenset[CodeType] = frozenset({_SLOW_FORWARD.__code__} if _SLOW_FORWARD else ())
 # Another library may have put its own function in the place of PyTorch's.
 _IS_PYTORCHS_OWN = bool(USUAL_CALL) and USUAL_CALL.__code__.co_filename == torch_module.__file__
@@ -179,16 +190,16 @@ def is_usual_call(module: nn.Module) -> bool:
 
 def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
     """Call a module as PyTorch does, hooks included; ``caller`` is the frame that called what stood in its place."""
-    if caller.f_code is _WRAPPED_CALL.__code__:
-        module = caller.f_locals["self"]  # A replica of nn.DataParallel carries a method bound to the original.
+    if caller.f_code is _CALL:
+        module = first_argument(caller)  # A replica of nn.DataParallel carries a method bound to the original.
     return module._call_impl(*args, **kwargs)
 
 
 def module_being_called(frame: FrameType | None, *, within: int) -> nn.Module | None:
-    """Return the module that PyTorch is calling, seen from at most ``within`` frames below that call."""
-    for each in itertools.islice(frames_from(frame), within):
-        if each.f_code in _CALLS:
-            return each.f_locals["self"]  # type: ignore[no-any-return]
+    """Return the module that PyTorch is calling, seen from at most ``within`` frames below its forward."""
+    for each in itertools.islice(frames_from(frame), within + _PYTORCHS_FRAMES):
+        if each.f_code is _CALL:
+            return first_argument(each)  # type: ignore[no-any-return]
     return None
 
 
@@ -217,11 +228,38 @@ def call_state(frame: FrameType) -> dict[str, Any] | None:
 # -- probes ------------------------------------------------------------------------------------------------------------
 
 
-class _Doubles(nn.Module):
-    """The module that probes call."""
+def _without_global_hooks(call: Any) -> Any:
+    """Return PyTorch's own code for a call, which finds the tables of hooks for all modules empty."""
+    tables = (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS)
+    empty: dict[str, Any] = {
+        name: {} for name, value in call.__globals__.items() if any(value is table for table in tables)
+    }
+    return FunctionType(
+        call.__code__, {**call.__globals__, **empty}, call.__name__, call.__defaults__, call.__closure__
+    )
 
+
+class ProbeModule(nn.Module):
+    """A module for probes. Users' hooks for all modules are not called for it, as they would not expect it."""
+
+    if _IS_PYTORCHS_OWN:
+        _call_impl = _without_global_hooks(USUAL_CALL)
+
+
+class _Doubles(ProbeModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
+
+
+class Calls(ProbeModule):
+    """A module that calls another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        children_of(self)["inner"] = inner  # Hooks for modules that are registered are not called either.
+
+    def forward(self, x: Any) -> Any:
+        return children_of(self)["inner"](x)  # type: ignore[misc]
 
 
 def _probe_input() -> torch.Tensor:
@@ -235,21 +273,27 @@ def _probe_input() -> torch.Tensor:
 )
 def probe_module_calls() -> str | None:
     """Check that an instance's forward is called once, that hook tables tell, and that children can be listed."""
-    outer, inner = nn.Sequential(_Doubles()), None
-    inner = outer[0]
-    check(children_of(outer) == {"0": inner}, "a module's table of children does not list its children")
-    outer.register_buffer("known", torch.zeros(1, device="cpu"), persistent=False)
-    check("known" in buffers_of(outer) and not parameters_of(outer), "a module's table of buffers has moved")
-    check(non_persistent_buffers_of(outer) == {"known"}, "a module's set of buffers that are not saved has moved")
+    inner = _Doubles()
+    outer = Calls(inner)
+    check(list(outer.named_children()) == [("inner", inner)], "a module's table of children has moved")
+    parameters_of(outer)["weight"] = nn.Parameter(torch.zeros(1, device="cpu"))
+    buffers_of(outer).update(kept=torch.zeros(1, device="cpu"), left_out=torch.zeros(1, device="cpu"))
+    non_persistent_buffers_of(outer).add("left_out")
+    check([name for name, _ in outer.named_parameters()] == ["weight"], "a module's table of parameters has moved")
+    check([name for name, _ in outer.named_buffers()] == ["kept", "left_out"], "a module's table of buffers has moved")
+    check(list(outer.state_dict()) == ["weight", "kept"], "a module's set of buffers that are not saved has moved")
     calls: list[Any] = []
 
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        calls.append(self)
+        calls.extend((self, module_being_called(own_frame(1), within=1)))
         return x * 3
 
     inner.__dict__["forward"] = MethodType(forward, inner)
     out = outer(_probe_input())
-    check(calls == [inner] and out.tolist() == [3, 3], "a forward that an instance carries is not what is called")
+    check(calls[:1] == [inner] and out.tolist() == [3, 3], "a forward that an instance carries is not what is called")
+    check(calls == [inner, inner], "the module that is being called is not found")
+    replica: Any = inner
+    check(is_replica(replica._replicate_for_data_parallel()), "a copy that nn.DataParallel makes is not recognised")
     del inner.__dict__["forward"]
     check(outer(_probe_input()).tolist() == [2, 2], "a module whose own forward was removed does not use its class's")
     _probe_tables(inner)
@@ -305,6 +349,30 @@ def _probe_override(module: nn.Module) -> str | None:
     finally:
         del module.__dict__[CALL_OVERRIDE]
     return None if replaced else "a module's call cannot be replaced as a whole; its forward is replaced instead"
+
+
+@feature("shared state", used_by="th.features", still_works="recording the same points")
+def probe_shared_state() -> str | None:
+    """Check that a module can share the state of another one, and load a state dict as that one does."""
+    loads: list[Any] = []
+
+    class Loads(nn.Module):
+        def _load_from_state_dict(self, *_: Any) -> None:
+            loads.append(self)
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self).update(inner=inner, **same_state(inner))
+
+    load_state_as(Shares, lambda shares: shares.inner)
+    inner = Loads()
+    parameters_of(inner)["weight"] = nn.Parameter(torch.zeros(1, device="cpu"))
+    shares = Shares()
+    check([name for name, _ in shares.named_parameters()] == ["weight"], "modules cannot share their parameters")
+    shares.load_state_dict(inner.state_dict())
+    check(loads == [inner], "a module cannot load a state dict as another one does")
+    return None
 
 
 @feature(

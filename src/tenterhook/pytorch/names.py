@@ -6,8 +6,14 @@ feature that needs the name is reported as unavailable by :mod:`tenterhook.pytor
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+import torch
 
 from tenterhook.errors import UnsupportedTorch
 
@@ -18,13 +24,15 @@ __all__ = [
     "attribute",
     "find",
     "is_absent",
+    "later",
+    "member",
 ]
 
 NAMES: dict[str, bool] = {}
 """The dotted private names that were looked up, and whether this release has them."""
 
-ATTRIBUTES: dict[str, str] = {}
-"""The private attributes that are read from modules, tensors, graph nodes and so on, with their owner."""
+ATTRIBUTES: set[tuple[str, str]] = set()
+"""The private attributes that are read from modules, tensors, graph nodes and so on: their owner, and their name."""
 
 
 class Absent:
@@ -36,7 +44,10 @@ class Absent:
         self.path = path
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedTorch(f"this release of PyTorch has no {self.path}, which tenterhook needs here")
+        raise UnsupportedTorch(
+            f"torch {torch.__version__} has no {self.path}, which tenterhook needs here.\n"
+            "`tenterhook doctor` lists what works with this release. Please report this with its output."
+        )
 
     def __bool__(self) -> bool:
         return False
@@ -54,10 +65,22 @@ def find(path: str, instead: Any = None) -> Any:
     return Absent(path) if instead is None else instead
 
 
+def later(path: str) -> Callable[[], Any]:
+    """Return a function that looks a name up when it is called, because doing so loads a slow part of PyTorch."""
+    NAMES.setdefault(path, True)
+    return functools.partial(find, path)
+
+
 def attribute(owner: str, name: str) -> str:
     """Declare a private attribute that is read from instances of ``owner``; return its name."""
-    ATTRIBUTES[name] = owner
+    ATTRIBUTES.add((owner, name))
     return name
+
+
+def member(owner: str, name: str, sample: Any) -> Callable[[Any], Any]:
+    """Return a function that reads a private attribute; an :class:`Absent` if ``sample`` has no such attribute."""
+    attribute(owner, name)
+    return operator.attrgetter(name) if hasattr(sample, name) else Absent(f"{owner}.{name}")
 
 
 def is_absent(found: Any) -> bool:
@@ -70,8 +93,9 @@ def _resolve(path: str) -> Any:
     found: Any = importlib.import_module(first)
     walked = first
     for step in steps:
+        # A function may have the name of the module that it is defined in.
+        inner = getattr(found, step, getattr(sys.modules.get(walked), step, None))
         walked = f"{walked}.{step}"
-        inner = getattr(found, step, None)
         if inner is None:
             try:
                 inner = importlib.import_module(walked)

@@ -7,6 +7,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Iterator
+from inspect import CO_VARARGS
 from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 __all__ = [
     "EMPTY",
     "all_constants",
+    "cell_names",
     "cell_value",
     "cells_of",
     "closure_values",
     "code_of",
     "constants_of",
+    "first_argument",
     "frame_above",
     "frames_from",
     "free_names",
@@ -64,6 +67,15 @@ def variable_in(frame: FrameType, name: str) -> Any:
     return frame.f_locals.get(name)
 
 
+def first_argument(frame: FrameType) -> Any:
+    """Return the first argument by place of the function that a frame runs, whatever its name, or None."""
+    code = frame.f_code
+    if code.co_argcount:
+        return frame.f_locals.get(code.co_varnames[0])
+    rest = frame.f_locals.get(code.co_varnames[code.co_kwonlyargcount]) if code.co_flags & CO_VARARGS else ()
+    return rest[0] if rest else None
+
+
 def is_running(frame: FrameType | None, caller: FrameType | None) -> bool:
     """Return whether a frame is ``caller`` or one of those above it."""
     while caller is not None and caller is not frame:
@@ -89,6 +101,11 @@ def all_constants(code: CodeType) -> tuple[Any, ...]:
 def free_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of the variables that a function takes from the functions around it."""
     return code.co_freevars
+
+
+def cell_names(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the variables that a function shares with the functions inside it."""
+    return code.co_cellvars
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:

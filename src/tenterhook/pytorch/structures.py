@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenterhook.pytorch.names import find
+from tenterhook.pytorch.names import attribute, find
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
 ]
 
 _REGISTERED: Any = find("torch.utils._pytree.SUPPORTED_NODES", {})
+attribute("pytree node", "flatten_fn")
+attribute("pytree node", "unflatten_fn")
 
 
 def registered(kind: type) -> Any:

@@ -10,8 +10,9 @@ import torch
 import torch.compiler
 import torch.fx
 
-from tenterhook.pytorch.names import attribute, find, is_absent
-from tenterhook.pytorch.support import check, feature
+from tenterhook.pytorch.module_calls import ProbeModule
+from tenterhook.pytorch.names import attribute, find, is_absent, later
+from tenterhook.pytorch.support import check, feature, require
 
 __all__ = [
     "is_exporting",
@@ -24,6 +25,8 @@ _fx: Any = find("torch.fx._symbolic_trace")
 _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
 _PROXY: Any = find("torch._C._TorchDispatchModeKey.PROXY")
+_LOADED_BY_MAKE_FX = "torch._inductor"
+later(_LOADED_BY_MAKE_FX)
 _jit_state: Callable[[], Any] = find("torch._C._get_tracing_state", torch.jit.is_tracing)  # type: ignore[attr-defined]
 
 if is_absent(_fx_flag) and hasattr(_fx, "_is_fx_tracing_flag"):
@@ -52,25 +55,32 @@ def name_of_tracer() -> str | None:
         return "torch.fx"
     if _jit_state():
         return "torch.jit.trace"
-    if _dispatch_modes() and _dispatch_mode(_PROXY) is not None:
-        return "make_fx"
+    if _dispatch_modes():
+        if _LOADED_BY_MAKE_FX in sys.modules:
+            require("make_fx")
+        return _make_fx()
     return None
 
 
-class _Asks(torch.nn.Module):
-    def __init__(self) -> None:
+def _make_fx() -> str | None:
+    return None if _dispatch_mode(_PROXY) is None else "make_fx"
+
+
+class _Asks(ProbeModule):
+    def __init__(self, ask: Callable[[], str | None]) -> None:
         super().__init__()
+        self.ask = ask
         self.seen: list[str | None] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(name_of_tracer())
+        self.seen.append(self.ask())
         return x * 2
 
 
 @feature("tracing", used_by="every session", still_works="nothing that opens a session")
 def probe_tracing() -> str | None:
     """Check that traced calls are told from those that compute."""
-    module, x = _Asks(), torch.ones(2, device="cpu")
+    module, x = _Asks(name_of_tracer), torch.ones(2, device="cpu")
     module(x)
     check(module.seen == [None], "a plain call looks traced")
     torch.fx.symbolic_trace(module)
@@ -78,8 +88,21 @@ def probe_tracing() -> str | None:
     module(x)
     check(module.seen[-1] is None, "a plain call looks traced after tracing")
     check(not is_absent(_PROXY) and not _dispatch_modes() and _dispatch_mode(_PROXY) is None, "make_fx has changed")
-    make_fx = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "make_fx", None)
-    if make_fx is not None:  # It is slow to load, and where nobody has loaded it nobody uses it.
-        make_fx(module)(x)
-        check(module.seen[-1] in ("make_fx", "torch.fx"), "make_fx cannot be noticed")
+    return None
+
+
+@feature(
+    "make_fx",
+    used_by="a session in a process in which make_fx or torch.export was used",
+    still_works="the same session in a process of its own",
+)
+def probe_make_fx() -> str | None:
+    """Check that a call that ``make_fx`` traces is told from one that computes. It loads a part of the compiler."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module, x = _Asks(_make_fx), torch.ones(2, device="cpu")
+    make_fx(module)(x)
+    check(module.seen == ["make_fx"], "make_fx cannot be noticed")
+    module(x)
+    check(module.seen[-1] is None, "a plain call looks traced after make_fx")
     return None

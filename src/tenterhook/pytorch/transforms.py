@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.pytorch.names import find
+from tenterhook.pytorch.names import find, later
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
@@ -28,6 +28,7 @@ innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpre
 _is_batched = find("torch._C._functorch.is_batchedtensor")
 _batch_dimension = find("torch._C._functorch.maybe_get_bdim")
 _beneath = find("torch._C._functorch.get_unwrapped")
+_without_transforms = later("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 
 
 def in_transform() -> bool:
@@ -37,8 +38,7 @@ def in_transform() -> bool:
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no transform is running, so that tensors made there are plain."""
-    # Loaded with the first transform.
-    return find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")()  # type: ignore[no-any-return]
+    return _without_transforms()()  # type: ignore[no-any-return]
 
 
 def unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:

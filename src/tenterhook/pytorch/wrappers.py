@@ -20,6 +20,7 @@ __all__ = ["WRAPPED_NAMES", "name_of_wrapper", "unwrapped", "wrapped_module", "w
 
 _FSDP = attribute("FullyShardedDataParallel", "_fsdp_wrapped_module")
 _CHECKPOINT = attribute("ActivationWrapper", "_checkpoint_wrapped_module")
+_CHECKPOINTS = "torch.distributed.algorithms." + attribute("torch.distributed.algorithms", "_checkpoint")
 
 # The Python module that has a class, the class, the name under which it keeps the wrapped module, and what to call it.
 WRAPPERS = (
@@ -27,7 +28,7 @@ WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module", "DataParallel"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _FSDP, "FSDP"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", _CHECKPOINT, "checkpoint"),
+    (f"{_CHECKPOINTS}.checkpoint_wrapper", "ActivationWrapper", _CHECKPOINT, "checkpoint"),
     ("torch.optim.swa_utils", "AveragedModel", "module", "AveragedModel"),
     ("peft.peft_model", "PeftModel", "base_model", "peft"),
     ("peft.mixed_model", "PeftMixedModel", "base_model", "peft"),

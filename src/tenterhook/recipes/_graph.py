@@ -44,7 +44,7 @@ def first_stranger(scores: Tensor, leaf: Tensor, allowed: frozenset[str], own: s
         operands = [before for before, _ in node.next_functions if before is not None and leads.get(before)]
         if name not in allowed or (name in PRODUCTS and _multiplies(node, name, operands, leads)):
             return _words(name, len(operands)), HINTS.get(name, "Give it a module of its own that has a rule.")
-        if name in ("NativeBatchNorm", "CudnnBatchNorm") and getattr(node, "_saved_training", False):
+        if name in ("NativeBatchNorm", "CudnnBatchNorm") and getattr(node, "_saved_training", True):
             return "a batch norm in training mode", HINTS["NativeBatchNorm"]
     return None
 

@@ -215,6 +215,7 @@ class Recording(Session):
         from tenterhook.replay.scribe import Scribe, worth_keeping
         from tenterhook.replay.script import Script
 
+        self.needs = (*self.needs, "modes")
         self.tape.script = Script(self.model)
         modules = worth_keeping(self.model, edited) if edited else self.model.modules()
         self.scribe = Scribe(self.tape.script, self.model, modules)

@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tenterhook.engine.install import SCRIPT
+from tenterhook.pytorch.module_calls import OWN_CONTENT
 from tenterhook.pytorch.python_code import function_attributes, replaceable_parts
 
 __all__ = [
@@ -146,7 +147,7 @@ def attributes(module: nn.Module) -> Iterator[Any]:
     """Yield what a module holds: parameters, buffers, children and its other attributes."""
     state = module.__dict__
     for name, value in state.items():
-        if name in ("_parameters", "_buffers", "_modules"):
+        if name in OWN_CONTENT:
             yield from value.values()
         elif name not in USUAL and name not in STANDS:
             yield value

@@ -17,8 +17,7 @@ from tenterhook.address import Point
 from tenterhook.edit.change import Change
 from tenterhook.edit.verb import ValueEdit
 from tenterhook.engine.action import Binding
-from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning
-from tenterhook.pytorch.autograd import view_base
+from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, UnsupportedTorch
 from tenterhook.record.verb import record
 from tenterhook.replay.batch import CannotBatch, Slices, Swept, examples, parts, room_for, together
 from tenterhook.replay.cases import Case, Prepared
@@ -325,8 +324,7 @@ class Runner:
         except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
             self.result.failed[case.index] = error
             return False
-        # A view would keep the whole output.
-        self.result._found[case.index] = found.clone() if view_base(found) is not None else found
+        self.result._found[case.index] = found.clone()  # A view would keep the whole output.
         return True
 
     def _of_one_shape(self, found: Tensor) -> Tensor:
@@ -340,6 +338,9 @@ class Runner:
 
     def _say_what_failed(self) -> None:
         failed = self.result.failed
+        for error in failed.values():
+            if isinstance(error, UnsupportedTorch):
+                raise error
         index, error = next(iter(failed.items()))
         text = f"{len(failed)} of {len(self.cases)} cases failed. Case {index} ({self.cases[index].case}): {error!r}"
         if len(failed) == len(self.cases):

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.pytorch.modes import any_mode
-from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS
+from tenterhook.pytorch.module_calls import (
+    GLOBAL_FORWARD_HOOKS,
+    GLOBAL_FORWARD_PRE_HOOKS,
+    OWN_CONTENT,
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    parameters_of,
+)
 from tenterhook.pytorch.transforms import in_transform
 from tenterhook.replay.contents import STANDS, USUAL, Contents, own_forward, same
 
@@ -54,13 +63,13 @@ class Own:
         self.module, self.kind = module, (type(module), getattr(type(module), "forward", None))
         state = module.__dict__
         # A scripted module keeps its state where it cannot be looked at.
-        self.known = not isinstance(module, torch.jit.ScriptModule) and "_parameters" in state
+        self.known = not isinstance(module, torch.jit.ScriptModule) and all(name in state for name in OWN_CONTENT)
         self.tensors: list[Tensor] = []
         if not self.known:
             return
         self._forward = own_forward(module)
-        self.parameters: Contents = tuple(state["_parameters"].values())
-        self.tables = [state, state["_parameters"], state["_buffers"], state["_modules"]]
+        self.parameters: Contents = tuple(parameters_of(module).values())
+        self.tables = [state, parameters_of(module), buffers_of(module), children_of(module)]
         self.contents = [_values(state), *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name not in STANDS]
         below = [value for value in attributes if type(value) not in FIXED]
@@ -93,8 +102,7 @@ class Own:
     @property
     def hooked(self) -> bool:
         """Whether other libraries' hooks stand on the module."""
-        state = self.module.__dict__
-        return bool(state["_forward_hooks"] or state["_forward_pre_hooks"])
+        return bool(forward_hooks_of(self.module) or forward_pre_hooks_of(self.module))
 
 
 class Together:
@@ -108,7 +116,6 @@ class Together:
     def __init__(self, itself: nn.Module, owns: list[Own]) -> None:
         # A session stands in the module's own "forward", so that it is compared apart.
         self._itself = [own for own in owns if own.module is itself or not own.known]
-        states = [own.module.__dict__ for own in owns if own.known]
         inside = [own for own in owns if own.known and own.module is not itself]
         self._inside, self._kinds = [own.module for own in inside], [own.kind[0] for own in inside]
         self._forwards = list({own.kind for own in inside})
@@ -117,12 +124,7 @@ class Together:
         self._lengths = [len(contents) for own in inside for contents in own.contents]
         watched = [pair for own in inside for pair in own.watched]
         self._watched, self._versions = [tensor for tensor, _ in watched], [then for _, then in watched]
-        self._hooks = [
-            state[name]
-            for state in states
-            if state is not itself.__dict__
-            for name in ("_forward_hooks", "_forward_pre_hooks")
-        ]
+        self._hooks = [table for each in self._inside for table in (forward_hooks_of(each), forward_pre_hooks_of(each))]
         parameters = [each for own in owns if own.known for each in own.parameters]
         self._parameters = [each for each in parameters if each is not None]
 

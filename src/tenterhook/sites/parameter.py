@@ -14,6 +14,7 @@ from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.derived_weights import (
     PowerIteration,
     WeightHook,
+    has_derived_weights,
     parametrization_cache,
     parametrized_weights,
     power_iterations,
@@ -21,6 +22,7 @@ from tenterhook.pytorch.derived_weights import (
 )
 from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, updates_running_statistics
 from tenterhook.pytorch.module_calls import buffers_of
+from tenterhook.pytorch.support import require
 from tenterhook.sites.readers import Readers
 
 __all__ = ["Exchange", "OwnUpdate", "Swap", "is_offloaded", "own_update"]
@@ -90,6 +92,8 @@ class Derived:
     __slots__ = ("_attributes", "_cached", "_hooks", "_keys", "_powers", "_states")
 
     def __init__(self, modules: list[nn.Module], keepers: set[int], reaching: set[int]) -> None:
+        if any(map(has_derived_weights, modules)):
+            require("weights computed from parameters")
         own = [module for module in modules if id(module) in keepers]
         self._hooks: list[WeightHook] = [hook for module in own for hook in weight_hooks(module)]
         self._states: dict[WeightHook, Any] = {}
@@ -156,6 +160,8 @@ class Swap:
         self.keepers, reaching = readers.keepers(tensor), readers.reaching(tensor)
         modules = readers.modules
         self.flat = [Flat(each) for each in modules if isinstance(each, nn.RNNBase) and id(each) in reaching]
+        if self.flat:
+            require("parameters of recurrent layers")
         self.derived = Derived(modules, self.keepers, reaching)
         self._is_buffer = not isinstance(tensor, nn.Parameter)
         self._make = make

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tenterhook.errors import UnsupportedModel
 from tenterhook.pytorch.derived_weights import weight_hooks
 from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS
-from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
+from tenterhook.pytorch.module_calls import OWN_CONTENT, buffers_of, children_of, parameters_of
 from tenterhook.pytorch.python_code import cell_value, cells_of, global_names, set_cell
 
 __all__ = ["Cell", "Readers", "Slot", "refuse_outside_owners"]
@@ -43,7 +43,6 @@ PLAIN = frozenset({
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, ModuleType,
     BuiltinFunctionType, range, slice,
 })  # fmt: skip
-OWN_TABLES = ("_parameters", "_buffers", "_modules")
 TABLES = (dict, OrderedDict)
 LIBRARIES = frozenset({"torch", "tenterhook", "numpy", "builtins", "threading", "logging", "weakref", "functools"})
 
@@ -215,7 +214,7 @@ def _of_module(module: nn.Module) -> Iterator[Content]:
         yield from ((table, key, value) for key, value in list(table.items()) if value is not None)
     flat = (FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES) if isinstance(module, nn.RNNBase) else ()
     for key, value in list(state.items()):
-        if key not in OWN_TABLES and key not in flat and not (type(value) in TABLES and not value):
+        if key not in OWN_CONTENT and key not in flat and not (type(value) in TABLES and not value):
             yield state, key, _own_forward(value) if key == "forward" else value
     for function in _methods(type(module)):  # type: ignore[arg-type]
         yield None, function.__name__, function
@@ -321,7 +320,7 @@ def _outside(tensor: Tensor, inside: set[int]) -> list[tuple[str, str]]:
 def _modules_of(referrers: Iterable[Any]) -> list[nn.Module]:
     """Return the modules among some objects, and those whose ``__dict__`` is among them."""
     objects = list(referrers)
-    states = [each for each in objects if type(each) is dict and "_parameters" in each]
+    states = [each for each in objects if type(each) is dict and OWN_CONTENT[0] in each]
     beyond = gc.get_referrers(*states) if states else []
     found = {id(each): each for each in (*objects, *beyond) if isinstance(each, nn.Module)}
     return list(found.values())

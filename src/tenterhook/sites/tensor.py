@@ -28,6 +28,7 @@ from tenterhook.pytorch.autograd import (
     tensor_hooks,
     view_base,
 )
+from tenterhook.pytorch.hook_tables import TENSOR_ACCUMULATED, TENSOR_BACKWARD
 from tenterhook.pytorch.transforms import is_wrapped
 
 __all__ = [
@@ -111,7 +112,7 @@ class LeafHook(_Tidy):
 
     __slots__ = ()
 
-    table = "_backward_hooks"
+    table = TENSOR_BACKWARD
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_hook(function))
@@ -126,7 +127,7 @@ class PostAccumulateHook(_Tidy):
 
     __slots__ = ()
 
-    table = "_post_accumulate_grad_hooks"
+    table = TENSOR_ACCUMULATED
 
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))

@@ -26,6 +26,7 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import TenterhookWarning
 from tenterhook.pytorch.autograd import (
     current_backward_id,
+    is_numbered,
     is_older,
     operation_number,
     own_alias,
@@ -374,7 +375,7 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
         action._ledger.opened.append(action.entries)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
-        number = max((operation_number(edge[0]) for edge in cell.edges if hasattr(edge[0], "_sequence_nr")), default=0)
+        number = max((operation_number(edge[0]) for edge in cell.edges if is_numbered(edge[0])), default=0)
         alone = type(value) is Tensor or len(list(tensors(value))) == 1  # It needs no path.
         action._ledger.cells.append((action._slot, context.call, cell, number, alone))
     return result
