@@ -104,8 +104,9 @@ PUBLIC = (
     torch.linalg, torch.nn.modules.module, torch.utils, torch.utils.checkpoint,
     torch.utils.checkpoint.CheckpointFunction, nn.utils.parametrizations, nn.utils.parametrize, nn.utils.prune,
     nn.utils.prune.BasePruningMethod, nn.utils.weight_norm.__globals__["WeightNorm"],
-    nn.utils.spectral_norm.__globals__["SpectralNorm"], nn, nn.Module(), nn.RNN(1, 1), builtins, dict, enum.Enum, frozenset, list, property, set, str, threading.Thread(),
-    tuple, type, Path, itertools.chain, types.CodeType, types.FrameType, types.FunctionType, types.GeneratorType, types.MethodType,
+    nn.utils.spectral_norm.__globals__["SpectralNorm"], nn, nn.Module(), nn.RNN(1, 1), builtins, dict, enum.Enum,
+    frozenset, list, property, set, str, threading.Thread(), tuple, type, Path, itertools.chain, types.CodeType,
+    types.FrameType, types.FunctionType, types.GeneratorType, types.MethodType,
 )  # fmt: skip
 # Of FSDP2, of Hugging Face models, of parametrized modules, of torch.autograd.graph in later releases, and an option.
 ALSO_PUBLIC = {
