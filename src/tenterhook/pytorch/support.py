@@ -7,10 +7,12 @@ the feature is unavailable, and what needs it raises ``UnsupportedTorch`` as it 
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -120,24 +122,49 @@ def check(holds: object, what: str) -> None:
         raise ProbeFailed(what)
 
 
-def _in_clean_thread(probe: Callable[[], str | None]) -> str | None:
-    """Run a probe in a thread of its own.
+class _ProbeThread:
+    """A thread in which probes run, one after the other.
 
     Gradient mode, autocast, inference mode, torch.func transforms, dispatch modes and the default device belong to a
-    thread. Whatever the user has switched on, a probe sees PyTorch as it is by default.
+    thread. Whatever the user has switched on, a probe sees PyTorch as it is by default. The thread is kept: in builds
+    of torch 2.10 for CUDA, on a machine without a GPU, tracing in a thread that then ends leaves a pointer to memory
+    of that thread behind, and the process dies in a later backward pass.
     """
-    result: list[str | None] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            result.append(probe())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            errors.append(error)
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], str | None], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="tenterhook-probe", daemon=True)
+        self._thread.start()
 
-    thread = threading.Thread(target=run, name="tenterhook-probe", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can run probes; a forked child has no threads but its main one."""
+        return self._thread.is_alive()
+
+    def run(self, probe: Callable[[], str | None]) -> str | None:
+        """Run a probe and wait for it; return or raise as it does."""
+        answer: queue.SimpleQueue[tuple[str | None, BaseException | None]] = queue.SimpleQueue()
+        self._jobs.put((probe, answer))
+        reason, error = answer.get()
+        if error is not None:
+            raise error
+        return reason
+
+    def _work(self) -> None:
+        while True:
+            probe, answer = self._jobs.get()
+            try:
+                answer.put((probe(), None))
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+                answer.put((None, error))
+
+
+_probe_thread: _ProbeThread | None = None
+
+
+def _in_clean_thread(probe: Callable[[], str | None]) -> str | None:
+    """Run a probe where nothing is switched on."""
+    global _probe_thread  # noqa: PLW0603 - started with the first probe
+    if _probe_thread is None or not _probe_thread.is_alive:
+        _probe_thread = _ProbeThread()
+    return _probe_thread.run(probe)
