@@ -122,9 +122,16 @@ def test_an_interrupt_ends_the_tests_and_removes_the_environment(place, number):
         wait_for(lambda: seen.exists() and seen.read_text().strip().isdigit())
         process.send_signal(number)
         assert process.wait(30) == 128 + number
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(seen.read_text()), 0)
+    wait_for(lambda: has_ended(int(seen.read_text())))
     assert left(place) == []
+
+
+def has_ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def wait_for(condition):
