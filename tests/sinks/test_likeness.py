@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tenterhook.pytorch import modes
 from tenterhook.sinks import likeness
 from tenterhook.sinks.likeness import LESSONS, Likeness
 
@@ -23,7 +24,7 @@ def changed(place, tensor):
 @pytest.fixture(params=["at once", "one by one"])
 def like(request, monkeypatch):
     if request.param == "one by one":
-        monkeypatch.setattr(likeness, "_guard", lambda _tensors: None)
+        monkeypatch.setattr(likeness, "tensor_guard", lambda _tensors: None)
     found = Likeness(some())
     assert found.fits(some())
     assert (found._check is not None) == (request.param == "at once")
@@ -102,7 +103,7 @@ def test_where_there_is_no_such_way_each_is_asked(monkeypatch):
         def __init__(self, *_, **__):
             raise TypeError("another signature")
 
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Broken)
+    monkeypatch.setattr(modes, "_tensor_guards", Broken)
     like = Likeness(some())
     assert like.fits(some())
     assert like.fits(some())
