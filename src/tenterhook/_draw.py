@@ -38,6 +38,7 @@ __all__ = [
     "as_html",
     "as_rich",
     "as_text",
+    "counted",
     "full_cells",
     "guides",
     "short_number",
@@ -140,6 +141,15 @@ def as_html(table: Table) -> str:
         f'<table style="{_TABLE_CSS}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
         f"{footer}</div>"
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the singular or the plural.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def short_number(number: int) -> str:

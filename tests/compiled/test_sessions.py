@@ -189,7 +189,7 @@ def test_one_call_of_several_is_recorded_and_edited():
         found = [call(X), call(X)]
     with th.record(plain, "b0#1") as wanted, th.edit(plain, {"b0#3": th.zero()}):
         expected = [plain(X), plain(X)]
-    assert list(tape) == [f"{at}b0#1"]
+    assert list(tape) == ["b0#1"]
     assert close(tape[f"{at}b0#1"], wanted["b0#1"])
     assert all(map(close, found, expected))
 
@@ -297,7 +297,7 @@ UNTRACEABLE = [shouts, decides, leaves_for_python]
 @pytest.mark.parametrize("edit", UNTRACEABLE)
 def test_an_edit_that_cannot_be_traced_is_named(edit):
     call, target, at = made(outer)
-    with pytest.raises(th.EditError, match=rf"(?s){edit.__name__} at '_orig_mod.b1'.*opaque=True"):
+    with pytest.raises(th.EditError, match=rf"(?s){edit.__name__} at 'b1'.*opaque=True"):
         with th.edit(target, {f"{at}b1": edit}):
             call(X)
     assert close(call(X), net()(X))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -115,6 +115,31 @@ def check_that_a_session_may_be_opened_before_ddp_wraps_the_model():
     with th.record(model, "a", grad=True) as tape:
         DistributedDataParallel(model)(mine()).sum().backward()
     assert torch.equal(tape.grad["a"], wanted.grad["a"])
+
+
+def check_that_ddp_has_the_names_of_the_plain_model():
+    wanted = alone("**", "a.weight")
+    for model in (ddp(), DistributedDataParallel(torch.compile(net(), backend="eager"))):
+        with th.record(model, "**", "a.weight", grad=True) as tape:
+            model(mine()).sum().backward()
+        assert (list(tape), tape.in_order()) == (list(wanted), wanted.in_order())
+        assert all(torch.equal(tape[name], wanted[name]) for name in wanted)
+
+
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
+
+
+def check_that_fsdp1_has_the_names_of_the_plain_model():
+    inner, wanted = net(), alone("**", "head.bias")
+    inner.a = FullyShardedDataParallel(inner.a, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    with torch.no_grad(), th.record(model, "**") as tape:
+        model(mine())
+    assert set(tape) == set(wanted) - {"head.bias"}
+    assert all(torch.equal(tape[name], wanted[name]) for name in tape)
+    with torch.no_grad(), th.edit(model, {"act": th.zero()}), th.record(model, "b:in") as tape:
+        model(mine())
+    assert not tape["b:in"].any()
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

@@ -294,6 +294,7 @@ def test_the_context_has_the_tape_of_the_innermost_recording_of_the_same_model()
     edit = th.edit(model, {"2": lambda v, ctx: seen.append(ctx.tape)})
     with th.record(model, "0"), th.record(model, "1") as inner, th.record(other), edit:
         model(X)
+        other(X)
     assert seen == [inner]
 
 

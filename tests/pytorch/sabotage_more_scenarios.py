@@ -365,17 +365,18 @@ def traced():
 def replica():
     torch.manual_seed(0)
     model = nn.Linear(4, 2, dtype=torch.float64)
-    truth = [X.sum(1, keepdim=True).expand(3, 2) * 0 + 1, 0]
+    truth = [X.sum(1, keepdim=True).expand(3, 2) * 0 + 1, 1]
 
     def run(th):
         found = []
         with th.record(model, "**") as tape:
+            model(X)
             copy = model._replicate_for_data_parallel()
             copy.weight, copy.bias = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
             thread = threading.Thread(target=lambda: found.append(copy(X)))
             thread.start()
             thread.join()
-        return [found[0], len(tape)]
+        return [found[0], len(tape.calls(":return"))]
 
     return Scenario(truth, run, (model,))
 

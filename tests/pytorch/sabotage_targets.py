@@ -36,7 +36,7 @@ ROOM = "tenterhook/pytorch/"
 # Words that mean other things in PyTorch too, or that C++ uses: tenterhook looks for another name instead.
 COMMON = {
     "DisableTorchFunction", "PROXY", "TorchDispatchMode", "Unsupported", "_foreach_copy_", "_foreach_norm",
-    "_fsdp_param_group", "counters", "disable", "graph_break", "is_fake", "skip_code",
+    "_checkpoint", "_fsdp_param_group", "counters", "disable", "graph_break", "is_fake", "skip_code",
 }  # fmt: skip
 IN_C = {"AsStridedBackward0", "Tensor", "UntypedStorage", "autograd.Node"}
 # Attributes of private objects whose names are common words: only the files that use them look for others.

@@ -36,6 +36,7 @@ from tenterhook.record import store
 from tenterhook.record.capture import Kept
 from tenterhook.record.decode import Record
 from tenterhook.record.file import checksum
+from tenterhook.record.log import LogEntries
 from tenterhook.record.store import load, save
 from tenterhook.record.tape import Tape, Track
 from tenterhook.record.verb import record
@@ -83,7 +84,7 @@ class Carried(dict):
 def tape_of(**values: Any) -> Tape:
     tape = Tape()
     for address, value in values.items():
-        tape._tracks[address] = Track({0: Kept(value, [])}, kind="Toy")
+        tape._tracks[address] = Track(LogEntries(tape.log, {0: Kept(value, [])}), kind="Toy")
     return tape
 
 
@@ -227,7 +228,7 @@ def test_an_empty_tape_and_a_track_without_calls_come_back(tmp_path):
     tape = Tape()
     save(tape, tmp_path / "run.th")
     assert len(load(tmp_path / "run.th")) == 0
-    tape._tracks["fc"] = Track({}, kind="Linear")
+    tape._tracks["fc"] = Track(LogEntries(tape.log, {}), kind="Linear")
     save(tape, tmp_path / "run.th")
     with pytest.raises(NotRecorded, match="no call has passed"):
         load(tmp_path / "run.th")["fc"]
@@ -562,7 +563,7 @@ def test_a_structure_that_contains_itself_is_refused(tmp_path):
 def test_a_value_that_was_overwritten_is_an_error_at_saving_and_nothing_is_written(tmp_path):
     value = torch.ones(3)
     tape = tape_of(a=torch.ones(1))
-    tape._tracks["b"] = Track({0: (value, value._version), 1: (value, value._version)})
+    tape._tracks["b"] = Track(LogEntries(tape.log, {0: (value, value._version), 1: (value, value._version)}))
     value.zero_()
     with pytest.raises(ValueChanged, match="'b#0'"):
         save(tape, tmp_path / "run.th")
@@ -660,9 +661,10 @@ def test_a_full_disk_and_a_read_only_folder_leave_the_old_file(tmp_path):
         import resource, sys, torch
         from tenterhook.errors import TapeFileError
         from tenterhook.record.capture import Kept
+        from tenterhook.record.log import LogEntries
         from tenterhook.record.tape import Tape, Track
         tape = Tape()
-        tape._tracks["x"] = Track({0: Kept(torch.ones(100_000), [])})
+        tape._tracks["x"] = Track(LogEntries(tape.log, {0: Kept(torch.ones(100_000), [])}))
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         for path in (sys.argv[1], "/proc/run.th"):
             try:

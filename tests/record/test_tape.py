@@ -1,4 +1,5 @@
 import collections.abc
+import re
 
 import pytest
 import torch
@@ -168,9 +169,7 @@ def test_a_value_that_was_changed_does_not_keep_the_tape_from_being_drawn():
 
 
 def test_an_empty_tape_draws_itself():
-    with th.record(nn.Sequential(nn.Tanh()), "*") as tape:
-        pass
-    assert "0 values" in repr(tape)
+    assert "0 values" in repr(th.record(nn.Sequential(nn.Tanh()), "*").tape)
 
 
 def test_a_long_tape_is_cut_short_when_drawn():
@@ -206,3 +205,46 @@ def test_a_table_of_finite_values_has_no_column_for_others():
         model(torch.ones(3))
     assert "NaN, Inf" not in [column.title for column in tape.table().columns]
     assert {len(row.cells) for row in tape.table().rows} == {len(tape.table().columns)}
+
+
+@pytest.mark.parametrize(
+    "selector", ["*", "**", "{0,1}", nn.Linear, re.compile("0"), lambda name, _: name == "0", "*:in"]
+)
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"grad": True, "values": False}])
+def test_a_pattern_of_which_nothing_is_reached_is_an_error_that_says_why(selector, options):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with (
+        pytest.raises(th.NeverReached, match="was the model called inside the session"),
+        th.record(model, selector, **options),
+    ):
+        pass
+
+
+def test_each_pattern_has_to_reach_something():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = Net()
+    with (
+        pytest.raises(th.NeverReached, match=r"2 points were never reached:\n  spare.0 and 1 more"),
+        th.record(model, "used.*", "spare.*"),
+    ):
+        model(X)
+    with th.record(model, "{used,spare}.*") as tape:
+        model(X)
+    assert list(tape) == ["used.0"]
+
+
+def test_a_tape_can_be_asked_by_a_module():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with th.record(model, "**", grad=True) as tape:
+        model(X).sum().backward()
+    assert torch.equal(tape[model[1]], tape["1"])
+    assert torch.equal(tape.grad[model[1]], tape.grad["1"])
+    with pytest.raises(th.NotRecorded, match="output of this Linear is not on this tape"):
+        tape[nn.Linear(1, 1)]

@@ -32,7 +32,7 @@ def listing(points: Sequence[Point]) -> Table | None:
     outside = any(point.spot is None for point in points)
     functions = list(dict.fromkeys([forward, *inside])) if outside else list(inside)
     rows = [row for function in functions for row in _rows(function, points, forward)]
-    title = f"{path or 'the model'} ({type(module).__name__}): {len(points)} points inside"
+    title = f"{path or 'the model'} ({type(module).__name__}): {len(points)} point{'s' * (len(points) != 1)} inside"
     return Table(title, COLUMNS, tuple(rows), tuple(dict.fromkeys(each.__code__.co_filename for each in functions)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, Union
@@ -21,11 +21,22 @@ from tenterhook.address.grammar import ESCAPED, Address, Pattern, Wild, escape, 
 from tenterhook.address.inside import arguments, no_such_name, sites_inside
 from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
-from tenterhook.address.walk import Named, NamedTensor, all_names, find, first_names, named_tensors, walk
+from tenterhook.address.walk import (
+    Named,
+    NamedTensor,
+    all_names,
+    find,
+    first_names,
+    named_tensors,
+    through_wrappers,
+    true_names,
+    walk,
+)
 from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.wrappers import WRAPPED_NAMES, unwrapped
 
-__all__ = ["Point", "Selector", "Site", "canonical", "resolve"]
+__all__ = ["Point", "Selector", "Site", "canonical", "merged", "resolve"]
 
 Selector: TypeAlias = Union[
     str,
@@ -102,13 +113,13 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
         raise SelectorError(_no_model(model))
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
     # Each selector finds a point at most once, and most sessions have one selector: nothing to merge then.
-    return tuple(found[0]) if len(found) == 1 else _merged(found)
+    return tuple(found[0]) if len(found) == 1 else merged(found)
 
 
 def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:
     """The same points under the first names of what they stand for, each once."""
     names = first_names(model)
-    return _merged([[_renamed(model, point, names) for point in points]])
+    return merged([[_renamed(model, point, names) for point in points]])
 
 
 def _no_model(model: object) -> str:
@@ -141,6 +152,9 @@ def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> lis
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         cls = selector
         found = _filtered(model, lambda _, module: isinstance(module, cls), site)
+        if not found:  # It may be the class of a wrapper, which stands for the module inside.
+            inside = {id(unwrapped(module)) for module in _wrapped(model) if isinstance(module, cls)}
+            found = _filtered(model, lambda _, module: id(module) in inside, site) if inside else found
         return _some(found, lambda: no_module_of_class(model, cls))
     if isinstance(selector, re.Pattern) and isinstance(selector.pattern, str):
         text = selector.pattern
@@ -151,7 +165,8 @@ def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> lis
         what = f"the predicate {getattr(selector, '__qualname__', type(selector).__name__)}"
         return _some(found, lambda: no_match(model, what, ""))
     got = f"the class {selector.__name__}" if isinstance(selector, type) else f"a {type(selector).__name__}"
-    message = f"{got} cannot select points: {selector!r:.80}\n{_ACCEPTED}"
+    fix = "\nGive its addresses alone, as a list." if isinstance(selector, Mapping) else ""
+    message = f"{got} cannot select points: {selector!r:.80}{fix}\n{_ACCEPTED}"
     raise SelectorError(message)
 
 
@@ -168,10 +183,17 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
     module = model
     for depth, name in enumerate(names):
         children = children_of(module)
+        if children and not WRAPPED_NAMES.isdisjoint(children.keys()):
+            module = unwrapped(module)
+            children = children_of(module)
         child = children[name] if name in children else None  # noqa: SIM401  # a ScriptModule's has no get()
         if child is None:
-            return [_literal_tensor(model, text, plan, names, depth, module)]
+            return _literal_otherwise(model, text, plan, names, depth, module)
         module = child
+    return _at_module(text, plan, unwrapped(module))
+
+
+def _at_module(text: str, plan: _Plan, module: nn.Module) -> list[Point]:
     address = plan.address
     if not address.inner:
         return [Point(plan.text, Site.RETURN, module, plan.path, None, address.call, plan.explicit)]
@@ -179,17 +201,27 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
     return _some(points, lambda: no_such_name(text, module, address.inner))
 
 
-def _literal_tensor(
-    model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...], depth: int, owner: nn.Module
-) -> Point:
-    name = names[-1]
-    if depth + 1 < len(names) or own_tensor(owner, name) is None:
-        raise unknown_name(model, text, names, depth, owner)
+def _literal_otherwise(
+    model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...], depth: int, reached: nn.Module
+) -> list[Point]:
+    """Return the point of what is no module by its plain names: a parameter, or with the prefix of a wrapper."""
+    if depth + 1 == len(names) and own_tensor(reached, names[-1]) is not None:
+        return [_at_tensor(text, plan, names, reached)]
+    found = through_wrappers(model, names)
+    if found is None:
+        raise unknown_name(model, text, names, depth, reached)
+    module, tensor, path = found
+    names = path if tensor is None else (*path, tensor)
+    plain = _plan(str(replace(plan.address, path=tuple(Pattern((name,)) for name in names))))
+    return _at_module(text, plain, module) if tensor is None else [_at_tensor(text, plain, names, module)]
+
+
+def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module) -> Point:
     if plan.address.inner or plan.address.call is not None:
         path = escape(plan.path)
         message = f"{text!r}: {path!r} is a parameter or a buffer, which is not called.\nWrite {path!r}."
         raise AddressError(message)
-    return Point(plan.text, Site.PARAMETER, owner, ".".join(names[:-1]), name, None, plan.explicit)
+    return Point(plan.text, Site.PARAMETER, owner, ".".join(names[:-1]), names[-1], None, plan.explicit)
 
 
 # --- globs, classes, regexes, predicates: one walk --------------------------------------------------------------------
@@ -198,9 +230,9 @@ def _literal_tensor(
 def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
     address, walked = plan.address, walk(model)
     if plan.fits_name is not None:
-        points = _modules_and_tensors(walked, plan.fits, plan.fits_name)
+        points = _modules_and_tensors(model, walked, plan.fits, plan.fits_name)
         return _some(points, lambda: _no_glob(model, text, address))
-    modules = walked[0] if plan.every else _matching(walked, lambda path, _: plan.fits(path))
+    modules = walked[0] if plan.every else _matching(model, walked, lambda path, _: plan.fits(path))
     if not modules:
         raise _no_glob(model, text, address)
     if not address.inner:
@@ -209,17 +241,32 @@ def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
     return _some(_inside(modules, address, explicit=False), lambda: _no_glob_inside(text, modules, address))
 
 
-def _matching(walked: tuple[list[Named], list[Named]], fits: Callable[[str, nn.Module], object]) -> list[Named]:
-    """The modules that fit under any of their names, each under its first."""
+def _matching(
+    model: nn.Module, walked: tuple[list[Named], list[Named]], fits: Callable[[str, nn.Module], object]
+) -> list[Named]:
+    """Return the modules that fit under any of their names, each under its first.
+
+    The names with the prefixes that wrappers add count where no plain name fits.
+    """
     firsts, others = walked
     if not others:
-        return [item for item in firsts if fits(*item)]
-    ids = {id(module) for path, module in all_names(walked) if fits(path, module)}
+        found = [item for item in firsts if fits(*item)]
+    else:
+        ids = {id(module) for path, module in all_names(walked) if fits(path, module)}
+        found = [item for item in firsts if id(item[1]) in ids]
+    if found or not any(True for _ in _wrapped(model)):
+        return found
+    ids = {id(module) for path, module in true_names(model) if fits(path, module)}
     return [item for item in firsts if id(item[1]) in ids]
 
 
+def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the wrappers in a model."""
+    return (module for _, module in walk(model, as_built=True)[0] if unwrapped(module) is not module)
+
+
 def _filtered(model: nn.Module, fits: Callable[[str, nn.Module], object], site: DefaultSite) -> list[Point]:
-    modules = _matching(walk(model), fits)
+    modules = _matching(model, walk(model), fits)
     return _returns(modules, None, explicit=False) if site is Site.RETURN else _inside(modules, _IN, explicit=False)
 
 
@@ -252,12 +299,16 @@ def _inside(modules: Sequence[Named], address: Address, *, explicit: bool) -> li
 
 
 def _modules_and_tensors(
-    walked: tuple[list[Named], list[Named]], fits: Callable[[str], object], fits_name: Callable[[str], object]
+    model: nn.Module,
+    walked: tuple[list[Named], list[Named]],
+    fits: Callable[[str], object],
+    fits_name: Callable[[str], object],
 ) -> list[Point]:
-    """What fits under any of its names, in the model's order, each parameter after the module that owns it."""
-    names = all_names(walked)
-    tensors = {id(entry.tensor) for entry in named_tensors(names, fits_name) if fits(entry.full)}
-    modules = _matching(walked, lambda path, _: fits(path))
+    """Return what fits under any of its names, in the model's order, each parameter after the module that owns it."""
+    tensors = _fitting(all_names(walked), fits, fits_name)
+    modules = _matching(model, walked, lambda path, _: fits(path))
+    if not tensors and not modules:
+        tensors = _fitting(true_names(model), fits, fits_name)
     if not tensors:
         return _returns(modules, None, explicit=False)
     points, chosen = list[Point](), {id(module) for _, module in modules}
@@ -271,6 +322,10 @@ def _modules_and_tensors(
     return points
 
 
+def _fitting(names: list[Named], fits: Callable[[str], object], fits_name: Callable[[str], object]) -> set[int]:
+    return {id(entry.tensor) for entry in named_tensors(names, fits_name) if fits(entry.full)}
+
+
 def _tensor_point(entry: NamedTensor) -> Point:
     return Point(escape(entry.full), Site.PARAMETER, entry.owner, entry.path, entry.name)
 
@@ -279,7 +334,9 @@ def _no_glob(model: nn.Module, text: str, address: Address) -> AddressError:
     deeper = Address((*_EVERY, *address.path), address.inner, address.call)
     fits = _fits(deeper.path)
     further = sum(1 for path, _ in walk(model)[0] if fits(path))
-    fix = f"It is matched from the root on; '{deeper}' matches {further} modules." if further else ""
+    fix = (
+        f"It is matched from the root on; '{deeper}' matches {further} module{'s' * (further != 1)}." if further else ""
+    )
     return no_match(model, repr(text), str(Address(address.path)), fix)
 
 
@@ -297,6 +354,7 @@ def _no_glob_inside(text: str, modules: list[Named], address: Address) -> Addres
 
 
 def _object(model: nn.Module, module: nn.Module, site: DefaultSite) -> list[Point]:
+    module = unwrapped(module)
     named = [item for item in walk(model)[0] if item[1] is module]
     if not named:
         what = f"The {type(module).__name__} given as a selector"
@@ -335,8 +393,8 @@ def _full(point: Point) -> str:
     return f"{point.path}.{point.name}" if point.path else f"{point.name}"
 
 
-def _merged(found: list[list[Point]]) -> tuple[Point, ...]:
-    """All points in order, each once. One that was named itself anywhere counts as such."""
+def merged(found: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """Return all points in order, each once. One that was named itself anywhere counts as such."""
     kept: dict[tuple[object, ...], Point] = {}
     for point in (point for points in found for point in points):
         subject = point.module if (tensor := point.tensor) is None else tensor

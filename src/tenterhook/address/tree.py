@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
 
-from tenterhook._draw import Column, Row, Table, short_number
+from tenterhook._draw import Column, Row, Table, counted, short_number
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Point, Site
-from tenterhook.address.walk import first_names, walk
+from tenterhook.address.walk import first_names, named_children, walk
 from tenterhook.pytorch.module_calls import children_of, parameters_of
+from tenterhook.pytorch.wrappers import name_of_wrapper, unwrapped, wrappers_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,14 +85,16 @@ def table(model: nn.Module, points: Sequence[Point], rows: Sequence[TreeRow]) ->
     whole = {point.path for point in points if point.site is Site.RETURN and point.call is None}
     marked = len(points) != len(modules) or len(whole) != len(modules)
     title = (
-        f"{type(model).__name__}: {_count(len(modules), 'module')}, "
-        f"{short_number(_parameters(model))} parameters, {_count(len(points), 'point')}"
+        f"{_kind(model)}: {counted(len(modules), 'module')}, "
+        f"{short_number(_parameters(model))} parameters, {counted(len(points), 'point')}"
     )
     return Table(title, _COLUMNS, tuple(_drawn(row, marked=marked) for row in rows))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _kind(module: nn.Module) -> str:
+    """Return the class of a module, and what it is wrapped in: ``GPT2 in torch.compile``."""
+    around = dict.fromkeys(map(name_of_wrapper, wrappers_of(module)))
+    return " in ".join([type(unwrapped(module)).__name__, *reversed(around)])
 
 
 def _drawn(row: TreeRow, *, marked: bool) -> Row:
@@ -120,24 +123,23 @@ class _Builder:
             parts = point.path.split(".")
             self.shown |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
 
-    def node(self, module: nn.Module, path: str, name: str, depth: int) -> _Node:
+    def node(self, found: nn.Module, path: str, name: str, depth: int) -> _Node:
+        module = unwrapped(found)
         here = self.points.get(path, [])
         chosen = any(point.site is Site.RETURN and point.call is None for point in here)
         seen = self.seen.get(escape(path) or ":return")
-        row = TreeRow(depth, name, type(module).__name__, _parameters(module), seen, chosen)
+        row = TreeRow(depth, name, _kind(found), _parameters(module), seen, chosen)
         inside = [point for point in here if point.site is not Site.RETURN or point.call is not None]
         children = [self._leaf(point, depth + 1) for point in inside]
         children += self._tied(module, path, depth + 1)
-        children += self._children(module, path, depth + 1)
+        children += self._children(found, path, depth + 1)
         like = tuple((child.name, child.likeness) for child in children)
-        return _Node(name, row, (self._structure(module), seen, chosen, like), children=children)
+        return _Node(name, row, (self._structure(module), row.kind, seen, chosen, like), children=children)
 
     def _children(self, module: nn.Module, path: str, depth: int) -> list[_Node]:
         nodes = []
-        for name, child in children_of(module).items():
-            if child is None:
-                continue
-            full, first = f"{path}.{name}" if path else name, self.firsts[id(child)]
+        for name, child in named_children(module):
+            full, first = f"{path}.{name}" if path else name, self.firsts[id(unwrapped(child))]
             if first not in self.shown:
                 continue
             nodes.append(self.node(child, full, name, depth) if first == full else _alias(name, first, depth))

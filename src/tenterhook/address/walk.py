@@ -1,4 +1,8 @@
-"""The names that a model has: its modules, its parameters and buffers, and the further names of what is shared."""
+"""The names that a model has: its modules, its parameters and buffers, and the further names of what is shared.
+
+Wrappers are transparent: what ``torch.compile``, data parallelism, FSDP or peft put around a module has no name of its
+own here, and what is inside has the name that it has without the wrapper.
+"""
 
 # a module's own tables have no public door that is as quick, or that keeps None apart
 
@@ -7,17 +11,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenterhook.address.grammar import escape
-from tenterhook.address.point import Site
+from tenterhook.address.point import Site, own_tensor
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
+from tenterhook.pytorch.wrappers import unwrapped, wrapped_module, wrapped_name, wrappers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
     from tenterhook.address.point import Point
 
-__all__ = ["Named", "Shape", "aliases", "all_names", "find", "first_names", "named_tensors", "walk"]
+__all__ = [
+    "Named",
+    "Shape",
+    "aliases",
+    "all_names",
+    "find",
+    "first_names",
+    "named_children",
+    "named_tensors",
+    "through_wrappers",
+    "true_names",
+    "walk",
+    "with_wrappers",
+    "wrappers_at",
+]
 
 Named = tuple[str, "nn.Module"]
 
@@ -35,10 +54,11 @@ class NamedTensor(NamedTuple):
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
-def walk(model: nn.Module) -> tuple[list[Named], list[Named]]:
-    """Every module under its first name, in the order of ``named_modules``; and the further names met on the way.
+def walk(model: nn.Module, *, as_built: bool = False) -> tuple[list[Named], list[Named]]:
+    """Return every module under its first name, in the order of ``named_modules``, and the further names on the way.
 
-    What lies below a further name is not entered. This is the price of every glob, hence the plain loop:
+    What is below a further name is not entered. A wrapper is not listed: the module inside it has its place. With
+    ``as_built``, wrappers are modules like any other. Every glob pays for this walk, hence the plain loop:
     ``named_modules`` is a chain of generators and takes several times as long.
     """
     firsts: list[Named] = []
@@ -52,11 +72,28 @@ def walk(model: nn.Module) -> tuple[list[Named], list[Named]]:
             others.append(item)
             continue
         seen.add(id(module))
-        firsts.append(item)
         if children := children_of(module):
             prefix = f"{path}." if path else ""
+            if not as_built and wrapped_name(module) is not None:
+                stack += [(prefix + each, child) for each, child in reversed(_beside(module))]
+                stack.append((path, wrapped_module(module)))
+                continue
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+        firsts.append(item)
     return firsts, others
+
+
+def _beside(wrapper: nn.Module) -> list[Named]:
+    """Return what a wrapper has beside the module that it wraps, and that has no namesake in there."""
+    inner = children_of(unwrapped(wrapper))
+    own, wrapped = children_of(wrapper), wrapped_name(wrapper)
+    return [(name, child) for name, child in own.items() if child is not None and name != wrapped and name not in inner]
+
+
+def named_children(module: nn.Module) -> list[Named]:
+    """Return the children of a module, or of the one inside a wrapper, under their names; some may be wrappers."""
+    own = [(name, child) for name, child in children_of(unwrapped(module)).items() if child is not None]
+    return own + [item for wrapper in wrappers_of(module) for item in _beside(wrapper)]
 
 
 class Shape:
@@ -83,7 +120,7 @@ class Shape:
         return [tuple(children_of(module).values()) for module in self._parents] == self._children
 
 
-def all_names(walked: tuple[list[Named], list[Named]]) -> list[Named]:
+def all_names(walked: tuple[list[Named], list[Named]], *, as_built: bool = False) -> list[Named]:
     """Every name of every module, first names before further ones.
 
     Below a further name the same names are listed again, but a module that contains itself is not followed round.
@@ -91,7 +128,7 @@ def all_names(walked: tuple[list[Named], list[Named]]) -> list[Named]:
     firsts, others = walked
     names = list(firsts)
     for path, module in others:
-        below = walk(module)
+        below = walk(module, as_built=as_built)
         names += [(f"{path}.{rest}" if rest else path, inner) for part in below for rest, inner in part]
     return names
 
@@ -117,14 +154,64 @@ def first_names(model: nn.Module) -> dict[int, str]:
 
 
 def find(model: nn.Module, path: str) -> nn.Module | None:
-    """The module of that name, or None."""
+    """Return the module of that name, or None; wrappers are looked through, and their prefixes are accepted."""
+    if not path:
+        return unwrapped(model)
     module: Any = model
+    names = path.split(".")
     try:
-        for name in path.split(".") if path else ():
-            module = children_of(module)[name]
+        for name in names:
+            module = children_of(unwrapped(module))[name]
     except (KeyError, AttributeError):  # There is none of that name, or None stands there.
-        return None
-    return module  # type: ignore[no-any-return]
+        found = through_wrappers(model, names)
+        return found[0] if found is not None and found[1] is None else None
+    return unwrapped(module) if module is not None else None
+
+
+def through_wrappers(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, str | None, tuple[str, ...]] | None:
+    """Follow names of which some may be those that wrappers add, such as ``_orig_mod`` and ``module``.
+
+    Return the module, the name of its parameter or buffer if the last name is one, and the plain names of the module;
+    None if there is nothing of that name. A child of the model's own is preferred to a wrapper's prefix.
+    """
+    return next(_ways(model, tuple(names), prefixed=False), None)
+
+
+def _ways(
+    module: nn.Module, names: tuple[str, ...], *, prefixed: bool
+) -> Iterator[tuple[nn.Module, str | None, tuple[str, ...]]]:
+    """Yield the ways in which names can be followed from a module; ``prefixed``: a prefix has led to this module."""
+    wrappers, inner = list(wrappers_of(module)), unwrapped(module)
+    if not names:
+        yield inner, None, ()
+        return
+    name, rest = names[0], names[1:]
+    plain = [(child, (name,), False) for own, child in named_children(module) if own == name]
+    prefix = [(wrapped_module(wrapper), (), True) for wrapper in wrappers if wrapped_name(wrapper) == name]
+    for child, kept, through in [*prefix, *plain] if prefixed else [*plain, *prefix]:
+        yield from ((found, tensor, (*kept, *below)) for found, tensor, below in _ways(child, rest, prefixed=through))
+    if not rest:
+        yield from ((owner, name, ()) for owner in (inner, *wrappers) if own_tensor(owner, name) is not None)
+
+
+def wrappers_at(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the wrappers around the module of that name, from the outermost one in."""
+    module: nn.Module | None = model
+    for name in path.split(".") if path else ():
+        module = dict(named_children(module)).get(name) if module is not None else None
+    return list(wrappers_of(module)) if module is not None else []
+
+
+def with_wrappers(model: nn.Module) -> list[Named]:
+    """Return every module, wrappers too, under its first plain name; a wrapper has that of the module inside."""
+    names = {id(module): path for path, module in walk(model)[0]}
+    return [(names.get(id(unwrapped(module)), path), module) for path, module in walk(model, as_built=True)[0]]
+
+
+def true_names(model: nn.Module) -> list[Named]:
+    """Return every module inside wrappers under the names that ``named_modules`` has for it, prefixes and all."""
+    walked = all_names(walk(model, as_built=True), as_built=True)
+    return [(path, unwrapped(module)) for path, module in walked]
 
 
 def aliases(model: nn.Module, point: Point) -> tuple[str, ...]:

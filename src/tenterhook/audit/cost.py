@@ -172,7 +172,7 @@ def _as_it_was(model: nn.Module, rows: list[Found]) -> Iterator[None]:
 
 def _containers(model: nn.Module) -> Iterator[Any]:
     """The dicts, lists and sets in which a model and the process keep their state, as far as hooks can reach them."""
-    modules = walk(model)[0]
+    modules = walk(model, as_built=True)[0]
     for _, module in modules:
         yield module.__dict__
         yield from (value for value in vars(module).values() if isinstance(value, dict | list | set))

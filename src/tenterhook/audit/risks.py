@@ -119,7 +119,7 @@ class Surroundings:
     def of(cls, model: nn.Module) -> Surroundings:
         above: dict[int, list[nn.Module]] = {id(model): []}
         after: dict[int, nn.Module] = {}
-        for _, module in walk(model)[0]:  # Parents come before their children.
+        for _, module in walk(model, as_built=True)[0]:  # Parents come before their children.
             children = [child for _, child in children_of(module).items() if child is not None]
             for child in children:
                 above.setdefault(id(child), [module, *above[id(module)]])

@@ -63,7 +63,7 @@ class Place:
 
 def scan(model: nn.Module) -> list[Found]:
     """Every row, without costs and risks: the process first, then the model in its own order."""
-    walked = walk(model)
+    walked = walk(model, as_built=True)
     further = _further_names(walked)
     rows = list(_process())
     done: set[int] = set()
@@ -83,7 +83,7 @@ def scan(model: nn.Module) -> list[Found]:
 def _further_names(walked: tuple[list[Named], list[Named]]) -> dict[int, tuple[str, ...]]:
     """The names of modules and tensors beyond their first ones, by identity."""
     names: dict[int, list[str]] = {}
-    every = all_names(walked)
+    every = all_names(walked, as_built=True)
     for path, module in every:
         names.setdefault(id(module), []).append(escape(path) or ":return")
     for entry in named_tensors(every):

@@ -18,7 +18,7 @@ from tenterhook.cli.trouble import ModelFailed, Trouble, show_debug
 from tenterhook.edit.verb import edit
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.errors import TenterhookError
+from tenterhook.errors import NeverReached, SessionError, TenterhookError
 from tenterhook.record.failure import failure
 from tenterhook.record.table import failure_lines
 from tenterhook.record.tape import Tape
@@ -71,6 +71,9 @@ def run(
                 output = model(*given.args, **given.kwargs)
             if asked.grad:
                 loss_of(output, asked.loss).backward()
+    except NeverReached:
+        if any(point.explicit for point in points):
+            raise  # Of a pattern that reached nothing there is an empty tape, which the caller reports.
     except (TenterhookError, Trouble):
         raise
     except Exception as error:  # noqa: BLE001  # the model's own, whatever it is: what was recorded is kept
@@ -101,12 +104,20 @@ def calling(model: nn.Module) -> Iterator[None]:
     """Tell an error of the model itself by the module that failed and what it was given."""
     try:
         yield
-    except (TenterhookError, click.ClickException):
-        raise
+    except (TenterhookError, click.ClickException) as raised:
+        error = raised.__cause__
+        # th.points tells an error of the model as one of its own, with the model's as its cause.
+        if not isinstance(raised, SessionError) or error is None or isinstance(error, TenterhookError):
+            raise
+        raise _told(model, error) from raised
     except Exception as error:
-        show_debug()
-        found = failure(model, error) or _elsewhere(error)
-        raise ModelFailed("\n".join(["the model failed", *failure_lines(found)])) from error
+        raise _told(model, error) from error
+
+
+def _told(model: nn.Module, error: BaseException) -> ModelFailed:
+    show_debug()
+    found = failure(model, error) or _elsewhere(error)
+    return ModelFailed("\n".join(["the model failed", *failure_lines(found)]))
 
 
 @contextlib.contextmanager
@@ -128,7 +139,7 @@ def _described(inputs: Inputs) -> dict[str, str]:
     return positional | {name: describe(value) for name, value in inputs.kwargs.items()}
 
 
-def _elsewhere(error: Exception) -> dict[str, Any]:
+def _elsewhere(error: BaseException) -> dict[str, Any]:
     return {
         "address": "",
         "kind": "",

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tenterhook.address.walk import find
+from tenterhook.address.walk import find, walk, wrappers_at
 from tenterhook.compiled import trace
 from tenterhook.compiled.pack import pack
 from tenterhook.compiled.plan import FOREIGN
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import EditError, Stopped
 from tenterhook.pytorch import dynamo_tracing
-from tenterhook.pytorch.dynamo import ORIGINAL_MODULE, is_marked_as_traced, original_module, without_compiling
+from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
 from tenterhook.pytorch.dynamo_tracing import (
     OptimizedModule,
     Unsupported,
@@ -65,17 +65,20 @@ def entries(session: Session) -> dict[nn.Module, str]:
     model = session.model
     paths = {""}
     if is_guarded(session):
-        paths.update(path for path, _ in model.named_modules())
+        paths.update(path for path, _ in walk(model)[0])
     for lane in session.lanes.values():
         steps = lane.path.split(".") if lane.path else []
         paths.update(".".join(steps[:length]) for length in range(1, len(steps) + 1))
     found: dict[nn.Module, str] = {}
     for path in sorted(paths):
-        module = find(model, path)
-        if isinstance(module, OptimizedModule):
-            found[original_module(module)] = f"{path}.{ORIGINAL_MODULE}" if path else ORIGINAL_MODULE
-        elif module is not None and (compiled_call(module) is not None or (not path and _begins_at_top(session))):
-            found.setdefault(module, path)
+        around, inner = wrappers_at(model, path), find(model, path)
+        begins = [original_module(each) for each in around if isinstance(each, OptimizedModule)]
+        if not begins:
+            begins = [each for each in (*around, inner) if each is not None and compiled_call(each) is not None]
+        if not begins and not path and _begins_at_top(session):
+            begins = [model]
+        for each in begins:
+            found.setdefault(each, path)
     return found
 
 

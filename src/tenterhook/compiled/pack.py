@@ -118,15 +118,15 @@ def route(items: Any, parts: dict[str, Part]) -> Route | None:
         part = parts[key]
         if phase != "one" or not _is_mark(values) or part.recorder.policy.device is not None:
             return None
-        found.append((part.recorder.entered_at, part.lane.next_call, values[1], values[2]))
+        found.append((part.recorder.keep_under, part.lane.next_key, values[1], values[2]))
     return found
 
 
 def follow(found: Route, packs: Any) -> None:
     """Give packed values to their tapes."""
     strips = [Strip(whole, number) for whole, number in packs]
-    for entered_at, next_call, group, place in found:
-        entered_at(next_call(), Late(strips[group], place))
+    for keep_under, next_key, group, place in found:
+        keep_under(next_key(), Late(strips[group], place))
 
 
 def unpacked(items: Any, packs: Any) -> list[Any]:

@@ -203,7 +203,7 @@ def _replayed(trees: Any, tensor: Tensor) -> bool:
 
 def _kept(part: Part, value: Any, token: int) -> None:  # noqa: ARG001
     """The output of a call, and nothing else was asked for."""
-    part.recorder.taken_at(part.lane.next_call(), value)
+    part.recorder.taken_under(part.lane.next_key(), value)
 
 
 def _entered(part: Part, values: Any, token: int) -> None:

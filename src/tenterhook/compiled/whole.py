@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tenterhook.address.walk import find
+from tenterhook.address.walk import wrappers_at
 from tenterhook.compiled.inside import NO_SOURCE
 from tenterhook.compiled.plan import FOREIGN, part_of
 from tenterhook.compiled.served import UNDECIDED
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.errors import SessionError
 from tenterhook.pytorch.dynamo import (
-    ORIGINAL_MODULE,
     begins_outside_of,
     is_fullgraph,
     original_module,
@@ -59,9 +58,10 @@ def check(session: Session) -> None:
 
 def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
     """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
-    outer = find(session.model, path.removesuffix(ORIGINAL_MODULE).removesuffix("."))
-    if isinstance(outer, OptimizedModule):
-        return [outer] if is_fullgraph(settings_of_wrapper(outer)) else []
+    compiled = [each for each in wrappers_at(session.model, path) if isinstance(each, OptimizedModule)]
+    outers = [each for each in compiled if original_module(each) is module]
+    if outers:
+        return [each for each in outers if is_fullgraph(settings_of_wrapper(each))]
     return [module] if is_fullgraph(settings_of_compiled_call(compiled_call(module))) else []
 
 

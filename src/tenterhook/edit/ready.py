@@ -37,6 +37,35 @@ class At:
 at = At()
 
 
+def written(index: Any) -> str:
+    """Return an index as one writes it.
+
+    >>> written(at[:, 3])
+    'th.at[:, 3]'
+    """
+    parts = index if type(index) is tuple else (index,)
+    return f"th.at[{', '.join(map(_part_written, parts))}]"
+
+
+def _part_written(part: Any) -> str:
+    if isinstance(part, slice):
+        ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
+        return ":".join(ends) + ("" if part.step is None else f":{part.step}")
+    return "..." if part is Ellipsis else repr(part)
+
+
+def check_index(index: Any) -> None:
+    """Raise for what cannot be an index: text, and a list of indices."""
+    if isinstance(index, str):
+        raise EditError(f"at={index!r} is text. Write the index itself: at=th.at[{index.strip('[] ')}]")
+    if isinstance(index, list) and any(isinstance(each, tuple | slice) for each in index):
+        first = written(index[0])
+        raise EditError(
+            f"at= takes one index, and got a list of {len(index)}: write at={first}, without the brackets around it. "
+            "For several places, give one edit for each, in a list: {'h.3': [th.zero(at=...), th.zero(at=...)]}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
     """The base of the ready edits: finds the tensor, cuts out the part, puts the new part back."""
@@ -47,6 +76,9 @@ class Edit:
 
     at: Any = None
     part: Any = None
+
+    def __post_init__(self) -> None:
+        check_index(self.at)
 
     def __call__(self, value: Any, context: Context) -> Any:
         path, tensor = self._tensor(value, context)
@@ -77,9 +109,9 @@ class Edit:
     def _cut(self, tensor: Tensor, context: Context) -> Tensor:
         try:
             return tensor[self.at]
-        except (IndexError, TypeError) as error:
-            text = f"{context.address!r}: at={self.at!r} does not fit {describe(tensor)}: {error}"
-            raise EditError(text) from error
+        except (IndexError, TypeError, RuntimeError) as error:
+            text = f"{context.address!r}: at={written(self.at)} does not fit {describe(tensor)}: {error}"
+            raise EditError(f"{text}.\nGive an index that this value has; the last place is -1.") from error
 
     def _tensor(self, value: Any, context: Context) -> tuple[Path, Tensor]:
         if isinstance(value, Tensor) and self.part is None:

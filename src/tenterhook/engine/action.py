@@ -61,12 +61,13 @@ class Action(Protocol):
 class Direct(Protocol):
     """An observer that lets dispatch store a plain tensor itself, without a call.
 
-    ``entries`` takes ``(tensor, version)`` under the call's index, ``(tensor, version, 1)`` for ``(tensor, None)``, or
-    what ``kept`` makes of any other value; at most ``keep`` of them stay, and none is stored where that is zero and
-    another observer watches the gradient.
+    ``kept_in`` takes ``(tensor, version)`` under ``base`` plus the call's index, ``(tensor, version, 1)`` for
+    ``(tensor, None)``, or what ``kept`` makes of any other value; at most ``keep`` of them stay, and none is stored
+    where that is zero and another observer watches the gradient.
     """
 
-    entries: dict[int, Any]
+    kept_in: dict[int, Any]
+    base: int
     keep: int
 
     @property

@@ -61,7 +61,7 @@ def dispatch(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         visits = recompute.visits(tap)
     else:
         me = current.token
-        visits = [(lane, lane.next_call()) for lane in tap.lanes if lane.mine(me)]
+        visits = [(lane, lane.next_key() - lane.base) for lane in tap.lanes if lane.mine(me)]
     if not visits:
         return tap.outside(args, kwargs)
     refuse_traced(module)

@@ -121,12 +121,13 @@ class Node:
             except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
                 return self._value(place, value)
             if not lane.over:
-                executions, entries = lane.executions, action.entries
+                executions, entries = lane.executions, action.kept_in
                 count = executions.get(binding, 0)
                 executions[binding] = count + 1
-                entries[count] = entry
+                key = action.base + count
+                entries[key] = entry
                 if count >= action.keep:
-                    entries.pop(count - action.keep, None)
+                    entries.pop(key - action.keep, None)
             return value
         return self._value(place, value)
 

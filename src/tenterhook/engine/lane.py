@@ -25,15 +25,16 @@ class Lane:
     """What one session does at the calls of one module."""
 
     __slots__ = (
-        "again", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "exchanges", "executions", "guard",
-        "inner", "looks_in", "looks_out", "module", "next_call", "over", "owner", "part", "path", "quick", "session",
-        "strangers", "swaps", "tap", "views", "whole",
+        "again", "base", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "exchanges", "executions",
+        "guard", "inner", "looks_in", "looks_out", "module", "next_key", "over", "owner", "part", "path", "quick",
+        "session", "strangers", "swaps", "tap", "views", "whole",
     )  # fmt: skip
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
         self.session, self.module, self.path = session, module, path
         self.owner = session.owner
-        self.next_call = itertools.count().__next__
+        self.base = 0  # The key of the first call, where dispatch stores what one observer keeps.
+        self.next_key = itertools.count().__next__
         # Tuples, because most of them stay empty and a session may have thousands of lanes.
         self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
         self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
@@ -66,6 +67,8 @@ class Lane:
             if enter is not None:
                 self.enters += (enter,)
             if observes:
+                if not self.looks_out and (base := getattr(binding.action, "base", 0)):
+                    self.base, self.next_key = base, itertools.count(base).__next__
                 self.looks_out += (binding,)
             else:
                 self.edits_out += (binding,)
@@ -78,6 +81,10 @@ class Lane:
             self.looks_in += ((place, binding),)
         else:
             self.edits_in += ((place, binding),)
+
+    def next_call(self) -> int:
+        """Return the number of the call that begins."""
+        return self.next_key() - self.base
 
     def mine(self, thread: int) -> bool:
         """Whether a call in this thread is the session's; others are only counted, for the error that explains."""

@@ -25,7 +25,8 @@ def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached
     """The error for groups of bindings that no call passed."""
     what = "edit took no effect" if session.verb == "edit" else "point was never reached"
     called = any(lane.calls for lane in session._lanes.values())
-    lines = [f"{len(missed)} {what if len(missed) == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
+    count = len(missed) if session.verb == "edit" else sum(map(len, missed))
+    lines = [f"{count} {what if count == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
     for group in missed[:SHOWN]:
         name = str(group[0].point) if len(group) == 1 else f"{group[0].point} and {len(group) - 1} more"
         lines.append(f"  {name}: {why(session, group[0], called=called)}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address.match import Site
-from tenterhook.address.walk import Shape, find
+from tenterhook.address.walk import Shape, find, walk
 from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
@@ -29,9 +29,10 @@ from tenterhook.errors import (
 )
 from tenterhook.pytorch.checkpointing import refuse_checkpoints
 from tenterhook.pytorch.distributed import require_fsdp
-from tenterhook.pytorch.dynamo import has_compiled_anything, is_compiled_wrapper
+from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.pytorch.support import require
+from tenterhook.pytorch.wrappers import unwrapped, wrappers_of
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
 from tenterhook.sites.parameter import Swap, is_offloaded, own_update
@@ -152,8 +153,9 @@ class Session:
                 self._lane(point.module, point.path).add(binding)
         self._leave_fast_paths()
         self._check_model()
-        if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
-            raise UnsupportedModel(REPLICAS)
+        for wrapper in wrappers_of(self.model):
+            if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
+                raise UnsupportedModel(REPLICAS)
 
     def _check_model(self) -> None:
         """Raise if the model is not any more what it was when the session was made."""
@@ -161,7 +163,7 @@ class Session:
         if self._sleepers is not None:
             places += [(bindings[0].point.path, module) for module, bindings in self._sleepers.bindings.items()]
         if all(binding.point.explicit for binding in self.bindings):
-            gone = [path for path, module in places if find(self.model, path) is not module]
+            gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
             self._shape = Shape(self.model)
             gone = [path for path, module in places if id(module) not in self._shape.ids]
@@ -214,8 +216,8 @@ class Session:
         swap.binding = binding
         self._swaps.append(swap)
         reaching = {id(point.module)} if spread else readers.reaching(point.tensor)
-        for path, module in self.model.named_modules():
-            if id(module) in reaching and not is_compiled_wrapper(module):  # torch.compile's own module only hands on.
+        for path, module in walk(self.model)[0]:
+            if id(module) in reaching:
                 lane = self._lane(module, path)
                 lane.swaps += (swap, *own_update(swap, module))
                 lane.again = lane.exchanges = True
@@ -344,7 +346,8 @@ class Session:
 
     def nearest_tape(self) -> Any:
         """The tape of the innermost open session of this thread on the same model that records."""
-        tapes = (each.tape for each in reversed(_local.open) if each.model is self.model and each.tape is not None)
+        mine, around = unwrapped(self.model), reversed(_local.open)
+        tapes = (each.tape for each in around if each.tape is not None and unwrapped(each.model) is mine)
         return next(tapes, None)
 
     def __repr__(self) -> str:

@@ -54,7 +54,7 @@ def direct(tap: Tap, lane: Lane, observer: Direct, *, quick: bool) -> Forward:
     make = makers.get((keep, kept, quick))
     if make is None:
         make = makers[keep, kept, quick] = keeping(lane.owner, keep, kept, quick=quick)
-    return make(tap, lane, observer.entries, tap.original)
+    return make(tap, lane, observer.kept_in, tap.original)
 
 
 def keeping(  # noqa: C901
@@ -69,7 +69,7 @@ def keeping(  # noqa: C901
     def make(  # noqa: C901
         tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward
     ) -> Forward:
-        module, next_call = tap.module, lane.next_call
+        module, next_key = tap.module, lane.next_key
         state = module.__dict__
 
         def forward(  # noqa: C901, PLR0912
@@ -83,36 +83,36 @@ def keeping(  # noqa: C901
             ):
                 args = () if first is MISSING else (first, *rest)
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
-            call = next_call()
+            key = next_key()
             if rest or kwargs or first is MISSING:
                 value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
             else:
                 value = original(first)
             if not quick and (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
                 refuse_traced(module)
-                return leave(tap, [(lane, call)], value)
+                return leave(tap, [(lane, key - lane.base)], value)
             if type(value) is Tensor:
                 try:
                     if shows_every_change(value):
-                        entries[call] = (value.detach() if value.requires_grad else value, value._version)
+                        entries[key] = (value.detach() if value.requires_grad else value, value._version)
                     else:
-                        entries[call] = kept(value)
+                        entries[key] = kept(value)
                 except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
-                    entries[call] = kept(value)
+                    entries[key] = kept(value)
             elif type(value) is tuple and len(value) == 2 and value[1] is None and type(value[0]) is Tensor:  # noqa: PLR2004
                 tensor = value[0]  # As attention returns it where nobody asked for weights.
                 try:
                     if shows_every_change(tensor):
-                        entries[call] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
+                        entries[key] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
                     else:
-                        entries[call] = kept(value)
+                        entries[key] = kept(value)
                 except RuntimeError:
-                    entries[call] = kept(value)
+                    entries[key] = kept(value)
             else:
                 refuse_traced(module)
-                entries[call] = kept(value)
-            if call >= keep:
-                entries.pop(call - keep, None)
+                entries[key] = kept(value)
+            if key >= keep:  # Where all are kept, keep is larger than any key.
+                entries.pop(key - keep, None)
             return value
 
         return forward
@@ -129,14 +129,14 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool
     make = makers.get((keep, watched, quick))
     if make is None:
         make = makers[keep, watched, quick] = keeping_watched(lane.owner, keep, quick=quick)
-    return make(tap, lane, observer.entries, watch, tap.original)
+    return make(tap, lane, observer.kept_in, watch, tap.original)
 
 
 def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forward]:
     """What makes those of :func:`watched`; see :func:`keeping`."""
 
     def make(tap: Tap, lane: Lane, entries: dict[int, Any], watch: Watch, original: Forward) -> Forward:
-        module, next_call = tap.module, lane.next_call
+        module, next_key, base = tap.module, lane.next_key, lane.base
         state = module.__dict__
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -146,24 +146,24 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
                 or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
             ):  # fmt: skip
                 return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
-            call, since = next_call(), next_operation_number()
+            key, since = next_key(), next_operation_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
             if tensor is not None and tensor.requires_grad and not (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
                 kept = (tensor.detach(), tensor._version) if keep else None
-                own = watch(tensor, call, since, kept, value, args, kwargs)
+                own = watch(tensor, key - base, since, kept, value, args, kwargs)
                 if own is not None:
                     if kept is not None:
-                        entries[call] = kept if tensor is value else (*kept, len(value) - 1)
-                        if call >= keep:
-                            entries.pop(call - keep, None)
+                        entries[key] = kept if tensor is value else (*kept, len(value) - 1)
+                        if key >= keep:
+                            entries.pop(key - keep, None)
                     if own is tensor:
                         return value
                     return own if tensor is value else (own, *value[1:])
             refuse_traced(module)
             for enter in lane.enters:
-                enter(call, since, args, kwargs)
-            return leave(tap, [(lane, call)], value)
+                enter(key - base, since, args, kwargs)
+            return leave(tap, [(lane, key - base)], value)
 
         return forward
 
@@ -179,7 +179,7 @@ def lone_tensor(value: Any) -> Tensor | None:
 
 def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
     """For a lane that has nothing but places inside the forward: ``body`` is the rewritten one."""
-    module, owner, next_call, again = tap.module, lane.owner, lane.next_call, lane.again
+    module, owner, next_key, again = tap.module, lane.owner, lane.next_key, lane.again
     state = module.__dict__
     observes = all(binding.action.observes for binding in lane.inner)
 
@@ -192,7 +192,7 @@ def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
             return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
         if not observes:
             refuse_traced(module)
-        next_call()
+        next_key()
         return body(*args, **kwargs)
 
     return forward

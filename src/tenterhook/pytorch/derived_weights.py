@@ -147,6 +147,9 @@ def _refine_old(hook: Any, module: nn.Module) -> Any:
     return lambda: hook.compute_weight(module, do_power_iteration=True)
 
 
+attribute("ParametrizationList", "original")
+
+
 def _refine_new(part: Any, weights: Any) -> Any:
     return lambda: type(part).forward(part, weights.original)
 

@@ -119,8 +119,9 @@ def inline_only(function: Any) -> None:
 
 
 def is_compiled_wrapper(module: Any) -> bool:
-    """Return whether a module is what ``torch.compile(module)`` gave; asking by class would load the compiler."""
-    return type(module).__name__ == "OptimizedModule" and ORIGINAL_MODULE in vars(module).get("_modules", ())
+    """Return whether a module is what ``torch.compile(module)`` gave; the compiler is not loaded to find out."""
+    cls: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return cls is not None and isinstance(module, cls)
 
 
 def original_module(wrapper: Any) -> Any:

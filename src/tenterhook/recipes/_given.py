@@ -21,6 +21,7 @@ __all__ = [
     "reader",
     "restful",
     "selected",
+    "tensors_of",
 ]
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,7 +73,7 @@ def one_point(model: nn.Module, point: Any) -> str:
 
 def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> Tensor:
     """The tensor in a value, where there is one; by default only floating-point ones count."""
-    found = list(floats(value) if floating else _tensors(value))
+    found = list(floats(value) if floating else tensors_of(value))
     if len(found) == 1:
         return found[0]
     what = f"no {'floating-point ' if floating else ''}tensor" if not found else f"{len(found)} tensors"
@@ -108,18 +109,19 @@ def output_scores(output: Any) -> Tensor:
 
 def floats(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors in a value."""
-    return (tensor for tensor in _tensors(value) if tensor.is_floating_point())
+    return (tensor for tensor in tensors_of(value) if tensor.is_floating_point())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)
 
 
 def restful(model: nn.Module) -> None:

@@ -164,6 +164,12 @@ def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floa
         raise th.RecipeError(f"{recipe}: the model is an nn.Module; got a {type(model).__name__}")
     if not isinstance(inputs, Tensor):
         text = f"{recipe}: the input is a tensor with the examples in front; got a {type(inputs).__name__}"
+        if isinstance(inputs, Mapping):  # As a tokenizer gives it.
+            fix = (
+                "Tokens have no gradient: give their embeddings as the tensor, and a model that takes embeddings; "
+                "or attribute to a point, as integrated_gradients(..., point=) does, with the tokens as the tensor"
+            )
+            text = f"{text} with {', '.join(map(repr, inputs))}.\n{fix}"
         raise th.RecipeError(f"{text}.\nWhat else the model takes is given by more=, a tuple or a dict.")
     if not inputs.dim() or not inputs.shape[0]:
         raise th.RecipeError(f"{recipe}: the input has the examples in front; got the shape {list(inputs.shape)}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._given import arguments, lone
+from tenterhook.recipes._given import arguments, lone, tensors_of
 from tenterhook.recipes._given import selected as addresses_of
 from tenterhook.recipes._heat import heatmap
 
@@ -147,7 +147,7 @@ def activation(  # noqa: PLR0913
         def edits(point: str, place: str, given: Any = given) -> dict[str, Any]:
             index = places[place]
             value = _tensor(given[point], point)
-            return {point: th.set(value if index is None else value[index], at=index)}
+            return {point: th.set(value if index is None else _cut(value, point, index), at=index)}
 
         args, kwargs = arguments(base)
         cases = th.grid(edits, point=selected, place=places)
@@ -272,10 +272,33 @@ def _unless_later(
 
 def _pairs(clean: Any, corrupt: Any) -> list[tuple[Any, Any]]:
     if not isinstance(clean, list) and not isinstance(corrupt, list):
+        _same_shapes(clean, corrupt)
         return [(clean, corrupt)]
     if not isinstance(clean, list) or not isinstance(corrupt, list) or len(clean) != len(corrupt) or not clean:
         raise th.RecipeError("give as many clean inputs as corrupt ones, in two lists, or one of each")
-    return list(zip(clean, corrupt, strict=True))
+    pairs = list(zip(clean, corrupt, strict=True))
+    for pair in pairs:
+        _same_shapes(*pair)
+    return pairs
+
+
+def _same_shapes(clean: Any, corrupt: Any) -> None:
+    """Raise if two inputs differ in shape: a value of one would not fit into the other."""
+    shapes = [[tuple(tensor.shape) for tensor in tensors_of(given)] for given in (clean, corrupt)]
+    if shapes[0] != shapes[1]:
+        one, other = (", ".join(str(list(shape)) for shape in each) or "no tensor" for each in shapes)
+        raise th.RecipeError(
+            f"patching puts values of one run into the other, so both inputs need the same shapes: clean has {one}, "
+            f"corrupt has {other}.\nChoose prompts with the same number of tokens, or pad the shorter one."
+        )
+
+
+def _checked_metric(metric: Any) -> None:
+    if not callable(metric):
+        raise th.RecipeError(
+            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
+        )
 
 
 def _places(at: Places) -> dict[str, Any]:
@@ -288,10 +311,19 @@ def _places(at: Places) -> dict[str, Any]:
 
 def _recorded(model: nn.Module, given: Any, points: Sequence[str], metric: Metric) -> tuple[Any, Tensor]:
     """The values at some points, and the metric, of a run."""
+    _checked_metric(metric)
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *points) as tape:
         measured = metric(model(*args, **kwargs))
     return tape, torch.as_tensor(measured).detach()
+
+
+def _cut(value: Tensor, point: str, index: Any) -> Tensor:
+    try:
+        return value[index]
+    except (IndexError, TypeError, RuntimeError) as error:
+        text = f"at= has an index that {point!r}, {list(value.shape)}, does not have: {error}"
+        raise th.RecipeError(f"{text}.\nPositions count from 0; the last one is -1.") from error
 
 
 def _tensor(value: Any, point: str) -> Tensor:

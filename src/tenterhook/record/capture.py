@@ -18,6 +18,7 @@ from tenterhook._tree import Opaque, map_tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
+from tenterhook.record.log import LogEntries
 from tenterhook.sites.tensor import shows_every_change
 from tenterhook.sites.wrapped import gathered, settled
 
@@ -127,10 +128,10 @@ class Passing:
     again = False
     compiled = "nothing"
     direct = True
-    keep = 0
+    keep = base = 0
 
     def __init__(self, gradient: Any) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.kept_in: dict[int, Entry] = {}
         self._gradient = gradient
 
     @property
@@ -154,8 +155,8 @@ class Recorder:
     passed = False
     track: Any = None
 
-    def __init__(self, policy: Policy, keep: int = sys.maxsize) -> None:
-        self.entries: dict[int, Entry] = {}
+    def __init__(self, policy: Policy, entries: LogEntries, keep: int = sys.maxsize) -> None:
+        self.entries, self.kept_in, self.base = entries, entries.stored, entries.base
         self.policy, self.keep, self.direct = policy, keep, policy.by_reference
 
     @property
@@ -175,23 +176,20 @@ class Recorder:
         """A compiled graph has run, and this is what passed in it."""
         self.store(self.policy.keep_own(value), context)
 
-    def taken_at(self, call: int, value: Any) -> None:
-        """The same, in short."""
-        self.entered_at(call, self.policy.keep_own(value))
+    def taken_under(self, key: int, value: Any) -> None:
+        """Keep what passed in a compiled graph, under a key of the tape's log."""
+        self.keep_under(key, self.policy.keep_own(value))
 
-    def entered_at(self, call: int, entry: Any) -> None:
-        """The same, of what is an entry already."""
+    def keep_under(self, key: int, entry: Any) -> None:
+        """Put an entry on the tape, under a key of its log."""
         self.passed = True
-        self.entries[call] = entry
-        if call >= self.keep:
-            self.entries.pop(call - self.keep, None)
+        self.kept_in[key] = entry
+        if key >= self.keep:
+            self.kept_in.pop(key - self.keep, None)
 
     def store(self, entry: Entry, context: Context) -> None:
         """Put what was kept on the tape."""
-        self.passed = True
-        self.entries[context.call] = entry
-        if context.call >= self.keep:
-            self.entries.pop(context.call - self.keep, None)
+        self.keep_under(self.base + context.call, entry)
 
 
 def value(entry: Entry) -> Any:

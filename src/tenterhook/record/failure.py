@@ -11,7 +11,7 @@ from torch import nn
 
 from tenterhook._tree import describe, tensors
 from tenterhook.address.grammar import escape
-from tenterhook.address.walk import walk
+from tenterhook.address.walk import with_wrappers
 from tenterhook.pytorch.autograd import BACKWARD_FUNCTION
 from tenterhook.pytorch.module_calls import CALL_FUNCTIONS
 from tenterhook.pytorch.python_code import variable_in
@@ -49,7 +49,7 @@ def _note(error: BaseException, **known: Any) -> dict[str, Any]:
 
 
 def _innermost(model: nn.Module, error: BaseException) -> tuple[str, nn.Module, FrameType, int] | None:
-    names = {id(module): path for path, module in walk(model)[0]}
+    names = {id(module): path for path, module in with_wrappers(model)}
     found: tuple[str, nn.Module, FrameType, int] | None = None
     called: nn.Module | None = None  # whose call has begun, while the frame of its forward has not come yet
     for frame, line in _frames(error):

@@ -45,6 +45,26 @@ class Kind:
     error: type[TenterhookError]
 
 
+OTHERS = {
+    "tenterhook.tape": "a tape, which th.load reads",
+    "tenterhook.edits": "edits, which th.load_edits reads",
+}
+SIGNATURES = {
+    b"PK\x03\x04": "a file of torch.save, or another zip archive; torch.load reads the former",
+    b"\x80": "a pickle, such as torch.save wrote before PyTorch 1.6",
+    b"{": "JSON text",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "an array of NumPy, which numpy.load reads",
+}
+
+
+def _other_kind(file: Path) -> str:
+    """Return what a file seems to be by its first bytes, or nothing."""
+    with file.open("rb") as opened:
+        begins = opened.read(8)
+    return next((what for start, what in SIGNATURES.items() if begins.startswith(start)), "")
+
+
 def write(kind: Kind, target: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
     """Write a file, or leave what was there; the format, the versions and the checksum are added to the texts."""
     own = {"format": kind.format, "format_version": str(kind.version), "tenterhook": __version__}
@@ -137,6 +157,9 @@ def _read(kind: Kind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except kind.error:
         raise
     except (SafetensorError, *MALFORMED) as error:
+        other = _other_kind(file)
+        if other:
+            raise kind.error(f"{file} is {kind.no}: it looks like {other}.") from error
         raise kind.error(f"{file} is cut short, damaged, or {kind.no} at all: {error}") from error
     except OSError as error:
         raise kind.error(f"{file} cannot be read: {error}") from error
@@ -144,15 +167,20 @@ def _read(kind: Kind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _check_file(kind: Kind, file: Path) -> None:
     if file.is_dir():
-        raise kind.error(f"{file} is a directory; {kind.one} is one file.")
+        store = " It holds harvested rows: th.open reads them." if (file / "commits").is_dir() else ""
+        raise kind.error(f"{file} is a directory; {kind.one} is one file.{store}")
     if not file.is_file():
         raise kind.error(f"{file} is no file." if file.exists() else f"there is no file {file}.")
 
 
 def _check_format(kind: Kind, file: Path, texts: dict[str, str]) -> None:
+    other = OTHERS.get(texts.get("format", ""))
+    if other is not None and texts.get("format") != kind.format:
+        raise kind.error(f"{file} is {kind.no}: it holds {other}.")
     if texts.get("format") != kind.format:
         raise kind.error(
-            f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged."
+            f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged. "
+            "safetensors.torch.load_file reads any of these."
         )
     version = texts.get("format_version", "")
     if VERSION.fullmatch(version) and int(version) > kind.version:

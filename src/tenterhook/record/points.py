@@ -10,7 +10,7 @@ from torch import nn
 
 from tenterhook._tree import describe
 from tenterhook.address import Selection, Selector, select
-from tenterhook.errors import TenterhookError
+from tenterhook.errors import SessionError, TenterhookError
 from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
 
@@ -48,9 +48,25 @@ def _survey(model: nn.Module, inputs: Any) -> Mapping[str, Seen]:
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     # Buffers are replaced by copies for the call: BatchNorm in train mode would update the real ones.
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng(), torch.no_grad(), record(model, "**", copy="never") as tape:
-        torch.func.functional_call(model, copies, args, kwargs)
+    session = record(model, "**", copy="never")
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), session as tape:
+            torch.func.functional_call(model, copies, args, kwargs)
+    except TenterhookError:
+        raise
+    except Exception as error:
+        raise SessionError(_failed(model, session.tape, inputs, error)) from error
     return _seen(tape)
+
+
+def _failed(model: nn.Module, tape: Tape, inputs: Any, error: Exception) -> str:
+    found = tape.notes.get("failure")
+    where = f", in {found['address']!r} ({found['kind']})" if found and found["address"] else ""
+    return (
+        f"{type(model).__name__} cannot be called with inputs={describe(inputs)}{where}: "
+        f"{type(error).__name__}: {error}\n"
+        "Give what the model takes: a tensor, a tuple of arguments, or a dict of keywords."
+    )
 
 
 def _seen(tape: Tape) -> Mapping[str, Seen]:

@@ -9,7 +9,8 @@ The header has these texts beside the tensors ``t0``, ``t1``, …:
 ``tape``
     JSON: the values and the gradients, track by track, with every structure as ``encode`` writes it; the other names of
     shared modules; and the true types of tensors that are stored under another one. A track inside a ``forward`` has
-    its file, its line and that line's source.
+    its file, its line and that line's source. ``order`` has the positions of a track's calls in the order in which
+    the values of the tape were produced; files of earlier versions have none.
 ``notes``
     JSON, where there is something to note: what else is known of the run.
 ``checksum``
@@ -31,13 +32,14 @@ from torch import Tensor
 
 from tenterhook._tree import tensors as tensors_in
 from tenterhook.address.grammar import escape, parse
-from tenterhook.address.walk import all_names, named_tensors, walk
+from tenterhook.address.walk import all_names, named_tensors, true_names, walk
 from tenterhook.errors import TapeFileError
 from tenterhook.record.capture import Kept
 from tenterhook.record.decode import Decoder, restore
 from tenterhook.record.encode import Encoder
 from tenterhook.record.file import MALFORMED, Kind, read, replacing, target_of, write
 from tenterhook.record.gradient import WHY, Cell
+from tenterhook.record.log import LogEntries
 from tenterhook.record.tape import Tape, Track, View
 
 __all__ = ["load", "replacing", "save", "source_of"]
@@ -54,8 +56,9 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
     """
     target = target_of(TAPE, path)
     encoder = Encoder()
+    places = tape.log.places() if tape.log.ordered else None
     described = {
-        "values": [_describe(tape, address, encoder) for address in tape._tracks],
+        "values": [_describe(tape, address, encoder) | _placed(tape, address, places) for address in tape._tracks],
         "gradients": [_describe(tape.grad, address, encoder) for address in tape.grad._tracks],
         "aliases": _aliases(tape),
         "views": encoder.views,
@@ -98,8 +101,9 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
     """One track: what each call holds, and for a gradient that there is not, why."""
     track = view._tracks[address]
     calls, missing = [], []
-    for index, entry in sorted(track.entries.items()):
-        name = address if len(track.entries) == 1 else f"{address}#{index}"
+    found = sorted(track.entries.items())
+    for index, entry in found:
+        name = address if len(found) == 1 else f"{address}#{index}"
         if view._held(entry):
             calls.append([index, encoder.encode(view._read(entry, name), name)])
         else:
@@ -111,6 +115,12 @@ def _describe(view: View, address: str, encoder: Encoder) -> dict[str, Any]:
     if track.numbers is not None:
         source |= {"places": track.places, "numbers": sorted(map(list, track.numbers.items()))}
     return described | source
+
+
+def _placed(tape: Tape, address: str, places: dict[int, int] | None) -> dict[str, Any]:
+    """Where the calls of a track stand in the order in which the values of the tape were produced, if it is known."""
+    entries: Any = tape._tracks[address].entries
+    return {} if places is None else {"order": [places[entries.base + index] for index in sorted(entries)]}
 
 
 def _noted(notes: dict[str, Any]) -> str:
@@ -134,14 +144,15 @@ def _aliases(tape: Tape) -> dict[str, str]:
     model = tape._model()
     if model is None:
         return found
-    names = all_names(walk(model))
-    objects = dict(names) | {entry.full: entry.tensor for entry in named_tensors(names)}
+    objects: dict[str, Any] = {}
+    for names in (true_names(model), all_names(walk(model))):  # A plain name wins over one with a wrapper's prefix.
+        objects |= dict(names) | {entry.full: entry.tensor for entry in named_tensors(names)}
     paths: dict[int, list[str]] = {}
     for path, thing in objects.items():
         paths.setdefault(id(thing), []).append(path)
     for address in tape._tracks or tape.grad._tracks:
         own = ".".join(parse(address).names or ())
-        tail = address[len(escape(own)) :]
+        tail = address[len(escape(own)) :].removeprefix(":return")
         others = [path for path in paths.get(id(objects.get(own)), ()) if path != own]
         found.update({escape(path) + tail or ":return": address for path in others})
     return found
@@ -154,21 +165,47 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     tensors |= {name: restore(tensors[name], dtype) for name, dtype in described["views"].items()}
     decoder, tape = Decoder(tensors), Tape()
     views: tuple[tuple[View, str], ...] = ((tape, "values"), (tape.grad, "gradients"))
+    log: list[tuple[Any, dict[int, Any], list[int] | None]] = []
     for view, key in views:
         for track in described[key]:
             if not isinstance(track["address"], str):
                 raise TypeError(f"{track['address']!r:.40} is no address")
-            made = view._tracks[track["address"]] = Track(_entries(track, decoder), kind=str(track["kind"]))
+            entries = _entries(track, decoder)
+            held = LogEntries(tape.log) if view is tape else entries
+            made = view._tracks[track["address"]] = Track(held, kind=str(track["kind"]))
+            if view is tape:
+                log.append((held, entries, _order_of(track, len(entries))))
             made.site, made.where = str(track.get("site", "")), str(track.get("where", ""))
             made.lines = tuple(map(int, track.get("lines", ())))
             made.source = tuple(map(str, track.get("source", ())))
             if "numbers" in track:
                 made.places = int(track["places"])
                 made.numbers = {int(index): int(number) for index, number in track["numbers"]}
+    _fill(tape, log)
     # The gradients share this dict.
     for name, address in described["aliases"].items():
         tape._aliases[str(parse(name))] = str(parse(address))
     return tape
+
+
+def _order_of(track: dict[str, Any], count: int) -> list[int] | None:
+    places = track.get("order")
+    if places is None:  # The file is older than that.
+        return None
+    if len(places) != count or not all(type(place) is int for place in places):
+        raise ValueError("its order is none")
+    return list(places)
+
+
+def _fill(tape: Tape, tracks: list[tuple[Any, dict[int, Any], list[int] | None]]) -> None:
+    """Put what was read on the tape, in the order in which it was produced."""
+    tape.log.ordered = all(places is not None for _, _, places in tracks)
+    found = []
+    for held, entries, places in tracks:
+        numbered = places if tape.log.ordered and places is not None else [0] * len(entries)
+        found += [(place, held, call, entry) for place, (call, entry) in zip(numbered, entries.items(), strict=True)]
+    for _, held, call, entry in sorted(found, key=lambda item: item[0]):
+        held[call] = entry
 
 
 def _notes(found: Any) -> dict[str, Any]:

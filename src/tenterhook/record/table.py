@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tenterhook._draw import Column, Row, Table
+from tenterhook._draw import Column, Row, Table, counted
 from tenterhook._look.numbers import moments
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.errors import TenterhookError
@@ -41,7 +41,7 @@ def table(tape: Tape, chosen: list[str] | None = None) -> Table:
     read = _gradient_rows if tape.gradients_alone else _rows
     rows = [row for address in addresses[:SHOWN] for row in read(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
-    title = f"tape: {len(tape)} values, {len(tape.grad)} gradients" if chosen is None else ""
+    title = f"tape: {counted(len(tape), 'value')}, {counted(len(tape.grad), 'gradient')}" if chosen is None else ""
     columns: tuple[Column, ...] = COLUMNS
     if not any(row.cells[ODD] for row in rows):  # As it should be: nobody needs to read that.
         columns = COLUMNS[:ODD] + COLUMNS[ODD + 1 :]

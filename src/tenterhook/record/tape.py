@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -16,7 +16,9 @@ from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import Wild, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
+from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.record.capture import read, value, without_graph
+from tenterhook.record.log import SPAN, Log
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +48,7 @@ class Track:
     places = 1
     _name: str | None = None
 
-    def __init__(self, entries: dict[int, Any], *, point: Point | None = None, kind: str = "") -> None:
+    def __init__(self, entries: MutableMapping[int, Any], *, point: Point | None = None, kind: str = "") -> None:
         self.entries = entries
         if point is None:
             self.kind, self.site, self._module, self._site = kind, "", _gone, None
@@ -62,7 +64,7 @@ class Track:
                 self.lines, self.where, self.places = spot.lines, spot.where, len(spot.places)
                 self.numbers = {} if self.places > 1 else None
 
-    def entries_at(self, place: int | None) -> dict[int, Any]:
+    def entries_at(self, place: int | None) -> MutableMapping[int, Any]:
         """What was kept at one of several places, counted anew from 0; everything for None."""
         if place is None:
             return self.entries
@@ -142,6 +144,8 @@ class View(Mapping[str, Any]):
         """The track that an address means, by the name it was recorded under or by another name of the same module."""
         if address in self._tracks:
             return address, None
+        if isinstance(address, nn.Module):
+            return self._at(address), None
         if not isinstance(address, str):
             raise NotRecorded(f"a tape is asked by address, a str; got a {type(address).__name__}: {address!r:.80}")
         parsed = parse(address)
@@ -163,6 +167,14 @@ class View(Mapping[str, Any]):
             return None
         return asked[0].place if isinstance(asked[0].place, int) else None
 
+    def _at(self, module: nn.Module) -> str:
+        """Return the address under which the output of a module was recorded."""
+        wanted = Point("", RETURN, unwrapped(module), "")
+        found = next((name for name, track in self._tracks.items() if track.is_at(wanted)), None)
+        if found is None:
+            raise NotRecorded(f"the output of this {type(module).__name__} is not on this tape. Ask by an address.")
+        return found
+
     def _alias(self, base: str) -> str | None:
         model = self._model()
         parsed = parse(base)
@@ -174,7 +186,7 @@ class View(Mapping[str, Any]):
             return None
         return next((name for name, track in self._tracks.items() if track.is_at(meant)), None)
 
-    def _choose(self, base: str, entries: dict[int, Any], call: int | None) -> int:
+    def _choose(self, base: str, entries: Mapping[int, Any], call: int | None) -> int:
         if call is None:
             if len(entries) > 1:
                 shown = listed([f"{base}#{index}" for index in sorted(entries)])
@@ -188,7 +200,7 @@ class View(Mapping[str, Any]):
         return index
 
     @staticmethod
-    def _position(entries: dict[int, Any], call: int) -> int:
+    def _position(entries: Mapping[int, Any], call: int) -> int:
         if call >= 0:
             return call
         held: list[int] = sorted(entries)
@@ -201,7 +213,7 @@ class View(Mapping[str, Any]):
         if near:
             lines.append(f"Did you mean {listed(near)}?")
         elif names:
-            lines.append(f"It has {len(names)} points, such as {listed(names[:3])}.")
+            lines.append(f"It has {len(names)} point{'s' * (len(names) != 1)}, such as {listed(names[:3])}.")
         else:
             lines.append("It is empty.")
         return NotRecorded("\n".join(lines))
@@ -214,7 +226,8 @@ class Tape(Drawn, View):
     """What a session recorded.
 
     ``tape[address]`` is the value, in the structure that the model produced; ``tape.grad[address]`` its gradient;
-    ``tape.calls(address)`` one value per call. A tape is a mapping over everything that it holds.
+    ``tape.calls(address)`` one value per call. A tape is a mapping over everything that it holds, point after point as
+    they were selected; :meth:`in_order` gives the same addresses in the order in which the values were produced.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -222,6 +235,7 @@ class Tape(Drawn, View):
         from tenterhook.record.gradient import Gradients  # It builds on View, which stands here.
 
         self.grad = Gradients(self)
+        self.log = Log()
         self.script: Any = None  # What th.replay serves from, where it was asked for.
         self.notes: dict[str, Any] = {}
         """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
@@ -241,6 +255,32 @@ class Tape(Drawn, View):
             return super()._unknown(address)
         return NotRecorded(f"this tape has no values, only gradients (values=False): ask for tape.grad[{address!r}].")
 
+    def in_order(self) -> list[str]:
+        """Return the addresses in the order in which their values were produced.
+
+        An output is produced when its call returns, an argument when the call begins, a variable when it is assigned.
+        A file from before this order was stored gives the order of iteration.
+
+        >>> import torch, tenterhook as th
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with th.record(model, ":return", "1", "1:in", "0") as tape:
+        ...     output = model(torch.ones(1, 2))
+        >>> tape.in_order()
+        ['0', '1:in', '1', ':return']
+        """
+        if not self.is_ordered:
+            return list(self)
+        held: list[tuple[str, Any]] = [(base, track.entries) for base, track in self._tracks.items()]
+        single = {entries.base: base for base, entries in held if len(entries) == 1 and 0 in entries}
+        names = {entries.base: base for base, entries in held}
+        keys = [(key - key % SPAN, key % SPAN) for key in self.log.entries]
+        return [single.get(first, f"{names[first]}#{call}") for first, call in keys]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the order in which the values were produced is known: a file of an earlier version has none."""
+        return self.log.ordered
+
     @property
     def nbytes(self) -> int:
         """The size of what is held, values and gradients, in bytes."""
@@ -249,16 +289,18 @@ class Tape(Drawn, View):
 
     def _let_go(self) -> None:
         """Hold no graph: the session is over."""
-        for track in self._tracks.values():
-            for index, entry in track.entries.items():
-                track.entries[index] = without_graph(entry)
+        entries = self.log.entries
+        for key, entry in entries.items():
+            entries[key] = without_graph(entry)
 
     def clear(self) -> None:
         """Forget what was recorded so far; an open session goes on recording."""
         for view in (self, self.grad):
             for track in view._tracks.values():
                 track.cleared = track.cleared or bool(track.entries)
-                track.entries.clear()
+        self.log.clear()
+        for track in self.grad._tracks.values():
+            track.entries.clear()
 
     def backward(
         self,

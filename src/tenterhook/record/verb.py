@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook.address import Point, Selector, Site, resolve
+from tenterhook.address.match import merged
 from tenterhook.address.suggest import listed
+from tenterhook.address.walk import with_wrappers
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
@@ -23,6 +26,7 @@ from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
+from tenterhook.record.log import LogEntries
 from tenterhook.record.order import number_for
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
@@ -83,11 +87,13 @@ def record(  # noqa: PLR0913
             and outputs of every module's calls; or, given the points that will be edited, only what serving these
             needs. Without selectors, nothing else is recorded then.
     """
-    points = resolve(model, selectors or "**") if selectors or replay is False else ()
+    groups = [resolve(model, each) for each in selectors or ("**",)] if selectors or replay is False else []
     if not values and (stop or not grad):
         raise ValueError(STOPPED if grad else NOTHING)
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
+    points = tuple(groups[0]) if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
+    session.require_one_of_each(groups)
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
@@ -117,6 +123,7 @@ class Recording(Session):
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         self.tape = tape = Tape(model)
+        self._found: list[Binding] = []  # Those of points that were not named themselves.
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
@@ -127,11 +134,14 @@ class Recording(Session):
     def _add(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
         call = point.call
         _check_call(point)
+        track = tape._tracks.get(point.address) or self._track(tape, point, LogEntries(tape.log))
+        entries: Any = track.entries
         recorder = (
-            _Stopping(self._policy, self._keep, self, point) if self._stop else Recorder(self._policy, self._keep)
+            _Stopping(self._policy, entries, self._keep, self, point)
+            if self._stop
+            else Recorder(self._policy, entries, self._keep)
         )
-        recorder.track = track = self._track(tape, point, recorder.entries)
-        recorder.entries = track.entries
+        recorder.track = track
         if call is not None:
             recorder.direct = False  # Its entries are not its own alone, so they do not tell whether it was reached.
         binding = Binding(point, recorder)
@@ -139,6 +149,8 @@ class Recording(Session):
         bindings.append(binding)
         if point.explicit:
             self.required.append([binding])
+        else:
+            self._found.append(binding)
         grads: Any = self._track(tape.grad, point, Cells()).entries if self._grad else {}
         if self._grad and track.numbers is not None:
             tape.grad._tracks[point.address].numbers = track.numbers  # They count their executions alike.
@@ -161,9 +173,11 @@ class Recording(Session):
         bindings.extend(found)
         if point.explicit:
             self.required.append([found[0]])
+        else:
+            self._found.append(found[0])
 
     @staticmethod
-    def _track(view: Any, point: Point, entries: dict[int, Any]) -> Track:
+    def _track(view: Any, point: Point, entries: MutableMapping[int, Any]) -> Track:
         """The track of a point; several calls of one point, asked for singly, share one."""
         tracks: dict[str, Track] = view._tracks
         track = tracks.get(point.address)
@@ -185,6 +199,17 @@ class Recording(Session):
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
+    def require_one_of_each(self, groups: Sequence[Sequence[Point]]) -> None:
+        """Have at least one point of each group reached, of those that a glob, a class or a predicate found."""
+        if len(groups) < 2:  # noqa: PLR2004
+            self.required += [self._found] if self._found else []
+            return
+        bound = {binding.point: binding for binding in self._found}
+        for group in groups:
+            found = [bound[point] for point in group if point in bound]
+            if found:
+                self.required.append(found)
+
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
         from tenterhook.replay.scribe import Scribe, worth_keeping
@@ -197,7 +222,7 @@ class Recording(Session):
 
     def _plan(self) -> None:
         if self.scribe is not None:
-            for path, module in self.model.named_modules():
+            for path, module in with_wrappers(self.model):
                 if module in self.scribe.modules:
                     self._lane(module, path).guard = self.scribe
         super()._plan()
@@ -271,8 +296,8 @@ class _Stopping(Recorder):
 
     stops = True
 
-    def __init__(self, policy: Policy, keep: int, session: Recording, point: Point) -> None:
-        super().__init__(policy, keep)
+    def __init__(self, policy: Policy, entries: LogEntries, keep: int, session: Recording, point: Point) -> None:
+        super().__init__(policy, entries, keep)
         self.direct = False  # Dispatch would not tell the session.
         self._session, self._point = session, point
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from tenterhook._tree import parts_of
-from tenterhook.address.walk import walk
+from tenterhook.address.walk import named_children, walk, with_wrappers
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.replay.dependencies import Dependencies
 from tenterhook.replay.digest import digest, version
 from tenterhook.replay.randomness import Randomness
@@ -25,13 +26,14 @@ __all__ = ["Scribe", "worth_keeping"]
 def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
     """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
     paths = {module: path for path, module in walk(model)[0]}
-    found: dict[nn.Module, None] = {model: None}
+    found: dict[nn.Module, None] = {model: None, unwrapped(model): None}
     for target in edited:
         steps = paths[target].split(".") if paths.get(target) else []
         above = model
         for step in steps:
-            found.update(dict.fromkeys(above.children()))
-            above = children_of(above)[step] or above
+            children = dict(named_children(above))
+            found.update(dict.fromkeys(each for child in children.values() for each in (child, unwrapped(child))))
+            above = children.get(step, above)
         found[target] = None
     return found
 
@@ -60,7 +62,7 @@ class Scribe:
         # Where open sessions change something: what contains that is not the model's own doing.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
-        self._paths = {module: path for path, module in walk(model)[0]}
+        self._paths = {module: path for path, module in with_wrappers(model)}
         self._regions: dict[nn.Module, list[nn.Module]] = {}
         self._stack: list[_Frame] = []
         self._run: Run | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
+from tenterhook.address.walk import with_wrappers
 from tenterhook.engine.install import Lane, attach, detach
 from tenterhook.engine.session import Session, open_here
 from tenterhook.errors import ReplayError, TenterhookWarning
@@ -186,7 +187,7 @@ class Replay(Session):
         self._leave()
         self.script.runs.clear()
         self._scribe = Scribe(self.script, self.model, self.model.modules())
-        for path, module in self.model.named_modules():
+        for path, module in with_wrappers(self.model):
             if module is not self.model:
                 self._guard(module, path, self._scribe)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.errors import ReplayError, SweepError
+from tenterhook.record.tape import Tape
 
 if TYPE_CHECKING:
-    from tenterhook.record.tape import Tape
     from tenterhook.replay.result import Sweep
     from tenterhook.replay.session import Replay
 
@@ -76,8 +76,16 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     from tenterhook.edit.ready import Set
     from tenterhook.edit.verb import edit
 
-    if not values:
-        raise ReplayError("give the values to start from: th.run_from(model, tape, {'h.6': value})")
+    if not isinstance(tape, Tape):
+        got = "None" if tape is None else f"a {type(tape).__name__}"
+        raise ReplayError(
+            f"run_from serves what comes before from a tape, and got {got} for it. Record one with "
+            "th.record(model, ..., replay=True), then th.run_from(model, tape, {'h.6': value})"
+        )
+    given: Any = values
+    if not isinstance(given, Mapping) or not given:
+        got = "" if isinstance(given, Mapping) else f"; got a {type(given).__name__}"
+        raise ReplayError(f"give the values to start from: th.run_from(model, tape, {{'h.6': value}}){got}")
     session = replay(model, tape, grad=True)
     if not args and not kwargs:
         runs = tape.script.runs
@@ -126,7 +134,10 @@ def sweep(
     from tenterhook.replay.runner import Runner
 
     if not callable(metric):
-        raise SweepError(f"the metric is a function of the model's output; got a {type(metric).__name__}")
+        raise SweepError(
+            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
+        )
     if batch is not None and (type(batch) is not int or batch < 1):
         raise SweepError(f"batch= is how many cases run at once, a positive number; got {batch!r}")
     prepared = prepare(model, cases)

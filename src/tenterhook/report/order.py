@@ -15,7 +15,10 @@ __all__ = ["chosen", "in_order"]
 
 
 def in_order(tape: Tape) -> list[str]:
-    """The addresses of a tape, as values passed where that was noted; otherwise as the model is built, inside out.
+    """Return the addresses of a tape in the order in which their values were produced.
+
+    A file of an earlier version does not know it, unless the command wrote it: then it is the order in which the model
+    is built, inside out.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Linear(2, 2))
@@ -24,6 +27,8 @@ def in_order(tape: Tape) -> list[str]:
     >>> in_order(tape)
     ['0.0', '0', '1:in', '1', ':return']
     """
+    if tape.is_ordered:
+        return tape.in_order()
     noted = {text: place for place, text in enumerate(tape.notes.get("order", ()))}
     addresses = list(tape)
     if noted:

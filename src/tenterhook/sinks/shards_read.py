@@ -299,6 +299,11 @@ class Store(Drawn):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             return self.rows(index)
+        if isinstance(index, Mapping):
+            names = listed(list(map(repr, index)))
+            raise NotRecorded(
+                f"a store is asked for one column, store['h.6'], or for rows, store[:10]; got a dict of {names}."
+            )
         return {key if kind != "grad" else f"{key}.grad": rows[index] for (key, kind), rows in self._rows.items()}
 
     def loader(self, *points: str, batch_size: int, **options: Any) -> Loader:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tenterhook.address.walk import walk
 from tenterhook.sites.fused import FUSED
 from tenterhook.sites.inplace import model_changes_in_place
 
@@ -42,5 +43,5 @@ def facts(model: nn.Module) -> Facts:
 
 
 def _look(model: nn.Module) -> Facts:
-    fused = tuple(path for path, module in model.named_modules() if isinstance(module, FUSED))
+    fused = tuple(path for path, module in walk(model)[0] if isinstance(module, FUSED))
     return Facts(in_place=model_changes_in_place(model.modules()), fused=fused)

@@ -236,7 +236,10 @@ class Blackbox(Drawn):
             rows.append(Row((str(page.step), str(len(page.rows)), shown), style="strong" if bad else ""))
         columns = (Column("step", right=True), Column("rows", right=True), Column("not finite"))
         return Table(
-            f"black box of {self.header.get('model')}: {len(rows)} steps", columns, tuple(rows), tuple(self.wrong)
+            f"black box of {self.header.get('model')}: {len(rows)} step{'s' * (len(rows) != 1)}",
+            columns,
+            tuple(rows),
+            tuple(self.wrong),
         )
 
 

@@ -201,12 +201,12 @@ class Value:
 
     observes = True
     again = False
-    keep = 0  # The log has it already.
+    keep = base = 0  # The log has it already.
 
     def __init__(self, slot: Slot, ledger: Ledger, *, direct: bool, entries: dict[int, Any]) -> None:
         self._slot, self._ledger = slot, ledger
         self.direct = direct
-        self.entries = entries  # Dispatch writes here on the short way; nobody reads it.
+        self.kept_in = entries  # Dispatch writes here on the short way; nobody reads it.
 
     @property
     def reached(self) -> bool:

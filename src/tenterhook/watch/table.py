@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tenterhook._draw import Column, Row, Table
+from tenterhook._draw import Column, Row, Table, counted
 
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
@@ -42,7 +42,8 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
     if len(values) + len(lone) > SHOWN:
         footer.insert(0, f"… and {len(values) + len(lone) - SHOWN} more")
     count = len(watch.findings)
-    title = f"{type(watch.model).__name__}: {watch.steps} steps, {len(rows)} rows, {count} finding{'s' * (count != 1)}"
+    counts = ", ".join(counted(*each) for each in ((watch.steps, "step"), (len(rows), "row"), (count, "finding")))
+    title = f"{type(watch.model).__name__}: {counts}"
     return Table(title, COLUMNS, tuple(drawn), tuple(footer))
 
 

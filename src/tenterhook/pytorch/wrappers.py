@@ -1,0 +1,90 @@
+"""Modules that only wrap another one: ``torch.compile``, data parallelism, FSDP, checkpointing, peft.
+
+A wrapper is recognised by its class, never by the name of its attribute: a model may have a child of its own that is
+called ``module``. The class is looked up among the modules that are loaded already, so that nothing is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tenterhook.pytorch.dynamo import ORIGINAL_MODULE
+from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.names import attribute
+
+__all__ = ["WRAPPED_NAMES", "name_of_wrapper", "unwrapped", "wrapped_module", "wrapped_name", "wrappers_of"]
+
+_FSDP = attribute("FullyShardedDataParallel", "_fsdp_wrapped_module")
+_CHECKPOINT = attribute("ActivationWrapper", "_checkpoint_wrapped_module")
+_CHECKPOINTS = "torch.distributed.algorithms." + attribute("torch.distributed.algorithms", "_checkpoint")
+
+# The Python module that has a class, the class, the name under which it keeps the wrapped module, and what to call it.
+WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", ORIGINAL_MODULE, "torch.compile"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", "DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module", "DataParallel"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _FSDP, "FSDP"),
+    (f"{_CHECKPOINTS}.checkpoint_wrapper", "ActivationWrapper", _CHECKPOINT, "checkpoint"),
+    ("torch.optim.swa_utils", "AveragedModel", "module", "AveragedModel"),
+    ("peft.peft_model", "PeftModel", "base_model", "peft"),
+    ("peft.mixed_model", "PeftMixedModel", "base_model", "peft"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "model", "peft"),
+)
+WRAPPED_NAMES = frozenset(name for _, _, name, _ in WRAPPERS)
+"""the names under which wrappers keep what they wrap: a module with none of them among its children is no wrapper"""
+
+
+def wrapped_name(module: nn.Module) -> str | None:
+    """Return the name of the child that a wrapper wraps; None for a module that is no wrapper."""
+    found = _kind(module)
+    return found[0] if found is not None else None
+
+
+def wrapped_module(wrapper: nn.Module) -> nn.Module:
+    """Return the module that a wrapper wraps; a module that is no wrapper is returned itself."""
+    name = wrapped_name(wrapper)
+    found = children_of(wrapper)[name] if name is not None else None
+    return wrapper if found is None else found
+
+
+def name_of_wrapper(module: nn.Module) -> str:
+    """Return how people call a wrapper: ``torch.compile``, ``DistributedDataParallel``."""
+    found = _kind(module)
+    return found[1] if found is not None else type(module).__name__
+
+
+def _kind(module: nn.Module) -> tuple[str, str] | None:
+    children = children_of(module)
+    if not children or WRAPPED_NAMES.isdisjoint(children.keys()):
+        return None
+    for place, name, child, called in WRAPPERS:
+        if child in children and children[child] is not None:
+            cls: Any = getattr(sys.modules.get(place), name, None)
+            if cls is not None and isinstance(module, cls):
+                return child, called
+    return None
+
+
+def wrappers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the wrappers around a module, from the outermost one in; nothing for a module that is no wrapper."""
+    seen = set[int]()
+    while wrapped_name(module) is not None and id(module) not in seen:
+        seen.add(id(module))
+        yield module
+        module = wrapped_module(module)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers around it, or the module itself.
+
+    >>> plain = nn.Linear(2, 2)
+    >>> unwrapped(nn.DataParallel(nn.DataParallel(plain))) is plain
+    True
+    """
+    for wrapper in wrappers_of(module):
+        module = wrapped_module(wrapper)
+    return module
