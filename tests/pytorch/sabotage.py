@@ -16,27 +16,40 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sabotage_process import LOUD, RIGHT, WRONG
-from sabotage_targets import targets
+from sabotage_renames import Rename
+from sabotage_targets import Target
 
-__all__ = ["run", "total", "wrong"]
+__all__ = ["run", "targets", "total", "wrong"]
 
 LIMIT = 600  # seconds for one name
 HERE = Path(__file__).parent
 
 
+def targets():
+    """List what is sabotaged, in a process of its own, because that loads the compiler."""
+    listed = json.loads(_python("sabotage_targets.py").stdout)
+    return {label: Target(label, _read(rename), *rest) for label, rename, *rest in listed}
+
+
+def _read(rename):
+    return rename and Rename(*(tuple(part) if isinstance(part, list) else part for part in rename))
+
+
 def run(target, *, slow, only=()):
     """Run the scenarios under one sabotage, in a process of its own: {scenario: (outcome, what was seen)}."""
     request = json.dumps({**target._asdict(), "slow": slow and target.slow, "only": only})
-    path = os.pathsep.join(filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]))
-    ran = subprocess.run(
-        [sys.executable, HERE / "sabotage_process.py", request],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
+    ran = _python("sabotage_process.py", request)
     last = ran.stdout.strip().rpartition("\n")[2]
     if ran.returncode or not last.startswith("{"):
         return {"the process": [WRONG, f"exit code {ran.returncode}: {ran.stderr[-3000:]}"]}
     return json.loads(last)
+
+
+def _python(script, *arguments):
+    path = os.pathsep.join(filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, HERE / script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def total(results):

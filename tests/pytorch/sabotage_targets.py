@@ -2,15 +2,17 @@
 
 import functools
 import importlib
+import json
 import pkgutil
 import re
+import sys
 import types
 from pathlib import Path
 from typing import NamedTuple
 
 from sabotage_renames import Rename
 
-__all__ = ["VARIABLES", "Target", "import_room", "targets"]
+__all__ = ["VARIABLES", "Target", "import_room", "named", "targets"]
 
 
 class Target(NamedTuple):
@@ -34,7 +36,7 @@ ROOM = "tenterhook/pytorch/"
 # Words that mean other things in PyTorch too, or that C++ uses: tenterhook looks for another name instead.
 COMMON = {
     "DisableTorchFunction", "PROXY", "TorchDispatchMode", "Unsupported", "_foreach_copy_", "_foreach_norm",
-    "_fsdp_param_group", "counters", "disable", "graph_break", "is_fake", "skip_code",
+    "_checkpoint", "_fsdp_param_group", "counters", "disable", "graph_break", "is_fake", "skip_code",
 }  # fmt: skip
 IN_C = {"AsStridedBackward0", "Tensor", "UntypedStorage", "autograd.Node"}
 # Attributes of private objects whose names are common words: only the files that use them look for others.
@@ -90,10 +92,20 @@ def targets():
     found += [_of_path(path) for path, there in sorted(names.NAMES.items()) if there]
     found += [Target(f"module {path}", Rename(path, "tenterhook")) for path in sorted(set(_modules(names.NAMES)))]
     found += [_of_attribute(owner, name) for owner, name in sorted(names.ATTRIBUTES)]
-    for file, words in VARIABLES.items():
-        found += [Target(f"variable {name} in {file}", Rename(name, "torch", (file,))) for name in words]
-    found += [Target(f"patched: {name}", patch=name, slow=slow) for name, slow in PATCHES.items()]
+    found += [named(f"variable {name} in {file}") for file, words in VARIABLES.items() for name in words]
+    found += [named(f"patched: {name}") for name in PATCHES]
     return {target.label: target for target in found if target.rename is None or _has(target.rename)}
+
+
+def named(label):
+    """Return one of the targets without listing all, which takes some seconds."""
+    if label.startswith("patched: "):
+        name = label.removeprefix("patched: ")
+        return Target(label, patch=name, slow=PATCHES[name])
+    if label.startswith("variable "):
+        _, name, _, file = label.split()
+        return Target(label, Rename(name, "torch", (file,)))
+    return _of_path(label) if label.startswith("torch.") else _of_attribute(*label.rsplit(".", 1))
 
 
 def _of_path(path):
@@ -144,3 +156,7 @@ def _words_of_torch():
 
     sources = [path.read_text(encoding="utf-8") for path in Path(torch.__file__).parent.rglob("*.py")]
     return set().union(*(re.findall(r"\w+", source) for source in sources))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(list(targets().values())))

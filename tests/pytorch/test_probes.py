@@ -267,6 +267,51 @@ def test_threads_that_ask_at_once_run_a_probe_once(monkeypatch):
     assert calls == [1]
 
 
+PATCHED = """
+import json, torch, tenterhook as th
+from torch import nn
+model, said, original = nn.Sequential(nn.Linear(2, 2)), [], nn.Module.__call__
+def session():
+    try:
+        with th.record(model, "0") as tape:
+            model(torch.ones(1, 2))
+        return list(tape)
+    except th.UnsupportedTorch as error:
+        return str(error).splitlines()[0]
+said.append(session())
+nn.Module.__call__ = lambda self, *args: type(self).forward(self, *args)
+said.append(session())
+nn.Module.__call__ = lambda *args: original(*args)
+said.append(session())
+print(json.dumps(said))
+"""
+
+
+def test_probes_run_again_if_another_library_has_patched_pytorch_since():
+    error = f"module calls is not available with torch {torch.__version__}, and every session cannot do without it."
+    assert in_process(PATCHED) == [["0"], error, ["0"]]
+
+
+FORKED_MEANWHILE = """
+import os, threading
+from tenterhook.pytorch.support import FEATURES, Feature
+began, forked = threading.Event(), threading.Event()
+slow = Feature("slow", "", lambda: (began.set(), forked.wait())[2:], "")
+threading.Thread(target=slow.run).start()
+began.wait()
+child = os.fork()
+if child == 0:
+    FEATURES["structured values"].run()
+    os._exit(0)
+forked.set()
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_process_that_is_forked_during_a_probe_can_run_probes():
+    assert in_process(FORKED_MEANWHILE) == 0
+
+
 # -- whatever the user has switched on ---------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from tenterhook.pytorch.module_calls import buffers_of, children_of, forward_pre_hooks_of, parameters_of
 from tenterhook.pytorch.names import attribute, find
-from tenterhook.pytorch.support import check, feature
+from tenterhook.pytorch.support import check, feature, require
 
 __all__ = [
     "PowerIteration",
@@ -28,6 +28,7 @@ attribute("BasePruningMethod", "_tensor_name")
 attribute("torch.nn.utils.parametrize", "_cache")
 attribute("parametrizations.spectral_norm", "_u")
 attribute("parametrizations.spectral_norm", "_v")
+attribute("parametrizations.spectral_norm", "n_power_iterations")
 attribute("WeightNorm", "compute_weight")
 WeightNorm: Any = find("torch.nn.utils.weight_norm.WeightNorm", ())
 SpectralNorm: Any = find("torch.nn.utils.spectral_norm.SpectralNorm", ())
@@ -59,12 +60,21 @@ class WeightHook:
 
 def has_derived_weights(module: nn.Module) -> bool:
     """Return whether PyTorch computes weights of a module from other parameters."""
-    hooks = forward_pre_hooks_of(module).values()
-    return parametrize.is_parametrized(module) or any(type(hook).__module__.startswith(_UTILITIES) for hook in hooks)
+    return parametrize.is_parametrized(module) or any(map(_is_utility, forward_pre_hooks_of(module).values()))
+
+
+def _is_utility(hook: Any) -> bool:
+    return type(hook).__module__.startswith(_UTILITIES)
 
 
 def weight_hooks(module: nn.Module) -> list[WeightHook]:
     """Return the pre-hooks of pruning, ``weight_norm`` and ``spectral_norm`` on a module."""
+    if any(map(_is_utility, forward_pre_hooks_of(module).values())):
+        require("weights computed from parameters")
+    return _weight_hooks(module)
+
+
+def _weight_hooks(module: nn.Module) -> list[WeightHook]:
     found = []
     for hook in forward_pre_hooks_of(module).values():
         if isinstance(hook, (WeightNorm, SpectralNorm)):
@@ -154,10 +164,12 @@ def probe_derived_weights() -> str | None:
     pruned = nn.Linear(2, 2, device="meta")
     prune.identity(pruned, "weight")
     check(has_derived_weights(pruned), "pruning is not recognised")
-    check([each.name for each in weight_hooks(pruned)] == ["weight"], "the name of a pruned weight is not known")
+    check([each.name for each in _weight_hooks(pruned)] == ["weight"], "the name of a pruned weight is not known")
     normalised: Any = _SPECTRAL_NORM(torch.empty(2, 2, device="meta"))
     check(_is_spectral_norm(normalised), "spectral normalisation is not recognised")
     check(normalised._u.shape == normalised._v.shape == (2,), "the vectors of spectral normalisation are not found")
+    steps = [each.n_power_iterations for each in (normalised, SpectralNorm())]
+    check(steps == [1, 1], "the steps of spectral normalisation are not known")
     old = [getattr(kind, "compute_weight", None) for kind in (WeightNorm, SpectralNorm)]
     check(all(map(callable, old)), "weight or spectral normalisation by hooks is not recognised")
     check(isinstance(parametrization_cache(), dict), "the cache of parametrized weights has moved")

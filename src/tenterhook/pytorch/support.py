@@ -7,6 +7,7 @@ the feature is unavailable, and what needs it raises ``UnsupportedTorch`` as it 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 from tenterhook.errors import UnsupportedTorch
 
@@ -88,6 +91,37 @@ _work: set[tuple[str, ...]] = set()
 """Groups of features that all work, so that a session asks for them with one look."""
 
 
+def _patchable() -> tuple[Any, ...]:
+    """Return the functions of PyTorch that other libraries replace, as they are now."""
+    return nn.Module.__call__, torch_checkpoint.checkpoint
+
+
+_probed = _patchable()
+"""What they were when the probes ran."""
+
+
+def _probe_again_if_patched() -> None:
+    """Forget the outcomes of the probes if another library has patched PyTorch since."""
+    global _probed  # noqa: PLW0603 - one for the process, as the outcomes are
+    with _lock:
+        now = _patchable()
+        if now != _probed:
+            _probed = now
+            _work.clear()
+            for each in FEATURES.values():
+                each.status, each.why = None, ""
+
+
+def _unlock() -> None:
+    """Give a forked process a lock of its own: a thread that it does not have may hold the other."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def feature(
     name: str, *, used_by: str, still_works: str
 ) -> Callable[[Callable[[], str | None]], Callable[[], str | None]]:
@@ -102,13 +136,15 @@ def feature(
 
 def is_available(name: str) -> bool:
     """Return whether a feature works, by whatever way."""
+    _probe_again_if_patched()
     return FEATURES[name].run() is not Status.UNAVAILABLE
 
 
 def require(*names: str) -> None:
     """Raise ``UnsupportedTorch`` unless all of these features work."""
-    if names in _work:
+    if names in _work and _patchable() == _probed:
         return
+    _probe_again_if_patched()
     for name in names:
         found = FEATURES[name]
         if found.run() is Status.UNAVAILABLE:
