@@ -129,7 +129,14 @@ def test_code_that_calls_exit_does_not_pass_for_success(run):
     assert "the code called exit(0)" in run("points", "nets.py:leaves", code=2).stderr
 
 
-@pytest.mark.parametrize("place", ["s3://no-such-bucket/acts", "http://127.0.0.1:1/acts", "nowhere://acts"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("s3://no-such-bucket/acts", marks=pytest.mark.slow),  # It is tried again for three minutes.
+        pytest.param("http://127.0.0.1:1/acts", marks=pytest.mark.slow),
+        "nowhere://acts",
+    ],
+)
 def test_an_object_store_that_does_not_answer_is_told(run, place, monkeypatch):
     pytest.importorskip("obstore")
     for name, value in (

@@ -207,6 +207,6 @@ def test_a_malformed_store_is_told_without_a_traceback(call, tmp_path, text):
     (tmp_path / "acts/manifest.json").write_text(text)
     for words in (["verify", "acts"], ["verify", "acts", "--drop"], ROWS):
         told = call(*words)
-        assert told.exit_code == 2, told.output
+        assert told.exit_code == 4, told.output
         assert "manifest.json" in told.stderr
         assert "Traceback" not in told.output + told.stderr

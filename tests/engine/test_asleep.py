@@ -48,7 +48,7 @@ def test_what_is_never_called_costs_nothing_and_is_left_as_it_was(model):
 
 
 def test_a_session_without_a_call_leaves_nothing(model):
-    with untouched(model):
+    with untouched(model), pytest.raises(th.NeverReached):
         th.record(model, "**").start().close()
 
 
@@ -123,7 +123,8 @@ def test_sessions_closed_in_any_order_before_any_call(model):
     with untouched(model):
         sessions = [th.record(model, "**").start() for _ in range(3)]
         for session in (sessions[1], sessions[0], sessions[2]):
-            session.close()
+            with pytest.raises(th.NeverReached):
+                session.close()
 
 
 def test_another_threads_call_comes_first(model):

@@ -124,7 +124,7 @@ def test_a_stop_does_not_wait_for_what_can_never_be_called():
         return model[1](model[0](x, x, x)[0])
 
     model.forward = forward
-    with th.record(model, "{0,items}", "0.*", stop=True) as tape:
+    with th.record(model, ["{0,items}", "0.*"], stop=True) as tape:
         model(torch.zeros(2, 1, 4))
     assert counts(model) == [0]
     assert "0" in tape

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook.harvest.job import Job
 from tenterhook.sinks.pinned import Piece
-from tenterhook.sinks.shards_file import as_bytes
 
 x = torch.randn(40, 4)
 

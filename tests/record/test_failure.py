@@ -183,4 +183,4 @@ def test_a_failure_keeps_nothing_alive():
     before = len(live_tensors())
     run()
     gc.collect()
-    assert len(live_tensors()) == before
+    assert len(live_tensors()) <= before

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tenterhook as th
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook.sinks import shards_file
 
 ROWS, WIDTH = 1000, 6
@@ -124,7 +125,7 @@ def test_blocks_are_compared_once_and_only_those_that_are_read(tmp_path, monkeyp
 def test_a_file_of_rows_takes_pieces_of_any_size(tmp_path, data):
     file = shards_file.RowsFile(tmp_path / "a", shards_file.Rows("x", torch.float32, (WIDTH,)))
     for part in data.split([1, 0, 299, 700]):
-        file.write(shards_file.as_bytes(part))
+        file.write(as_bytes(part))
     record = file.finish()
     assert record["rows"] == ROWS
     assert record["bytes"] == (tmp_path / "a").stat().st_size
@@ -135,7 +136,7 @@ def test_a_file_of_rows_takes_pieces_of_any_size(tmp_path, data):
 def test_a_long_name_has_room_in_the_header(tmp_path):
     name = "layer." * 1000 + "x"
     file = shards_file.RowsFile(tmp_path / "a", shards_file.Rows(name, torch.uint8, ()))
-    file.write(shards_file.as_bytes(torch.arange(5, dtype=torch.uint8)))
+    file.write(as_bytes(torch.arange(5, dtype=torch.uint8)))
     assert file.finish()["head"] == 8192
     with safe_open(tmp_path / "a", "pt") as opened:
         assert opened.get_tensor(name).tolist() == [0, 1, 2, 3, 4]

@@ -51,5 +51,6 @@ def test_a_recording_of_a_thread_that_has_ended_sees_nothing_of_a_new_one():
     for _ in range(TRIES):
         session = in_thread(th.record(model, "*").start)
         in_thread(lambda: model(X))
-        session.close()
+        with pytest.raises(th.NeverReached, match="not by the thread"):
+            session.close()
         assert len(session.tape) == 0

@@ -16,9 +16,9 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook._tree import parts_of, tensors
 from tenterhook.errors import HarvestError
-from tenterhook.sinks.shards_file import as_bytes
 
 __all__ = ["Cut", "Digest", "Listed", "Loaded", "Source", "Stream", "digest", "size_of", "source_of"]
 

@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook._tree import tensors
-from tenterhook.sinks.shards_file import as_bytes
 
 __all__ = ["digest_of", "weights_of"]
 

@@ -5,6 +5,7 @@ It stands in a file of its own: Dynamo is told to leave all other functions of t
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ def _compiled(function: Any, **options: Any) -> Any:
     return torch.compile(function, backend=_probe_backend, **options)
 
 
+def _anew(function: Any) -> Any:
+    """Return the function with code of its own, which no earlier run of this probe has compiled."""
+    code, closure = function.__code__.replace(), function.__closure__
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+
+
 def _probe_backend(graph: Any, _inputs: Any) -> Any:
     return graph.forward
 
@@ -112,6 +119,7 @@ def _probe_versions() -> None:
 
     found: list[tuple[bool, bool]] = []
     x = torch.ones(2, device="cpu")
+    run, apart = _anew(run), _anew(apart)
     check(compiled_versions(run.__code__) == 0, "code that was never compiled has compiled versions")
     graphs, _ = graphs_and_breaks()
     _compiled(run)(x)
@@ -137,6 +145,7 @@ def _probe_breaks() -> None:
         return x + 1
 
     x = torch.ones(2, device="cpu")
+    breaks, must_be_whole = _anew(breaks), _anew(must_be_whole)
     _, before = graphs_and_breaks()
     check(_compiled(breaks)(x).tolist() == [3, 3], "a graph that is left gives a wrong result")
     check(graphs_and_breaks()[1] == before + 1, "graphs that are left are not counted")

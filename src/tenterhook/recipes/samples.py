@@ -83,7 +83,7 @@ def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Te
     # A value that all examples share (the embeddings of positions) is given to each, so that each has its gradient.
     held = {id(module) for module in layers.values()}
     changes = {lambda _name, module: id(module) in held: spread}
-    session = th.record(model, *points, grad=True)
+    session = th.record(model, points, grad=True)  # One list: layers that are never called are none the worse.
     with torch.enable_grad(), arguments_of(layers) as calls, th.edit(model, changes, check=False), session as tape:
         losses = _checked(loss(model(*args, **kwargs)), count)
         tape.backward(losses.sum())

@@ -47,6 +47,7 @@ class Kept:
 
     value: Any
     watched: list[tuple[Tensor, int]]
+    in_transform: bool = False
 
 
 # A plain tensor is kept without a Kept around it, and so is one with nothing but None behind it in a tuple, then with
@@ -79,7 +80,7 @@ class Policy:
         if self.gather:
             value = map_tensors(gathered, value)
         if in_transform():
-            return Kept(map_tensors(self._keep_whole, value, opaque=Opaque.of), watched)
+            return Kept(map_tensors(self._keep_whole, value, opaque=Opaque.of), watched, in_transform=True)
         if not self.by_reference:
             return Kept(map_tensors(self._keep_one, value, opaque=Opaque.of), watched)
         return Kept(map_tensors(lambda tensor: self._refer(tensor, watched), value, opaque=Opaque.of), watched)
@@ -203,6 +204,8 @@ def value(entry: Entry) -> Any:
 def read(entry: Entry, address: str) -> Any:
     """The kept value, if it is still what passed."""
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
+    if type(entry) is Kept and entry.in_transform and in_transform():
+        raise TapeError(INSIDE.format(address=address))
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))

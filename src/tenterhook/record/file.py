@@ -20,6 +20,7 @@ import xxhash
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook._version import __version__
 from tenterhook.errors import TenterhookError
 
@@ -111,8 +112,7 @@ def checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128(_line(sorted((key, text) for key, text in texts.items() if key != "checksum")))
     for name, tensor in sorted(tensors.items()):
         digest.update(_line([name, str(tensor.dtype), list(tensor.shape)]))
-        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        digest.update(raw)
+        digest.update(as_bytes(tensor.contiguous()))
     return f"xxh3_128:{digest.hexdigest()}"
 
 

@@ -93,10 +93,19 @@ def record(  # noqa: PLR0913
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
     points = tuple(groups[0]) if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
-    session.require_one_of_each(groups)
+    session.require_one_of_each(_joined(selectors, groups))
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
+
+
+def _joined(selectors: Sequence[Selector], groups: list[tuple[Point, ...]]) -> list[tuple[Point, ...]]:
+    """Join the groups of selectors that are points, which a glob may have found."""
+    if not any(isinstance(each, Point) for each in selectors):
+        return groups
+    pairs = list(zip(selectors, groups, strict=True))
+    found = tuple([point for each, group in pairs if isinstance(each, Point) for point in group])
+    return [*[group for each, group in pairs if not isinstance(each, Point)], found]
 
 
 class Recording(Session):
@@ -200,7 +209,10 @@ class Recording(Session):
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
     def require_one_of_each(self, groups: Sequence[Sequence[Point]]) -> None:
-        """Have at least one point of each group reached, of those that a glob, a class or a predicate found."""
+        """Have at least one point of each group reached, of those that a glob, a class or a predicate found.
+
+        Points that were found earlier and are given one by one form one group.
+        """
         if len(groups) < 2:  # noqa: PLR2004
             self.required += [self._found] if self._found else []
             return

@@ -23,8 +23,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from tenterhook._tensor_bytes import as_bytes
 from tenterhook.errors import ValueChanged
-from tenterhook.sinks.shards_file import as_bytes
 
 __all__ = ["Budget", "HostStage", "Piece", "PinnedStage", "stage_for"]
 

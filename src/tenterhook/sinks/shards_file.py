@@ -9,6 +9,7 @@ does not grow with the file.
 >>> from safetensors.torch import load_file
 >>> path = Path(tempfile.mkdtemp()) / "rows.safetensors"
 >>> file = RowsFile(path, Rows("h.6", torch.bfloat16, (2,)))
+>>> from tenterhook._tensor_bytes import as_bytes
 >>> file.write(as_bytes(torch.ones(3, 2, dtype=torch.bfloat16)))
 >>> file.finish()["rows"], load_file(path)["h.6"].shape
 (3, torch.Size([3, 2]))
@@ -26,12 +27,11 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from tenterhook._version import __version__
 from tenterhook.errors import HarvestError
 
-__all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "as_bytes", "checksum_of"]
+__all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "checksum_of"]
 
 BLOCK = 16 << 20
 """Bytes that have one checksum together: what has to be read in order to trust a single row."""
@@ -196,10 +196,3 @@ class RowsFile:
 def checksum_of(header: bytes, blocks: list[str]) -> str:
     """The checksum of a file: over its header and the checksums of its blocks."""
     return "xxh3_128:" + xxhash.xxh3_128(header + "".join(blocks).encode()).hexdigest()
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, not copied."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    raw: Any = flat.numpy()
-    return memoryview(raw)

@@ -320,7 +320,7 @@ class ObjectStore:
         except NotFoundError as error:
             raise FileNotFoundError(f"{self}/{name}") from error
         except (BaseError, OSError, ValueError) as error:
-            raise StoreError(f"{self}/{name} cannot be read or written: {error}") from error
+            raise StoreError(f"{self}/{name} cannot be read or written: {first_line(error)}") from error
 
     def names(self, folder: str) -> list[str]:
         import obstore
@@ -348,7 +348,7 @@ class ObjectStore:
                 return False
             self.write(name, data)
         except BaseError as error:
-            raise StoreError(f"{self}/{name} cannot be written: {error}") from error
+            raise StoreError(f"{self}/{name} cannot be written: {first_line(error)}") from error
         return True
 
     def spool(self, name: str) -> Path:
@@ -401,6 +401,11 @@ def _shard_of(file: Path) -> int:
     """The shard that a half-written file belongs to, or -1: its folder or its own name says it."""
     own = file.name.removeprefix(TEMPORARY).partition(".")[0]
     return next((int(text) for text in (file.parent.name, own) if text.isdecimal()), -1)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text: obstore adds the whole chain of what caused it."""
+    return str(error).split("\n", 1)[0]
 
 
 def _again(url: str, options: dict[str, Any]) -> ObjectStore:

@@ -65,8 +65,9 @@ def test_every_feature_is_tested_here():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_feature_works_the_fast_way(name):
-    assert outcome(name) == (Status.FAST, "")
+def test_every_feature_works_the_fast_way_as_often_as_it_is_probed(name):
+    for _ in range(3):
+        assert outcome(name) == (Status.FAST, "")
 
 
 @pytest.mark.parametrize("name", LIGHT)
