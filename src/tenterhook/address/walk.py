@@ -9,6 +9,7 @@ own here, and what is inside has the name that it has without the wrapper.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site, own_tensor
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Named",
-    "Shape",
+    "Structure",
     "aliases",
     "all_names",
     "find",
     "first_names",
+    "last_structure",
     "named_children",
     "named_tensors",
+    "structure",
     "through_wrappers",
     "true_names",
     "walk",
@@ -58,9 +61,19 @@ def walk(model: nn.Module, *, as_built: bool = False) -> tuple[list[Named], list
     """Return every module under its first name, in the order of ``named_modules``, and the further names on the way.
 
     What is below a further name is not entered. A wrapper is not listed: the module inside it has its place. With
-    ``as_built``, wrappers are modules like any other. Every glob pays for this walk, hence the plain loop:
-    ``named_modules`` is a chain of generators and takes several times as long.
+    ``as_built``, wrappers are modules like any other. What was found is kept as long as the model is as it was.
     """
+    if as_built:
+        return _walk(model, as_built=True)
+    known = _known.get(model)
+    found = known.again() if known is not None else None
+    if found is None:
+        found = _walk(model, as_built=False)
+        _known[model] = Structure(model, found)
+    return found
+
+
+def _walk(model: nn.Module, *, as_built: bool) -> tuple[list[Named], list[Named]]:
     firsts: list[Named] = []
     others: list[Named] = []
     seen: set[int] = set()
@@ -96,28 +109,70 @@ def named_children(module: nn.Module) -> list[Named]:
     return own + [item for wrapper in wrappers_of(module) for item in _beside(wrapper)]
 
 
-class Shape:
-    """Which modules stand where in a model."""
+class Structure:
+    """Which modules stand where in a model, and their names. It keeps none of them alive."""
 
-    __slots__ = ("_children", "_parents", "ids")
+    __slots__ = ("_children", "_firsts", "_modules", "_names", "_others")
 
-    def __init__(self, model: nn.Module) -> None:
-        self.ids: set[int] = set()
-        self._parents: list[nn.Module] = []
-        self._children: list[tuple[nn.Module | None, ...]] = []
-        stack: list[nn.Module | None] = [model]
-        while stack:
-            module = stack.pop()
-            if module is not None and id(module) not in self.ids:
-                self.ids.add(id(module))
-                self._parents.append(module)
-                children = tuple(children_of(module).values())
-                self._children.append(children)
-                stack += children
+    def __init__(self, model: nn.Module, walked: tuple[list[Named], list[Named]]) -> None:
+        modules: list[nn.Module | None] = [model]
+        places: dict[nn.Module | None, int] = {model: 0, None: -1}
+        for module in modules:  # It grows meanwhile.
+            for child in children_of(module).values():  # type: ignore[arg-type]
+                if child not in places:
+                    places[child] = len(modules)
+                    modules.append(child)
+        self._modules = [ref(module) for module in modules]
+        self._names, children = _children(modules)
+        self._children = [places[child] for child in children]
+        self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
-    def holds(self) -> bool:
-        """Whether the same modules stand in the same places."""
-        return [tuple(children_of(module).values()) for module in self._parents] == self._children
+    def modules(self) -> list[Any] | None:
+        """Return the modules, and None behind them, if the model is as it was."""
+        modules: list[Any] = [find() for find in self._modules]
+        if None in modules:
+            return None
+        names, children = _children(modules)
+        modules.append(None)
+        same = names == self._names and children == [modules[place] for place in self._children]
+        return modules if same else None
+
+    def again(self) -> tuple[list[Named], list[Named]] | None:
+        """Return what a walk would find, if the model is as it was."""
+        modules = self.modules()
+        if modules is None:
+            return None
+        firsts, others = ([(path, modules[place]) for path, place in part] for part in (self._firsts, self._others))
+        return firsts, others
+
+
+def _children(modules: list[Any]) -> tuple[list[str], list[nn.Module | None]]:
+    """Return the names of all children of these modules, and the children."""
+    names: list[str] = []
+    children: list[nn.Module | None] = []
+    for module in modules:
+        own = children_of(module)
+        if own:
+            names += own.keys()
+            children += own.values()
+        names.append("")  # So that a child that has moved to another parent is noticed.
+    return names, children
+
+
+_known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+
+
+def structure(model: nn.Module) -> Structure:
+    """Return the structure of a model as it is now: the same object as long as nothing changes."""
+    known = _known.get(model)
+    if known is None or known.modules() is None:
+        known = _known[model] = Structure(model, _walk(model, as_built=False))
+    return known
+
+
+def last_structure(model: nn.Module) -> Structure | None:
+    """Return the structure that the last walk through a model found, without another look."""
+    return _known.get(model)
 
 
 def all_names(walked: tuple[list[Named], list[Named]], *, as_built: bool = False) -> list[Named]:

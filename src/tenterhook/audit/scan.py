@@ -18,9 +18,9 @@ from tenterhook.audit.found import Found, Kind, Table
 from tenterhook.audit.tables import global_tables, is_ours, module_tables, tensor_tables
 from tenterhook.audit.who import Who, held, innermost, who
 from tenterhook.engine.action import Context
-from tenterhook.engine.asleep import Sleepers
 from tenterhook.engine.install import Tap
 from tenterhook.engine.session import Session
+from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.dynamo import is_compiled_wrapper
 from tenterhook.pytorch.modes import dispatch_modes, function_modes
@@ -155,9 +155,9 @@ def _own(place: Place, module: nn.Module) -> Iterator[Found]:
 
 def _own_forward(place: Place, forward: Any) -> Found:
     function = getattr(forward, "__func__", None)
-    tap, sleepers = getattr(function, "tap", None), getattr(getattr(function, "wake", None), "__self__", None)
-    if isinstance(sleepers, Sleepers):
-        here, sessions = place.module in sleepers.bindings, repr(sleepers)
+    tap, shared = getattr(function, "tap", None), getattr(function, "shared", None)
+    if isinstance(shared, SharedForwards):
+        here, sessions = place.module in shared.modules, repr(shared)
     elif isinstance(tap, Tap):
         here = tap.module is place.module
         sessions = ", ".join(dict.fromkeys(repr(lane.session) for lane in tap.lanes)) or "<open tenterhook session>"

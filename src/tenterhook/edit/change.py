@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from tenterhook._tree import describe, tensors
 from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
+from tenterhook.pytorch.python_code import has_one_argument
 from tenterhook.sites.wrapped import is_spread
 
 __all__ = ["Change", "as_change", "check_same_kind"]
@@ -74,6 +76,8 @@ def as_change(given: Any) -> Change:
 
 
 def _takes_context(function: Callable[..., Any], name: str) -> bool:
+    if type(function) is FunctionType and has_one_argument(function):
+        return False  # As most are; a signature takes long to make.
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

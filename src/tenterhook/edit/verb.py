@@ -74,7 +74,6 @@ class Editing(Session):
     """A session that edits."""
 
     verb = "edit"
-    sleeps = True
 
     def __init__(self, model: nn.Module, *, opaque: bool = False) -> None:
         super().__init__(model, [], [])

@@ -23,7 +23,7 @@ from tenterhook.engine.around import HookedAttributes, around
 from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
-from tenterhook.engine.short import direct, watched, within
+from tenterhook.engine.short import watched, within
 from tenterhook.errors import SessionError, TenterhookWarning
 from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import (
@@ -160,16 +160,13 @@ class Tap:
             return None
         if lane.direct is None or lane.quick is not quick:
             (observer, watch), lane.quick = alone, quick
-            if watch is None:
-                lane.direct = direct(self, lane, observer, quick=quick)
-            else:
-                lane.direct = watched(self, lane, observer, watch, quick=quick)
+            lane.direct = watched(self, lane, observer, watch, quick=quick)
         return lane.direct
 
     @property
     def in_place(self) -> bool:
         """Whether our forward is where it was put, and nobody has put another one there."""
-        return self.module.__dict__.get("forward") is self.method
+        return self.method is not None and self.module.__dict__.get("forward") is self.method
 
     def restore(self) -> None:
         """Leave the module as it was. A forward that someone else has put in since is theirs to keep."""
@@ -294,9 +291,9 @@ def give_back(lane: Lane) -> None:
 def _tap_of(module: nn.Module) -> Tap | None:
     """The tap in a module's forward; what a copy has brought along from its original is taken away."""
     forward = module.__dict__.get("forward")
-    wake = getattr(getattr(forward, "__func__", None), "wake", None)
-    if wake is not None:
-        wake(module)
+    shared = getattr(getattr(forward, "__func__", None), "shared", None)
+    if shared is not None:
+        shared.other(module)
         forward = module.__dict__.get("forward")
     tap = getattr(getattr(forward, "__func__", None), "tap", None)
     if not isinstance(tap, Tap):

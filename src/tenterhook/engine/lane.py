@@ -82,6 +82,10 @@ class Lane:
         else:
             self.edits_in += ((place, binding),)
 
+    def begin_at(self, calls: int) -> None:
+        """Count on from a number of calls that were made before this lane was there."""
+        self.next_key = itertools.count(self.base + calls).__next__
+
     def next_call(self) -> int:
         """Return the number of the call that begins."""
         return self.next_key() - self.base
@@ -141,12 +145,10 @@ class Lane:
         if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
             return None
         looks = self.looks_out
-        if len(looks) not in (1, 2) or looks[0].point.call is not None or looks[-1].point.call is not None:
+        if len(looks) != 2 or looks[0].point.call is not None or looks[-1].point.call is not None:  # noqa: PLR2004
             return None
-        first = looks[0].action
-        watch = getattr(looks[1].action, "watch", None) if len(looks) > 1 else None
-        alone = getattr(first, "direct", False) and (len(looks) == 1 or watch is not None)
-        return (first, watch) if alone else None
+        first, watch = looks[0].action, getattr(looks[1].action, "watch", None)
+        return (first, watch) if getattr(first, "direct", False) and watch is not None else None
 
 
 def _hand_on(value: Any, *_: Any) -> Any:

@@ -24,7 +24,7 @@ SHOWN = 10
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
     """The error for groups of bindings that no call passed."""
     what = "edit took no effect" if session.verb == "edit" else "point was never reached"
-    called = any(lane.calls for lane in session._lanes.values())
+    called = any(lane.calls for lane in session._lanes.values()) or session.has_calls
     count = len(missed) if session.verb == "edit" else sum(map(len, missed))
     lines = [f"{count} {what if count == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
     for group in missed[:SHOWN]:
@@ -49,7 +49,7 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
     if session.stopped:
         return "the run was stopped before it"
     lane = session._lanes.get(point.module)
-    calls = lane.calls if lane is not None else 0
+    calls = session.calls_of(point.module)
     if calls or (point.site is Site.PARAMETER and hasattr(binding.action, "why")):
         return _called(binding, calls)
     if lane is not None and lane.strangers:

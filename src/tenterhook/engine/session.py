@@ -11,14 +11,14 @@ from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address.match import Site
-from tenterhook.address.walk import Shape, find, walk
+from tenterhook.address.walk import Structure, find, structure, walk
 from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
-from tenterhook.engine.asleep import Sleepers
 from tenterhook.engine.install import attach_all, detach, locked
 from tenterhook.engine.lane import Lane
 from tenterhook.engine.reasons import never_reached
+from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import (
     ClosedSession,
     ModelChanged,
@@ -57,7 +57,6 @@ REPLICAS = (
 )
 
 
-RETURN = Site.RETURN
 NEEDED = ("module calls", "backward passes", "tracing", "transforms of torch.func", "structured values")
 
 
@@ -83,7 +82,6 @@ class Session:
     verb = "session"
     needs: tuple[str, ...] = ()
     """the features of PyTorch that this session cannot do without, beyond those that all need"""
-    sleeps = False  # Whether what acts at a module's output may be made at that module's first call.
 
     def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
         self.model = model
@@ -93,14 +91,15 @@ class Session:
         self.tape: Any = None
         self.owner = current.token
         self._lanes: dict[nn.Module, Lane] = {}
-        self._sleepers: Sleepers | None = None
+        self._shared: SharedForwards | None = None
         self._readers: Readers | None = None
         self._swaps: list[Swap] = []
         self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
         self._neighbours: list[Session] = []
         self._state = "new"
         self._depth = 0
-        self._shape: Shape | None = None
+        self._planned: Structure | None = None  # What the model was like as its points were found, if that is known.
+        self._structure: Structure | None = None
         self.reel: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
@@ -120,8 +119,8 @@ class Session:
             self._check_torch()
             if has_compiled_anything():
                 compiled.begin(self)
-            if self._sleepers is not None:
-                self._sleepers.lie_down()
+            if self._shared is not None:
+                self._shared.install()
             attach_all(self._lanes.values())
             self.on_start()
         except BaseException:
@@ -139,14 +138,9 @@ class Session:
         return ClosedSession(f"this {self.verb} session is closed; open a new one with th.{self.verb}(...)")
 
     def _plan(self) -> None:
-        # Compiled code, and layers that may bypass their children, have to know of all points beforehand.
-        if self.sleeps and not has_compiled_anything() and not facts(self.model).fused:
-            self._sleepers = Sleepers(self)
-        sleepers, lanes = self._sleepers, self._lanes
+        self._shared = self.shared_forwards()
         for binding in self.bindings:
             point = binding.point
-            if sleepers is not None and point.site is RETURN and sleepers.take(binding, lanes):
-                continue
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
             else:
@@ -159,21 +153,25 @@ class Session:
 
     def _check_model(self) -> None:
         """Raise if the model is not any more what it was when the session was made."""
+        if not self.is_explicit:
+            self._structure = structure(self.model)
+            if self._structure is self._planned:
+                return
         places = [(lane.path, module) for module, lane in self._lanes.items()]
-        if self._sleepers is not None:
-            places += [(bindings[0].point.path, module) for module, bindings in self._sleepers.bindings.items()]
-        if all(binding.point.explicit for binding in self.bindings):
+        if self._shared is not None:
+            places += [(path, module) for module, path in self._shared.modules.items()]
+        if self.is_explicit:
             gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
-            self._shape = Shape(self.model)
-            gone = [path for path, module in places if id(module) not in self._shape.ids]
+            there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
+            gone = [path for path, module in places if id(module) not in there]
         if gone:
             message = f"{gone[0]!r} is not the module any more that it was when this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
 
     def _check_torch(self) -> None:
         """Raise if this release of PyTorch lacks something that only this model needs."""
-        modules = [*self._lanes, *(self._sleepers.bindings if self._sleepers is not None else ())]
+        modules = [*self._lanes, *(self._shared.modules if self._shared is not None else ())]
         hooked = GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules)
         if hooked:
             require("hooks of other libraries")
@@ -185,16 +183,16 @@ class Session:
     @property
     def lanes(self) -> dict[nn.Module, Lane]:
         """What is done at each module."""
-        if self._sleepers is not None:
-            self._sleepers.wake_all()
+        if self._shared is not None:
+            self._shared.hand_over_all()
         return self._lanes
 
     def _lane(self, module: nn.Module, path: str) -> Lane:
         lane = self._lanes.get(module)
         if lane is None:
             lane = self._lanes[module] = Lane(self, module, path)
-            if self._sleepers is not None and module in self._sleepers.bindings:
-                self._sleepers.wake(module)
+            if self._shared is not None:
+                self._shared.hand_over(module)
         return lane
 
     def _plan_parameter(self, binding: Binding) -> None:
@@ -239,6 +237,22 @@ class Session:
                 return True
         return False
 
+    def shared_forwards(self) -> SharedForwards | None:
+        """Return the modules that one forward for each class can serve, for a verb that has such."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether every point was named itself."""
+        return all(binding.point.explicit for binding in self.bindings)
+
+    has_calls = False
+    """whether calls were seen at modules that have no lane"""
+
+    def calls_of(self, module: nn.Module) -> int:
+        """Return how many calls of a module the session has seen begin."""
+        lane = self._lanes.get(module)
+        return lane.calls if lane is not None else 0
+
     def on_start(self) -> None:
         """For a verb that has more to put in; what it raises undoes the start."""
 
@@ -258,13 +272,13 @@ class Session:
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
         self._lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
-        self._sleepers, self._readers, self._swaps = None, None, []
+        self._shared, self._readers, self._swaps = None, None, []
 
     def _undo(self) -> list[str]:
         """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
         if self in self._neighbours:
             self._neighbours.remove(self)
-        replaced = self._sleepers.leave() if self._sleepers is not None else []
+        replaced = self._shared.remove() if self._shared is not None else []
         try:
             with locked:  # Another thread that makes a forward for all lanes of a module finds none half gone.
                 for lane in reversed(self._lanes.values()):
@@ -290,15 +304,19 @@ class Session:
     def _say_what_was_missed(self) -> None:
         if self.reel is not None and self.reel.error is not None:
             raise self.reel.error
-        if self._shape is not None and not self._shape.holds():
+        if self._structure is not None and structure(self.model) is not self._structure:
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
                 "open on it: new modules were not part of it, and lost ones may have been missed."
             )
             warnings.warn(text, TenterhookWarning, stacklevel=4)
-        missed = [group for group in self.required if not any(binding.action.reached for binding in group)]
+        missed = self.missed()
         if missed:
             raise never_reached(self, missed)
+
+    def missed(self) -> list[list[Binding]]:
+        """Return the required groups of which no point was reached."""
+        return [group for group in self.required if not any(binding.action.reached for binding in group)]
 
     # -- as a context manager -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The hot path: what runs at most calls of a module that a session has touched.
 
-``direct`` keeps the output of a module, ``watched`` keeps it and its gradient, or hands it to what keeps both, and
-``within`` runs a rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
+``watched`` keeps the output of a module and its gradient, or hands it to what keeps both, and ``within`` runs a
+rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
 out of the ordinary: another thread, a recomputation, a copy of the module.
 
 Most often they do not stand in the place of ``forward`` but in that of the whole call, hooks and all, as long as there
@@ -24,8 +24,6 @@ from tenterhook.pytorch.autograd import current_backward_id, next_operation_numb
 from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
 from tenterhook.pytorch.python_code import own_frame
-from tenterhook.sites.module import MISSING
-from tenterhook.sites.tensor import shows_every_change
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.lane import Lane
 
-__all__ = ["direct", "watched", "within"]
+__all__ = ["watched", "within"]
 
 Forward = Callable[..., Any]
 Watch = Callable[..., Tensor | None]
@@ -46,78 +44,6 @@ is_grad_enabled = torch.is_grad_enabled
 def usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call as PyTorch makes it, with its hooks, which comes to the forward in place."""
     return call_with_hooks(module, args, kwargs, own_frame(2))
-
-
-def direct(tap: Tap, lane: Lane, observer: Direct, *, quick: bool) -> Forward:
-    """What keeps the output of a module's own forward for one observer."""
-    makers, keep, kept = lane.session.makers, observer.keep, observer.kept
-    make = makers.get((keep, kept, quick))
-    if make is None:
-        make = makers[keep, kept, quick] = keeping(lane.owner, keep, kept, quick=quick)
-    return make(tap, lane, observer.kept_in, tap.original)
-
-
-def keeping(  # noqa: C901
-    owner: int, keep: int, kept: Callable[[Any], Any], *, quick: bool
-) -> Callable[..., Forward]:
-    """What makes those of :func:`direct`, of all modules that a session treats alike.
-
-    This is the code that runs most of all, and between two runs of it the model has swept the processor's caches. So
-    what its modules have in common is held once, and the usual call, with one argument, is made without packing it.
-    """
-
-    def make(  # noqa: C901
-        tap: Tap, lane: Lane, entries: dict[int, Any], original: Forward
-    ) -> Forward:
-        module, next_key = tap.module, lane.next_key
-        state = module.__dict__
-
-        def forward(  # noqa: C901, PLR0912
-            self: nn.Module, first: Any = MISSING, /, *rest: Any, **kwargs: Any
-        ) -> Any:
-            if (
-                current.token != owner
-                or current_backward_id() != -1
-                or self is not module
-                or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
-            ):
-                args = () if first is MISSING else (first, *rest)
-                return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
-            key = next_key()
-            if rest or kwargs or first is MISSING:
-                value = original(**kwargs) if first is MISSING else original(first, *rest, **kwargs)
-            else:
-                value = original(first)
-            if not quick and (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
-                refuse_traced(module)
-                return leave(tap, [(lane, key - lane.base)], value)
-            if type(value) is Tensor:
-                try:
-                    if shows_every_change(value):
-                        entries[key] = (value.detach() if value.requires_grad else value, value._version)
-                    else:
-                        entries[key] = kept(value)
-                except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
-                    entries[key] = kept(value)
-            elif type(value) is tuple and len(value) == 2 and value[1] is None and type(value[0]) is Tensor:  # noqa: PLR2004
-                tensor = value[0]  # As attention returns it where nobody asked for weights.
-                try:
-                    if shows_every_change(tensor):
-                        entries[key] = (tensor.detach() if tensor.requires_grad else tensor, tensor._version, 1)
-                    else:
-                        entries[key] = kept(value)
-                except RuntimeError:
-                    entries[key] = kept(value)
-            else:
-                refuse_traced(module)
-                entries[key] = kept(value)
-            if key >= keep:  # Where all are kept, keep is larger than any key.
-                entries.pop(key - keep, None)
-            return value
-
-        return forward
-
-    return make
 
 
 def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool) -> Forward:
@@ -133,7 +59,7 @@ def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool
 
 
 def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forward]:
-    """What makes those of :func:`watched`; see :func:`keeping`."""
+    """Return what makes those of :func:`watched`, of all modules that a session treats alike."""
 
     def make(tap: Tap, lane: Lane, entries: dict[int, Any], watch: Watch, original: Forward) -> Forward:
         module, next_key, base = tap.module, lane.next_key, lane.base

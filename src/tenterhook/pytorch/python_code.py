@@ -7,7 +7,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Iterator
-from inspect import CO_VARARGS
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
@@ -28,6 +28,7 @@ __all__ = [
     "function_attributes",
     "global_names",
     "globals_of",
+    "has_one_argument",
     "is_running",
     "mentioned_names",
     "nested_codes",
@@ -48,6 +49,12 @@ _PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 own_frame = sys._getframe
 """``own_frame(0)`` is the frame of the caller, ``own_frame(1)`` that of its caller, and so on."""
+
+
+def has_one_argument(function: FunctionType) -> bool:
+    """Return whether a plain function takes one argument, and no other."""
+    code = function.__code__
+    return code.co_argcount == 1 and not code.co_kwonlyargcount and not code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
 
 
 def frame_above(frame: FrameType) -> FrameType | None:

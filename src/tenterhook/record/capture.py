@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from tenterhook._tree import Opaque, map_tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
-from tenterhook.record.log import LogEntries
 from tenterhook.sites.tensor import shows_every_change
 from tenterhook.sites.wrapped import gathered, settled
+
+if TYPE_CHECKING:
+    from tenterhook.record.log import LogEntries
 
 __all__ = ["Copy", "Entry", "Kept", "Passing", "Policy", "Recorder", "read", "value", "without_graph"]
 

@@ -9,28 +9,74 @@ assigned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["SPAN", "Log", "LogEntries"]
+from tenterhook.record.capture import without_graph
+
+__all__ = ["SPAN", "Log", "LogEntries", "Returned", "Slot"]
 
 # The number of keys of one track. A dict looks at the last bits of a key first; multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1
 
 
+Slot = list[int]
+"""The first key of a module's track, and how many of its calls have begun. It keeps no module alive."""
+Returned = tuple[Slot, int, Any]
+"""What a call has returned: the module's slot, the number of the call, and the entry."""
+
+
 class Log:
     """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
 
-    __slots__ = ("_calls", "_held", "_last", "_stamp", "entries", "new_base", "ordered")
+    __slots__ = ("_calls", "_cleared", "_entries", "_held", "_last", "_stamp", "fresh", "new_base", "ordered")
 
     def __init__(self) -> None:
-        self.entries: dict[int, Any] = {}
+        self._entries: dict[int, Any] = {}
+        self.fresh: list[Returned] = []
+        """what modules have returned since somebody read the tape"""
+        self._cleared: set[int] = set()
         self.ordered = True
         self.new_base = itertools.count(0, SPAN).__next__  # The first key of a new track.
         self._calls: dict[int, dict[int, None]] = {}
         self._last: int | None = None
         self._held: dict[int, list[int]] = {}
         self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which that holds.
+
+    @property
+    def entries(self) -> dict[int, Any]:
+        """All entries by their keys."""
+        if self.fresh:
+            fresh, entries = self.fresh.copy(), self._entries
+            for slot, call, entry in fresh:
+                entries[slot[0] + call] = entry
+            del self.fresh[: len(fresh)]
+        return self._entries
+
+    def adder(self, keep: int) -> Callable[[Returned], None]:
+        """Return what stores at once what a module has returned, and lets go of its call so many calls before."""
+        entries = self._entries
+
+        def add(returned: Returned) -> None:
+            slot, call, entry = returned
+            key = slot[0] + call
+            entries[key] = entry
+            if call >= keep:
+                entries.pop(key - keep, None)
+
+        return add
+
+    def reached(self) -> set[int]:
+        """Return the bases of the tracks that have, or had, an entry."""
+        return {each[0][0] for each in self.fresh} | {key - key % SPAN for key in self._entries} | self._cleared
+
+    def let_go(self) -> None:
+        """Hold no graph that a value has become part of since it was kept."""
+        for place, (slot, call, entry) in enumerate(self.fresh):
+            if type(entry) is not tuple or entry[0].requires_grad:
+                self.fresh[place] = (slot, call, without_graph(entry))
+        for key, entry in self._entries.items():
+            self._entries[key] = without_graph(entry)
 
     def calls_of(self, base: int) -> list[int]:
         """Return the calls of one track that are held, in the order in which they came."""
@@ -69,7 +115,9 @@ class Log:
 
     def clear(self) -> None:
         """Forget all entries; the tracks stay."""
-        self.entries.clear()
+        self._cleared |= self.reached()
+        self.fresh.clear()
+        self._entries.clear()
         self._calls.clear()
         self._last = None
         self._held, self._stamp = {}, (0, None)
@@ -80,22 +128,23 @@ class LogEntries(MutableMapping[int, Any]):
 
     __slots__ = ("_log", "base", "stored")
 
-    def __init__(self, log: Log, entries: Mapping[int, Any] | None = None) -> None:
-        self._log, self.stored, self.base = log, log.entries, log.new_base()
+    def __init__(self, log: Log, entries: Mapping[int, Any] | None = None, base: int | None = None) -> None:
+        self._log, self.stored = log, log.entries
+        self.base = log.new_base() if base is None else base
         if entries is not None:
             self.update(entries)
 
     def __getitem__(self, call: int) -> Any:
-        return self.stored[self.base + call]
+        return self._log.entries[self.base + call]
 
     def __setitem__(self, call: int, entry: Any) -> None:
         self.stored[self.base + call] = entry
 
     def __delitem__(self, call: int) -> None:
-        del self.stored[self.base + call]
+        del self._log.entries[self.base + call]
 
     def __contains__(self, call: object) -> bool:
-        return isinstance(call, int) and self.base + call in self.stored
+        return isinstance(call, int) and self.base + call in self._log.entries
 
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._log.calls_of(self.base)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,7 +17,7 @@ from tenterhook.address.grammar import Wild, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
 from tenterhook.pytorch.wrappers import unwrapped
-from tenterhook.record.capture import read, value, without_graph
+from tenterhook.record.capture import read, value
 from tenterhook.record.log import SPAN, Log
 
 if TYPE_CHECKING:
@@ -48,8 +48,13 @@ class Track:
     places = 1
     _name: str | None = None
 
-    def __init__(self, entries: MutableMapping[int, Any], *, point: Point | None = None, kind: str = "") -> None:
+    def __init__(
+        self, entries: MutableMapping[int, Any], *, point: Point | None = None, kind: str = "", output_of: Any = None
+    ) -> None:
         self.entries = entries
+        if output_of is not None:  # A weak reference to a module.
+            self.kind, self._module, self._site = kind, output_of, RETURN
+            return
         if point is None:
             self.kind, self.site, self._module, self._site = kind, "", _gone, None
             return
@@ -89,9 +94,23 @@ class View(Mapping[str, Any]):
     _what = "value"
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._tracks: dict[str, Track] = {}
+        self._made: dict[str, Track] = {}
+        self._make_tracks: Callable[[dict[str, Track]], None] | None = None
         self._model = ref(model) if model is not None else _gone
         self._aliases: dict[str, str] = {}
+
+    @property
+    def _tracks(self) -> dict[str, Track]:
+        """The tracks by their addresses, made when somebody asks: most of a large tape is never looked at."""
+        make = self._make_tracks
+        if make is not None:
+            self._make_tracks = None
+            make(self._made)
+        return self._made
+
+    def make_tracks_later(self, make: Callable[[dict[str, Track]], None]) -> None:
+        """Have ``make`` fill in the tracks when they are first asked for."""
+        self._make_tracks = make
 
     def __getitem__(self, address: str) -> Any:
         base, call = self._find(address)
@@ -289,15 +308,12 @@ class Tape(Drawn, View):
 
     def _let_go(self) -> None:
         """Hold no graph: the session is over."""
-        entries = self.log.entries
-        for key, entry in entries.items():
-            entries[key] = without_graph(entry)
+        self.log.let_go()
 
     def clear(self) -> None:
         """Forget what was recorded so far; an open session goes on recording."""
-        for view in (self, self.grad):
-            for track in view._tracks.values():
-                track.cleared = track.cleared or bool(track.entries)
+        for track in (*self._tracks.values(), *self.grad._tracks.values()):
+            track.cleared = track.cleared or bool(track.entries)
         self.log.clear()
         for track in self.grad._tracks.values():
             track.entries.clear()

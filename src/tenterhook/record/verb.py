@@ -15,12 +15,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.match import merged
 from tenterhook.address.suggest import listed
-from tenterhook.address.walk import with_wrappers
+from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
+from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, TenterhookWarning
 from tenterhook.pytorch.distributed import in_pipeline
+from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
@@ -28,6 +30,7 @@ from tenterhook.record.failure import failure
 from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
 from tenterhook.record.log import LogEntries
 from tenterhook.record.order import number_for
+from tenterhook.record.outputs import Outputs
 from tenterhook.record.tape import Tape, Track
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
@@ -40,6 +43,7 @@ PIPELINE = (
     "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
     "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
 )
+RETURN = Site.RETURN
 NOTHING = "values=False keeps gradients alone, and none are asked for: th.record(model, ..., grad=True, values=False)"
 STOPPED = "stop=True ends the run where a value passes, and with values=False none is kept. Leave one of them out."
 
@@ -93,7 +97,7 @@ def record(  # noqa: PLR0913
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
     points = tuple(groups[0]) if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
-    session.require_one_of_each(_joined(selectors, groups))
+    session.require(_joined(selectors, groups), last_structure(model))
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
@@ -112,7 +116,6 @@ class Recording(Session):
     """A session that records. ``with`` gives its tape, which is also ``.tape``."""
 
     verb = "record"
-    sleeps = True
 
     def __init__(
         self,
@@ -132,13 +135,29 @@ class Recording(Session):
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         self.tape = tape = Tape(model)
-        self._found: list[Binding] = []  # Those of points that were not named themselves.
+        self.points = points
+        self._values = values
+        self._groups: list[Sequence[Point]] = []
+        self._bound: dict[Point, Binding] = {}
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.scribe: Any = None
+        self._outputs: Outputs | None = None
+        outputs = () if stop else [point for point in points if point.site is RETURN and point.call is None]
+        alone = len(outputs) == len(points)
+        if outputs:
+            self._outputs = Outputs(tape, outputs, self._policy, keep=keep, grad=bool(grad), values=values, alone=alone)
+        if not alone:
+            self._add_all(points, tape, bindings)
+
+    def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
+        slots = self._outputs.slots if self._outputs is not None else {}
         for point in points:
-            (self._add if values else self._add_gradient)(point, tape, bindings)
+            if self._outputs is not None and point.module in slots and point.site is RETURN and point.call is None:
+                self._outputs.make_track(point)
+            else:
+                (self._add if self._values else self._add_gradient)(point, tape, bindings)
 
     def _add(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
         call = point.call
@@ -156,10 +175,7 @@ class Recording(Session):
         binding = Binding(point, recorder)
         binding.numbers = track.numbers
         bindings.append(binding)
-        if point.explicit:
-            self.required.append([binding])
-        else:
-            self._found.append(binding)
+        self._bound[point] = binding
         grads: Any = self._track(tape.grad, point, Cells()).entries if self._grad else {}
         if self._grad and track.numbers is not None:
             tape.grad._tracks[point.address].numbers = track.numbers  # They count their executions alike.
@@ -180,10 +196,7 @@ class Recording(Session):
         if point.site is Site.RETURN:
             found.insert(0, Binding(point, Passing(found[0].action)))
         bindings.extend(found)
-        if point.explicit:
-            self.required.append([found[0]])
-        else:
-            self._found.append(found[0])
+        self._bound[point] = found[0]
 
     @staticmethod
     def _track(view: Any, point: Point, entries: MutableMapping[int, Any]) -> Track:
@@ -208,19 +221,51 @@ class Recording(Session):
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
-    def require_one_of_each(self, groups: Sequence[Sequence[Point]]) -> None:
-        """Have at least one point of each group reached, of those that a glob, a class or a predicate found.
+    def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
+        """Have at least one point of each group reached, and every point that was named itself."""
+        self._planned = found_in
+        explicit = [point for point in self.points if point.explicit]
+        found = [[point for point in group if not point.explicit] for group in groups] if explicit else groups
+        self._groups = [*[[point] for point in explicit], *[group for group in found if group]]
 
-        Points that were found earlier and are given one by one form one group.
-        """
-        if len(groups) < 2:  # noqa: PLR2004
-            self.required += [self._found] if self._found else []
-            return
-        bound = {binding.point: binding for binding in self._found}
-        for group in groups:
-            found = [bound[point] for point in group if point in bound]
-            if found:
-                self.required.append(found)
+    def missed(self) -> list[list[Binding]]:
+        """Return the groups of which no point was reached."""
+        bound = self._bound
+        recorded = self._outputs.reached() if self._outputs is not None else None
+
+        def reached(point: Point) -> bool:
+            binding = bound.get(point)
+            if binding is not None:
+                return binding.action.reached
+            return recorded is not None and recorded(point)
+
+        missed = [group for group in self._groups if not any(map(reached, group))]
+        return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
+
+    def shared_forwards(self) -> SharedForwards | None:
+        outputs = self._outputs
+        if outputs is None:
+            return None
+        # Compiled code, and layers that may bypass their children, have to know of all points beforehand.
+        if has_compiled_anything() or facts(self.model).fused:
+            self._outputs = None
+            for point in outputs.points:
+                (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
+            return None
+        modules = [(point.path, point.module) for point in outputs.points]
+        return SharedForwards(self, modules, outputs.make(), outputs.bindings)
+
+    @property
+    def is_explicit(self) -> bool:
+        return all(point.explicit for point in self.points)
+
+    def calls_of(self, module: nn.Module) -> int:
+        slot = self._outputs.slots.get(module) if self._outputs is not None else None
+        return max(super().calls_of(module), slot[1] if slot is not None else 0)
+
+    @property
+    def has_calls(self) -> bool:
+        return self._outputs is not None and any(slot[1] for slot in self._outputs.slots.values())
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
@@ -274,6 +319,12 @@ class Recording(Session):
         self.tape._let_go()
         self.tape.grad.end()
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._groups, self._bound = [], {}
+        if self._outputs is not None:
+            self._outputs.let_go()
+
     def _say_what_was_missed(self) -> None:
         super()._say_what_was_missed()
         if self._stop and self._waiting:
@@ -316,6 +367,18 @@ class _Stopping(Recorder):
     def store(self, entry: Entry, context: Context) -> None:
         super().store(entry, context)
         self._session.reached(self._point)
+
+
+class _Unreached:
+    """The action of a point that no call has passed."""
+
+    observes, again, reached = True, False, False
+
+    def __call__(self, value: Any, context: Context) -> None:
+        """Do nothing."""
+
+
+NOTHING_DONE = _Unreached()
 
 
 def _is_ever_called(module: nn.Module) -> bool:

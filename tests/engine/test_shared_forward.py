@@ -1,4 +1,4 @@
-"""Modules that a session has touched and nobody has called yet."""
+"""One forward for all modules of a class: what it records, and what it hands over to a lane."""
 
 import copy
 import inspect
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.engine import asleep
-from tenterhook.engine import session as engine_session
+from tenterhook.engine import shared_forward
 from tenterhook.pytorch import dynamo
+from tenterhook.record import verb
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -29,8 +29,8 @@ class Two(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compile_was_used(monkeypatch):
-    """It was not: compiled code has to know of all points beforehand, and nothing sleeps."""
-    for user in (dynamo, engine_session):
+    """It was not: compiled code has to know of all points beforehand, and every module has a lane."""
+    for user in (dynamo, verb):
         monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 
@@ -71,7 +71,7 @@ def test_a_copy_is_no_part_of_the_session(model, again):
     assert torch.equal(other(X), expected)
 
 
-def test_a_forward_that_another_library_puts_around_ours_while_it_sleeps(model):
+def test_a_forward_that_another_library_puts_around_ours(model):
     with pytest.warns(th.TenterhookWarning, match=r"'first' was replaced"), th.record(model, "**") as tape:
         inner = model.first.forward
 
@@ -111,7 +111,7 @@ def test_a_forward_of_ours_that_was_put_back_later(model):
     assert torch.equal(tape["first#0"], tape["first#1"])
 
 
-def test_a_second_session_wakes_the_first(model):
+def test_modules_of_a_second_session_are_handed_over(model):
     with th.record(model, "**") as outer, th.edit(model, {"first": th.zero()}), th.record(model, "first:in") as inner:
         out = model(X)
     assert torch.equal(out, torch.zeros(3, 4))
@@ -180,9 +180,9 @@ def test_a_tensor_with_none_behind_it_is_kept_as_that_tuple():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_another_threads_session_that_opens_in_the_middle_of_ours(model, monkeypatch, when):
-    """Ours has been planned, and its sleeping forwards are about to go in, or just went in."""
+    """Ours has been planned, and its forwards are about to go in, or just went in."""
     go, closing, tapes = threading.Event(), threading.Event(), []
-    lie_down = asleep.Sleepers.lie_down
+    install = shared_forward.SharedForwards.install
 
     def theirs():
         with th.record(model, "first", "second") as tape:
@@ -191,17 +191,17 @@ def test_another_threads_session_that_opens_in_the_middle_of_ours(model, monkeyp
             assert closing.wait(20)
             model(2 * X)
 
-    def meanwhile(sleepers):
+    def meanwhile(shared):
         if thread.ident is not None:
-            return lie_down(sleepers)
+            return install(shared)
         if when == "after":
-            lie_down(sleepers)
+            install(shared)
         thread.start()
         assert go.wait(20)
-        return lie_down(sleepers) if when == "before" else None
+        return install(shared) if when == "before" else None
 
     thread = threading.Thread(target=theirs)
-    monkeypatch.setattr(asleep.Sleepers, "lie_down", meanwhile)
+    monkeypatch.setattr(shared_forward.SharedForwards, "install", meanwhile)
     with untouched(model):
         with th.record(model, "first", "second") as tape, th.edit(model, {"second": th.scale(3.0)}):
             model(X)
@@ -212,15 +212,18 @@ def test_another_threads_session_that_opens_in_the_middle_of_ours(model, monkeyp
     assert torch.equal(tapes[0]["second"], torch.tanh(model.first(2 * X)))
 
 
-def test_a_module_never_stands_without_a_forward_of_ours_while_it_wakes(model, monkeypatch):
+def test_a_module_never_stands_without_a_forward_of_ours_while_it_is_handed_over(model, monkeypatch):
     """A call that another thread makes at that moment would not be recorded, and nobody would know."""
-    put, seen = asleep.put, []
+    put, seen = shared_forward.put, []
 
     def looked(lane):
         seen.append("forward" in lane.module.__dict__)
         put(lane)
 
-    monkeypatch.setattr(asleep, "put", looked)
-    with th.record(model, "**"):
+    monkeypatch.setattr(shared_forward, "put", looked)
+    with th.record(model, "**") as tape:
         model(X)
-    assert seen == [True, True, True]
+        with model.first.register_forward_hook(lambda *_: None), model.second.register_forward_hook(lambda *_: None):
+            model(X)
+    assert seen == [True, True]
+    assert tape.in_order() == ["first#0", "second#0", ":return#0", "first#1", "second#1", ":return#1"]
