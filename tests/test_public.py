@@ -12,7 +12,7 @@ SOURCE = Path(th.__file__).parent
 # Each room may use those before it, and itself.
 ROOMS = [
     {"errors", "pytorch", "_text", "_version"},
-    {"_tree", "_draw", "_fit", "_look"},
+    {"_tree", "_tensor_bytes", "_draw", "_fit", "_look"},
     {"address"},
     {"sites"},
     {"engine", "compiled"},
