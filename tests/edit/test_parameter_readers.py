@@ -14,11 +14,20 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
+from tenterhook.engine import session
+from tenterhook.pytorch import dynamo
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 # --- random layers against the same layer with its parameter overwritten ----------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
+def compile_was_used(request, monkeypatch):
+    """Sessions act otherwise in a process that has used torch.compile."""
+    for user in (dynamo, session):
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
 
 
 class Double(nn.Module):
@@ -530,3 +539,10 @@ def test_a_generator_takes_what_is_sent_and_thrown_and_returns_its_value():
             next(steps)
     assert found == [20, 60, 140]
     assert end.value.value == "done"
+
+
+def test_a_weight_that_hooks_compute_in_a_module_whose_call_was_replaced_is_refused():
+    layer = weight_norm(nn.Linear(3, 3))
+    layer._compiled_call_impl = layer._call_impl
+    with pytest.raises(th.UnsupportedModel, match=r"Module\.compile"), th.edit(layer, {"weight_g": th.scale(2.0)}):
+        layer(X)

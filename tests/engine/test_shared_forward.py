@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.engine import session as engine_session
 from tenterhook.engine import shared_forward
 from tenterhook.pytorch import dynamo
-from tenterhook.record import verb
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ class Two(nn.Module):
 @pytest.fixture(autouse=True)
 def compile_was_used(monkeypatch):
     """It was not: compiled code has to know of all points beforehand, and every module has a lane."""
-    for user in (dynamo, verb):
+    for user in (dynamo, engine_session):
         monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 

@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tenterhook as th
+from tenterhook.engine import session as engine_session
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
@@ -73,7 +74,8 @@ def test_a_recording_of_an_export_is_refused():
         torch.export.export(model, (X,))
 
 
-def test_a_recording_of_a_jit_trace_is_refused_or_holds_the_values_of_the_traced_run():
+def test_a_recording_of_a_jit_trace_is_refused_or_holds_the_values_of_the_traced_run(monkeypatch):
+    monkeypatch.setattr(engine_session, "has_compiled_anything", lambda: False)  # Where something was, it is refused.
     model = net()
     with th.record(model, "block") as tape:
         traced = torch.jit.trace(model, (X,), check_trace=False)

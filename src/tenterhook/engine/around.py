@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tenterhook.engine import recompute
 from tenterhook.engine.dispatch import OWN_FILES
-from tenterhook.engine.short import usual
-from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_PRE_HOOKS, forward_pre_hooks_of
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_PRE_HOOKS, call_with_hooks, forward_pre_hooks_of
+from tenterhook.pytorch.python_code import own_frame
 
 if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
@@ -21,13 +21,18 @@ __all__ = ["HookedAttributes", "around"]
 OWN_FILES.add(__file__)
 
 
+def _usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call as PyTorch makes it, with its hooks, which comes to the forward in place."""
+    return call_with_hooks(module, args, kwargs, own_frame(2))
+
+
 def around(tap: Tap) -> Callable[..., Any]:
     """A call of a module that has the edited parameters in place before its hooks run."""
 
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         swaps = recompute.swaps(tap) if self is tap.module else []
         if not swaps:
-            return usual(self, args, kwargs)
+            return _usual(self, args, kwargs)
         entered: list[Exchange] = []
         attributes = HookedAttributes(self)
         tap.attributes.append(attributes)
@@ -36,7 +41,7 @@ def around(tap: Tap) -> Callable[..., Any]:
                 entered.append(swap)
                 swap.enter()
             swaps[0].add_undo(attributes.put_back)
-            return usual(self, args, kwargs)
+            return _usual(self, args, kwargs)
         finally:
             tap.attributes.remove(attributes)
             for swap in reversed(entered):

@@ -24,15 +24,16 @@ from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
 from tenterhook.engine.short import watched, within
-from tenterhook.errors import SessionError, TenterhookWarning
+from tenterhook.errors import SessionError, TenterhookWarning, UnsupportedModel
 from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import (
     CALL_OVERRIDE,
+    GLOBAL_FORWARD_PRE_HOOKS,
     USUAL_CALL,
     can_override_call,
     forward_hooks_of,
+    forward_pre_hooks_of,
     is_replica,
-    is_usual_call,
     module_being_called,
 )
 from tenterhook.pytorch.python_code import own_frame, set_free_variable
@@ -63,6 +64,11 @@ SCRIPTED = (
     "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
     "in place of the model's. Close the session first."
 )
+CALLED_OTHERWISE = (
+    "a parameter of {kind} cannot be edited: hooks that run before its forward may compute weights of it, and the call "
+    "was replaced, for example by Module.compile(), so that they would see the unedited parameter. Edit its output, or "
+    "open the session before the call is replaced."
+)
 OPEN = "a tenterhook session is open on this module, and was before anything was compiled"
 SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
 
@@ -79,7 +85,7 @@ class Tap:
         self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
         self.method: MethodType | None = None
-        self.call: MethodType | None = None  # What stands before it, for the whole call; see engine.short.
+        self.call: MethodType | None = None  # What stands before it, for the whole call; see engine.around.
         self.waiting: set[str] = set()
         self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
         self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
@@ -101,9 +107,8 @@ class Tap:
             compiles = compiles or lane.session.reel is not None
         self.take_out(forward=False)
         self.call = None
-        quick = not compiles and is_usual_call(self.module)
-        short: Any = self._short(quick=quick)
-        function: Any = general(self) if short is None or quick else short
+        short: Any = self._short()
+        function: Any = general(self) if short is None else short
         if compiles:
             function = compiled.dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
@@ -112,19 +117,23 @@ class Tap:
             _sign(function, self.original)
         function.tap = self
         self.method = MethodType(function, self.module)
-        if short is not None and quick:
-            short.tap, short.__name__ = (
-                self,
-                USUAL_CALL.__name__,
-            )  # A pickle names a method, and that one does as it should.
-            disable(short, OPEN)
-            self.call = MethodType(short, self.module)
-        elif not compiles and any(lane.exchanges for lane in self.lanes) and can_override_call(self.module):
+        if self._has_edited_parameters(compiles=compiles):
             whole: Any = around(self)
+            # A pickle names a method, and that one does as it should.
             whole.tap, whole.__name__ = self, USUAL_CALL.__name__
             disable(whole, OPEN)
             self.call = MethodType(whole, self.module)
         self.put_in()
+
+    def _has_edited_parameters(self, *, compiles: bool) -> bool:
+        """Whether edited parameters have to be in place before the forward: pre-hooks may compute weights of them."""
+        if not any(lane.exchanges for lane in self.lanes):
+            return False
+        if can_override_call(self.module):
+            return not compiles or bool(forward_pre_hooks_of(self.module) or GLOBAL_FORWARD_PRE_HOOKS)
+        if forward_pre_hooks_of(self.module):
+            raise UnsupportedModel(CALLED_OTHERWISE.format(kind=type(self.module).__name__))
+        return False
 
     def put_in(self) -> None:
         """Put the forward in, and what stands before it; torch.jit.script finds an error from now on."""
@@ -148,19 +157,18 @@ class Tap:
         else:
             state["forward"] = self.own
 
-    def _short(self, *, quick: bool) -> Any:
+    def _short(self) -> Any:
         """The short one that is enough for the present lanes, if there is one."""
         lane = self.lanes[0]
         if len(self.lanes) > 1:
             return None
         if lane.only_inside:
-            return within(self, lane, self.body((lane,)), quick=quick)
+            return within(self, lane, self.body((lane,)))
         alone = lane.alone
         if alone is None:
             return None
-        if lane.direct is None or lane.quick is not quick:
-            (observer, watch), lane.quick = alone, quick
-            lane.direct = watched(self, lane, observer, watch, quick=quick)
+        if lane.direct is None:
+            lane.direct = watched(self, lane, *alone)
         return lane.direct
 
     @property

@@ -26,7 +26,7 @@ class Lane:
 
     __slots__ = (
         "again", "base", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "exchanges", "executions",
-        "guard", "inner", "looks_in", "looks_out", "module", "next_key", "over", "owner", "part", "path", "quick",
+        "guard", "inner", "looks_in", "looks_out", "module", "next_key", "over", "owner", "part", "path",
         "session", "strangers", "swaps", "tap", "views", "whole",
     )  # fmt: skip
 
@@ -54,7 +54,6 @@ class Lane:
         self.borrowed = 0
         self.over = False
         self.direct: Any = None
-        self.quick = False  # Whether that is for the whole call, in the place of PyTorch's own.
         self.views: tuple[Lane, ...] = ()  # The parts of it that checkpoints carry.
         self.part: Any = None  # What is traced of it, where torch.compile is used.
 

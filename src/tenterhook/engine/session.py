@@ -91,7 +91,7 @@ class Session:
         self.tape: Any = None
         self.owner = current.token
         self._lanes: dict[nn.Module, Lane] = {}
-        self._shared: SharedForwards | None = None
+        self._shared_forwards: SharedForwards | None = None
         self._readers: Readers | None = None
         self._swaps: list[Swap] = []
         self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
@@ -119,8 +119,8 @@ class Session:
             self._check_torch()
             if has_compiled_anything():
                 compiled.begin(self)
-            if self._shared is not None:
-                self._shared.install()
+            if self._shared_forwards is not None:
+                self._shared_forwards.install()
             attach_all(self._lanes.values())
             self.on_start()
         except BaseException:
@@ -138,7 +138,7 @@ class Session:
         return ClosedSession(f"this {self.verb} session is closed; open a new one with th.{self.verb}(...)")
 
     def _plan(self) -> None:
-        self._shared = self.shared_forwards()
+        self._shared_forwards = self.make_shared_forwards()
         for binding in self.bindings:
             point = binding.point
             if point.site is Site.PARAMETER:
@@ -158,8 +158,8 @@ class Session:
             if self._structure is self._planned:
                 return
         places = [(lane.path, module) for module, lane in self._lanes.items()]
-        if self._shared is not None:
-            places += [(path, module) for module, path in self._shared.modules.items()]
+        if self._shared_forwards is not None:
+            places += [(path, module) for module, path in self._shared_forwards.modules.items()]
         if self.is_explicit:
             gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
@@ -171,7 +171,7 @@ class Session:
 
     def _check_torch(self) -> None:
         """Raise if this release of PyTorch lacks something that only this model needs."""
-        modules = [*self._lanes, *(self._shared.modules if self._shared is not None else ())]
+        modules = [*self._lanes, *(self._shared_forwards.modules if self._shared_forwards is not None else ())]
         hooked = GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules)
         if hooked:
             require("hooks of other libraries")
@@ -183,16 +183,16 @@ class Session:
     @property
     def lanes(self) -> dict[nn.Module, Lane]:
         """What is done at each module."""
-        if self._shared is not None:
-            self._shared.hand_over_all()
+        if self._shared_forwards is not None:
+            self._shared_forwards.hand_over_all()
         return self._lanes
 
     def _lane(self, module: nn.Module, path: str) -> Lane:
         lane = self._lanes.get(module)
         if lane is None:
             lane = self._lanes[module] = Lane(self, module, path)
-            if self._shared is not None:
-                self._shared.hand_over(module)
+            if self._shared_forwards is not None:
+                self._shared_forwards.hand_over(module)
         return lane
 
     def _plan_parameter(self, binding: Binding) -> None:
@@ -237,7 +237,14 @@ class Session:
                 return True
         return False
 
-    def shared_forwards(self) -> SharedForwards | None:
+    def needs_lanes(self) -> bool:
+        """Return whether each module needs a lane.
+
+        Compiled code, and layers that may bypass their children, have to know of all points beforehand.
+        """
+        return has_compiled_anything() or bool(facts(self.model).fused)
+
+    def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that one forward for each class can serve, for a verb that has such."""
 
     @property
@@ -272,13 +279,13 @@ class Session:
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
         self._lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
-        self._shared, self._readers, self._swaps = None, None, []
+        self._shared_forwards, self._readers, self._swaps = None, None, []
 
     def _undo(self) -> list[str]:
         """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
         if self in self._neighbours:
             self._neighbours.remove(self)
-        replaced = self._shared.remove() if self._shared is not None else []
+        replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
         try:
             with locked:  # Another thread that makes a forward for all lanes of a module finds none half gone.
                 for lane in reversed(self._lanes.values()):

@@ -3,11 +3,6 @@
 ``watched`` keeps the output of a module and its gradient, or hands it to what keeps both, and ``within`` runs a
 rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
 out of the ordinary: another thread, a recomputation, a copy of the module.
-
-Most often they do not stand in the place of ``forward`` but in that of the whole call, hooks and all, as long as there
-are none to call (``quick``). PyTorch asks a module for ``_compiled_call_impl`` before anything else; what stands there
-saves the frame of ``_call_impl`` and its look at eight tables, which is more than all else that is done here. It looks
-at them itself and, where it finds a hook, or another ``forward`` than ours, has PyTorch make the call as usual.
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ from tenterhook.engine.dispatch import OWN_FILES, dispatch, leave
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number
 from tenterhook.pytorch.checkpointing import may_be_checkpointed, saved_tensor_hooks
-from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, call_with_hooks, has_hooks
-from tenterhook.pytorch.python_code import own_frame
+from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -41,24 +35,19 @@ OWN_FILES.add(__file__)
 is_grad_enabled = torch.is_grad_enabled
 
 
-def usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call as PyTorch makes it, with its hooks, which comes to the forward in place."""
-    return call_with_hooks(module, args, kwargs, own_frame(2))
-
-
-def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch, *, quick: bool) -> Forward:
+def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch) -> Forward:
     """The same for two observers, of which the second watches the tensor's gradient.
 
     Where the first keeps nothing (``keep`` is 0), the second keeps all that is kept, and nothing is stored here.
     """
     makers, keep = lane.session.makers, observer.keep
-    make = makers.get((keep, watched, quick))
+    make = makers.get(keep)
     if make is None:
-        make = makers[keep, watched, quick] = keeping_watched(lane.owner, keep, quick=quick)
+        make = makers[keep] = keeping_watched(lane.owner, keep)
     return make(tap, lane, observer.kept_in, watch, tap.original)
 
 
-def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forward]:
+def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
     """Return what makes those of :func:`watched`, of all modules that a session treats alike."""
 
     def make(tap: Tap, lane: Lane, entries: dict[int, Any], watch: Watch, original: Forward) -> Forward:
@@ -69,9 +58,8 @@ def keeping_watched(owner: int, keep: int, *, quick: bool) -> Callable[..., Forw
             if (
                 current.token != owner or current_backward_id() != -1 or self is not module
                 or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be around it.
-                or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
             ):  # fmt: skip
-                return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+                return dispatch(tap, self, args, kwargs)
             key, since = next_key(), next_operation_number()
             value = original(*args, **kwargs) if kwargs else original(*args)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
@@ -103,19 +91,17 @@ def lone_tensor(value: Any) -> Tensor | None:
     return value[0] if all(part is None for part in value[1:]) else None
 
 
-def within(tap: Tap, lane: Lane, body: Forward, *, quick: bool) -> Forward:
+def within(tap: Tap, lane: Lane, body: Forward) -> Forward:
     """For a lane that has nothing but places inside the forward: ``body`` is the rewritten one."""
     module, owner, next_key, again = tap.module, lane.owner, lane.next_key, lane.again
-    state = module.__dict__
     observes = all(binding.action.observes for binding in lane.inner)
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if (
             current.token != owner or current_backward_id() != -1 or self is not module
             or (again and may_be_checkpointed())
-            or (quick and (state.get("forward") is not tap.method or has_hooks(state)))
         ):  # fmt: skip
-            return usual(self, args, kwargs) if quick else dispatch(tap, self, args, kwargs)
+            return dispatch(tap, self, args, kwargs)
         if not observes:
             refuse_traced(module)
         next_key()

@@ -38,10 +38,8 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "frame_that_runs_hooks",
-    "has_hooks",
     "hook_tables_of",
     "is_replica",
-    "is_usual_call",
     "load_state_as",
     "module_being_called",
     "non_persistent_buffers_of",
@@ -90,18 +88,6 @@ GLOBAL_FORWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global
 GLOBAL_BACKWARD_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_hooks", {})
 GLOBAL_BACKWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_pre_hooks", {})
 WrappedHook: Any = find("torch.nn.modules.module._WrappedHook")
-
-
-def has_hooks(state: dict[str, Any]) -> object:
-    """Return something true if PyTorch calls more than the forward of the module with this ``__dict__``."""
-    try:
-        return (
-            state["_forward_hooks"] or state["_forward_pre_hooks"]
-            or state["_backward_hooks"] or state["_backward_pre_hooks"]
-            or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS or GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS
-        )  # fmt: skip
-    except KeyError:  # The module was made in some other way than PyTorch's.
-        return True
 
 
 def replace_forward_hooks(module: nn.Module, table: Any) -> None:
@@ -181,11 +167,6 @@ def call_override(module: nn.Module) -> Any:
 def can_override_call(module: nn.Module) -> bool:
     """Return whether PyTorch makes this module's calls with its own code, and nothing stands in the place of them."""
     return _IS_PYTORCHS_OWN and type(module)._call_impl is USUAL_CALL and module.__dict__.get(CALL_OVERRIDE) is None
-
-
-def is_usual_call(module: nn.Module) -> bool:
-    """Return whether PyTorch calls this module as it calls most: with its own code, without hooks, not compiled."""
-    return can_override_call(module) and not has_hooks(module.__dict__)
 
 
 def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
@@ -303,15 +284,11 @@ def probe_module_calls() -> str | None:
 def _probe_tables(module: nn.Module) -> None:
     before = tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS)))
     handle = module.register_forward_hook(_no_change)
-    check(has_hooks(module.__dict__) and len(forward_hooks_of(module)) == 1, "forward hooks are kept elsewhere")
+    check(len(forward_hooks_of(module)) == 1, "forward hooks are kept elsewhere")
     handle.remove()
     handle = module.register_forward_pre_hook(_no_change)
     check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are kept elsewhere")
     handle.remove()
-    for register_backward in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
-        handle = register_backward(_no_change)
-        check(has_hooks(module.__dict__), "backward hooks are kept elsewhere")
-        handle.remove()
     registries: tuple[tuple[Any, dict[Any, Any]], ...] = (
         (torch_module.register_module_forward_hook, GLOBAL_FORWARD_HOOKS),
         (torch_module.register_module_forward_pre_hook, GLOBAL_FORWARD_PRE_HOOKS),

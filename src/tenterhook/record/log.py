@@ -29,14 +29,16 @@ Returned = tuple[Slot, int, Any]
 class Log:
     """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
 
-    __slots__ = ("_calls", "_cleared", "_entries", "_held", "_last", "_stamp", "fresh", "new_base", "ordered")
+    __slots__ = (
+        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_stamp", "fresh", "new_base", "ordered",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self.fresh: list[Returned] = []
         """what modules have returned since somebody read the tape"""
         self._cleared: set[int] = set()
-        self.ordered = True
+        self.ordered = self._is_open = True
         self.new_base = itertools.count(0, SPAN).__next__  # The first key of a new track.
         self._calls: dict[int, dict[int, None]] = {}
         self._last: int | None = None
@@ -58,6 +60,8 @@ class Log:
         entries = self._entries
 
         def add(returned: Returned) -> None:
+            if not self._is_open:
+                return
             slot, call, entry = returned
             key = slot[0] + call
             entries[key] = entry
@@ -70,8 +74,9 @@ class Log:
         """Return the bases of the tracks that have, or had, an entry."""
         return {each[0][0] for each in self.fresh} | {key - key % SPAN for key in self._entries} | self._cleared
 
-    def let_go(self) -> None:
-        """Hold no graph that a value has become part of since it was kept."""
+    def end(self) -> None:
+        """Take no more, also from a call that is still running, and hold no graph that a value has become part of."""
+        self.fresh, self._is_open = self.fresh.copy(), False
         for place, (slot, call, entry) in enumerate(self.fresh):
             if type(entry) is not tuple or entry[0].requires_grad:
                 self.fresh[place] = (slot, call, without_graph(entry))

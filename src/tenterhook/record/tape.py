@@ -308,7 +308,7 @@ class Tape(Drawn, View):
 
     def _let_go(self) -> None:
         """Hold no graph: the session is over."""
-        self.log.let_go()
+        self.log.end()
 
     def clear(self) -> None:
         """Forget what was recorded so far; an open session goes on recording."""

@@ -22,7 +22,6 @@ from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, TenterhookWarning
 from tenterhook.pytorch.distributed import in_pipeline
-from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
@@ -237,17 +236,17 @@ class Recording(Session):
             binding = bound.get(point)
             if binding is not None:
                 return binding.action.reached
-            return recorded is not None and recorded(point)
+            # Of a parameter whose gradient alone is recorded nothing passes.
+            return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
-    def shared_forwards(self) -> SharedForwards | None:
+    def make_shared_forwards(self) -> SharedForwards | None:
         outputs = self._outputs
         if outputs is None:
             return None
-        # Compiled code, and layers that may bypass their children, have to know of all points beforehand.
-        if has_compiled_anything() or facts(self.model).fused:
+        if self.needs_lanes():
             self._outputs = None
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
