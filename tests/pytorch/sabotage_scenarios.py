@@ -243,7 +243,8 @@ def edit_normalised():
     truth = [F.linear(X, weight * 2 * mask, twin.pruned.bias).detach(), *vectors]
 
     def run(th):
-        changes = {"pruned.weight_orig": th.scale(2), "normal.parametrizations.weight.original": th.add(1.0)}
+        names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
+        changes = {"pruned.weight_orig": th.scale(2), next(iter(names)): th.add(1.0)}
         with th.edit(model, changes):
             pruned, _ = model(X)
         found = [buffer for name, buffer in model.named_buffers() if name.startswith("normal.")]

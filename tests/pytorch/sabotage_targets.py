@@ -55,6 +55,8 @@ ONLY_IN = {
     ("torch.nn.utils.parametrize", "_cache"): ("torch/nn/utils/parametrize.py",),
     ("nn.Module", "_backward_hooks"): (
         CALL, "torch/jit/_recursive.py", "torch/jit/_trace.py", "_aot_autograd/frontend_utils.py", "split_module.py",
+        "_dynamo/functional_export.py", "_dynamo/convert_frame.py", "_dynamo/variables/nn_module.py",
+        "_dynamo/utils.py",
     ),
 }  # fmt: skip
 

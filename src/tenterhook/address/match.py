@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, Union
 
 from torch import nn
 
+from tenterhook.address.found import FoundOutputs, remember
 from tenterhook.address.globs import has_literal, path_regex
 from tenterhook.address.grammar import ESCAPED, Address, Pattern, Wild, escape, parse
 from tenterhook.address.inside import arguments, no_such_name, sites_inside
@@ -28,6 +29,7 @@ from tenterhook.address.walk import (
     find,
     first_names,
     named_tensors,
+    structure_and_modules,
     through_wrappers,
     true_names,
     walk,
@@ -36,7 +38,7 @@ from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import WRAPPED_NAMES, unwrapped
 
-__all__ = ["Point", "Selector", "Site", "canonical", "merged", "resolve"]
+__all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "resolve"]
 
 Selector: TypeAlias = Union[
     str,
@@ -114,6 +116,21 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
     # Each selector finds a point at most once, and most sessions have one selector: nothing to merge then.
     return tuple(found[0]) if len(found) == 1 else merged(found)
+
+
+def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
+    """Return the outputs that a glob finds, remembered from the last time; None for a selector of another kind."""
+    if not isinstance(model, nn.Module):
+        raise SelectorError(_no_model(model))
+    plan = _plan(text)
+    address = plan.address
+    if plan.names is not None or address.inner or address.call is not None or plan.fits_name is not None:
+        return None
+    structure, modules = structure_and_modules(model)
+    found = structure.globs.get(text)
+    if found is None:
+        found = structure.globs[text] = remember(_glob(model, text, plan), modules)
+    return FoundOutputs(structure, found, modules)
 
 
 def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:

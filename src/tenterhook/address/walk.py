@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from tenterhook.address.found import Remembered
     from tenterhook.address.point import Point
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "named_children",
     "named_tensors",
     "structure",
+    "structure_and_modules",
     "through_wrappers",
     "true_names",
     "walk",
@@ -112,7 +114,7 @@ def named_children(module: nn.Module) -> list[Named]:
 class Structure:
     """Which modules stand where in a model, and their names. It keeps none of them alive."""
 
-    __slots__ = ("_children", "_firsts", "_modules", "_names", "_others")
+    __slots__ = ("_children", "_firsts", "_leaves", "_modules", "_names", "_others", "_parents", "globs")
 
     def __init__(self, model: nn.Module, walked: tuple[list[Named], list[Named]]) -> None:
         modules: list[nn.Module | None] = [model]
@@ -123,8 +125,12 @@ class Structure:
                     places[child] = len(modules)
                     modules.append(child)
         self._modules = [ref(module) for module in modules]
-        self._names, children = _children(modules)
+        self._parents = [place for place, module in enumerate(modules) if children_of(module)]  # type: ignore[arg-type]
+        self._leaves = sorted({*range(len(modules))} - {*self._parents})
+        self._names, children = _children([modules[place] for place in self._parents])
         self._children = [places[child] for child in children]
+        self.globs: dict[str, Remembered] = {}
+        """what globs have found in it"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
     def modules(self) -> list[Any] | None:
@@ -132,7 +138,9 @@ class Structure:
         modules: list[Any] = [find() for find in self._modules]
         if None in modules:
             return None
-        names, children = _children(modules)
+        if any(map(children_of, [modules[place] for place in self._leaves])):
+            return None
+        names, children = _children([modules[place] for place in self._parents])
         modules.append(None)
         same = names == self._names and children == [modules[place] for place in self._children]
         return modules if same else None
@@ -152,9 +160,8 @@ def _children(modules: list[Any]) -> tuple[list[str], list[nn.Module | None]]:
     children: list[nn.Module | None] = []
     for module in modules:
         own = children_of(module)
-        if own:
-            names += own.keys()
-            children += own.values()
+        names += own.keys()
+        children += own.values()
         names.append("")  # So that a child that has moved to another parent is noticed.
     return names, children
 
@@ -164,10 +171,17 @@ _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 def structure(model: nn.Module) -> Structure:
     """Return the structure of a model as it is now: the same object as long as nothing changes."""
+    return structure_and_modules(model)[0]
+
+
+def structure_and_modules(model: nn.Module) -> tuple[Structure, list[Any]]:
+    """Return the structure of a model, and its modules, with None behind them."""
     known = _known.get(model)
-    if known is None or known.modules() is None:
+    modules = known.modules() if known is not None else None
+    if known is None or modules is None:
         known = _known[model] = Structure(model, _walk(model, as_built=False))
-    return known
+        modules = known.modules() or []
+    return known, modules
 
 
 def last_structure(model: nn.Module) -> Structure | None:

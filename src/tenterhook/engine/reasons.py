@@ -24,7 +24,7 @@ SHOWN = 10
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
     """The error for groups of bindings that no call passed."""
     what = "edit took no effect" if session.verb == "edit" else "point was never reached"
-    called = any(lane.calls for lane in session._lanes.values()) or session.has_calls
+    called = session.has_calls()
     count = len(missed) if session.verb == "edit" else sum(map(len, missed))
     lines = [f"{count} {what if count == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
     for group in missed[:SHOWN]:

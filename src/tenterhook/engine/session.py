@@ -207,6 +207,8 @@ class Session:
         name = str(point.name)
         # FSDP2 puts a parameter together for the calls of its owner, and above that it is not what will be used.
         spread = is_spread(point.tensor)
+        if isinstance(point.module, nn.RNNBase):
+            require("parameters of recurrent layers")
         if not spread:
             readers.check(point.tensor, point.address)
             refuse_outside_owners(readers, point.module, name, point.address)
@@ -252,8 +254,9 @@ class Session:
         """Whether every point was named itself."""
         return all(binding.point.explicit for binding in self.bindings)
 
-    has_calls = False
-    """whether calls were seen at modules that have no lane"""
+    def has_calls(self) -> bool:
+        """Return whether any call was seen to begin."""
+        return any(lane.calls for lane in self._lanes.values())
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module the session has seen begin."""

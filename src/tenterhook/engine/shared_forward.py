@@ -8,7 +8,7 @@ another session or another library's hook is there too, it hands over: the modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,13 @@ class SharedForwards:
     def __init__(
         self,
         session: Session,
-        modules: Sequence[tuple[str, nn.Module]],
+        modules: dict[nn.Module, str],
         make: Make,
         bindings: Callable[[nn.Module], tuple[list[Binding], int]],
     ) -> None:
         self._session: Session | None = session  # Until it ends.
         self._make, self._bindings = make, bindings
-        self.modules: dict[nn.Module, str] = {module: path for path, module in modules}
+        self.modules = modules  # With their paths.
         self._methods: dict[nn.Module, MethodType] = {}
 
     def install(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class Ahead:
         self.pieces: list[Piece] = []
         self._begun: dict[str, tuple[Tensor, Tensor, Piece]] = {}
 
-    def bindings(self, points: list[Point]) -> list[Binding]:
+    def bindings(self, points: Sequence[Point]) -> list[Binding]:
         """For a session: one for each point whose every call is asked for."""
         return [Binding(point, _Passing(self, str(point))) for point in points if _is_plain(point)]
 

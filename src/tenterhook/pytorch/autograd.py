@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tenterhook.pytorch.module_calls import hook_tables_of
 from tenterhook.pytorch.names import attribute, find, is_absent, member
 from tenterhook.pytorch.support import check, feature
 
@@ -307,6 +308,9 @@ def probe_gradients() -> str | None:
     _probe_alias()
     check(view_base(first[0]) is first and view_base(first) is None, "the base of a view is not known")
     _probe_hooks()
+    version = first._version
+    first.detach().mul_(2)
+    check(first._version > version, "changes in place are not counted")
     _probe_end()
     strided = torch.as_strided(_leaf() * 1, (2,), (1,))
     check(tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "as_strided does not tell its layout")
@@ -376,6 +380,7 @@ def probe_rebase() -> str | None:
         seen.append([float(gradient.sum()) for gradient in gradients])
         return gradients[0] * 0, gradients[1] * 10
 
+    check(not any(hook_tables_of(nn.Module())), "hooks are kept elsewhere")
     rebase([first, second], see)
     check(second._version == version, "the version of a tensor cannot be kept")
     view.mul_(2)

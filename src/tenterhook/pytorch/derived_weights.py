@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 attribute("BasePruningMethod", "_tensor_name")
-attribute("torch.nn.utils.parametrize", "_cache")
+_CACHE = attribute("torch.nn.utils.parametrize", "_cache")
 attribute("parametrizations.spectral_norm", "_u")
 attribute("parametrizations.spectral_norm", "_v")
 attribute("parametrizations.spectral_norm", "n_power_iterations")
@@ -93,8 +93,11 @@ def parametrized_weights(module: nn.Module) -> Iterator[tuple[tuple[int, str], A
 
 
 def parametrization_cache() -> dict[tuple[int, str], Any]:
-    """Return the weights that ``parametrize.cached()`` has computed; empty outside of it."""
-    return parametrize._cache
+    """Return the weights that ``parametrize.cached()`` has computed; empty outside of it.
+
+    It is asked for around every edited parameter. Where it has moved, edits of parametrized weights are refused.
+    """
+    return getattr(parametrize, _CACHE, {})
 
 
 class PowerIteration:
@@ -172,7 +175,12 @@ def probe_derived_weights() -> str | None:
     check(steps == [1, 1], "the steps of spectral normalisation are not known")
     old = [getattr(kind, "compute_weight", None) for kind in (WeightNorm, SpectralNorm)]
     check(all(map(callable, old)), "weight or spectral normalisation by hooks is not recognised")
-    check(isinstance(parametrization_cache(), dict), "the cache of parametrized weights has moved")
+    parametrized = nn.Linear(2, 2, device="meta")
+    weight = parametrized.weight
+    parametrize.register_parametrization(parametrized, "weight", nn.Identity(), unsafe=True)
+    ((_, found),) = parametrized_weights(parametrized)
+    check(found.original is weight, "the weight before its parametrizations is not found")
+    check(isinstance(getattr(parametrize, _CACHE, None), dict), "the cache of parametrized weights has moved")
     return None
 
 

@@ -41,6 +41,15 @@ class _Probed(nn.Module):
         return x * 2
 
 
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Probed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1  # type: ignore[no-any-return]
+
+
 @feature(
     "compiled models",
     used_by="a session in a process that uses torch.compile",
@@ -88,10 +97,11 @@ def _probe_inlining() -> None:
         seen.append(callable(current_callback()))
         return x * 5
 
+    x = torch.ones(2, device="cpu")
+    check(_compiled(_Around(), fullgraph=True)(x).tolist() == [3, 3], "a module inside another is not compiled")
     inline(forward, instead)
     module.__dict__["forward"] = forward.__get__(module)
     wrapper = _compiled(module, fullgraph=True)
-    x = torch.ones(2, device="cpu")
     check(isinstance(wrapper, OptimizedModule) and original_module(wrapper) is module, "compiled modules have changed")
     check(is_fullgraph(settings_of_wrapper(wrapper)), "the settings of a compiled module are not found")
     outer = nn.Sequential(module)

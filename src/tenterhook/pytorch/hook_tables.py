@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from tenterhook.pytorch.module_calls import WrappedHook, unwrapped_hook
 from tenterhook.pytorch.names import NAMES, attribute, find
 from tenterhook.pytorch.support import check, feature
 
@@ -112,6 +113,7 @@ def probe_tables() -> str | None:
     )
     for register, tables, flags in registered:
         _check_tables(register, tables, flags, state)
+    check(unwrapped_hook(WrappedHook(_nothing)) is _nothing, "hooks that PyTorch wraps cannot be unwrapped")
     check(state.get(BACKWARD_IS_FULL) is True, "the kinds of backward hooks cannot be told apart")
     _probe_process()
     tensor = torch.zeros(1, device="cpu", requires_grad=True)

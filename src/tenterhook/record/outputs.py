@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tenterhook.address.found import FoundOutputs
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.tracing import refuse_traced
@@ -142,7 +143,8 @@ class Outputs:
     ) -> None:
         new_base = tape.log.new_base
         self.points = points
-        self.slots: dict[nn.Module, Slot] = {point.module: [new_base(), 0] for point in points}
+        modules = points.modules if isinstance(points, FoundOutputs) else [point.module for point in points]
+        self.slots: dict[nn.Module, Slot] = {module: [new_base(), 0] for module in modules}
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         # Where others record too, all store at once, so that the order is that of the run.
         self._add: Add = tape.log.fresh.append if alone and keep == sys.maxsize else tape.log.adder(keep)
@@ -152,7 +154,11 @@ class Outputs:
             self._make_tracks_later()
 
     def _make_tracks_later(self) -> None:
-        described = [(point.address, type(point.module), ref(point.module)) for point in self.points]
+        points = self.points
+        if isinstance(points, FoundOutputs):
+            described = points.tracks
+        else:
+            described = [(point.address, type(point.module), ref(point.module)) for point in points]
         bases, log, cells = [slot[0] for slot in self.slots.values()], self._tape.log, self._cells
 
         def values(tracks: dict[str, Track]) -> None:
@@ -175,6 +181,19 @@ class Outputs:
             self._tape._tracks[point.address] = Track(LogEntries(self._tape.log, base=base), point=point)
         if self._grad:
             self._tape.grad._tracks[point.address] = Track(self._cells.setdefault(base, Cells()), point=point)
+
+    def named(self) -> dict[nn.Module, str]:
+        """Return the modules, with their paths."""
+        points = self.points
+        if isinstance(points, FoundOutputs):
+            return dict(zip(points.modules, points.paths, strict=True))
+        return {point.module: point.path for point in points}
+
+    def any_reached(self) -> bool:
+        """Return whether any of the points was reached."""
+        if self._values:
+            return bool(self._tape.log.fresh) or bool(self._tape.log.reached())
+        return any(gradient.reached for gradient in self._gradients.values())
 
     def make(self) -> Callable[[Forward, SharedForwards], Forward]:
         """Return what makes the forwards of these modules."""

@@ -52,6 +52,7 @@ class Track:
         self, entries: MutableMapping[int, Any], *, point: Point | None = None, kind: str = "", output_of: Any = None
     ) -> None:
         self.entries = entries
+        self._site: Site | None
         if output_of is not None:  # A weak reference to a module.
             self.kind, self._module, self._site = kind, output_of, RETURN
             return

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook.address import Point, Selector, Site, resolve
-from tenterhook.address.match import merged
+from tenterhook.address.found import FoundOutputs
+from tenterhook.address.match import merged, outputs_found
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import begin as compiled
@@ -90,19 +91,27 @@ def record(  # noqa: PLR0913
             and outputs of every module's calls; or, given the points that will be edited, only what serving these
             needs. Without selectors, nothing else is recorded then.
     """
-    groups = [resolve(model, each) for each in selectors or ("**",)] if selectors or replay is False else []
+    lone = (selectors or ("**",))[0] if len(selectors) < 2 and (selectors or replay is False) else None  # noqa: PLR2004
+    found = outputs_found(model, lone) if isinstance(lone, str) else None
+    groups: list[Sequence[Point]] = [found] if found is not None else _resolved(model, selectors, replay)
     if not values and (stop or not grad):
         raise ValueError(STOPPED if grad else NOTHING)
     policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
-    points = tuple(groups[0]) if len(groups) == 1 else merged(groups)
+    points = groups[0] if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
-    session.require(_joined(selectors, groups), last_structure(model))
+    session.require(_joined(selectors, groups), found.structure if found is not None else last_structure(model))
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
 
 
-def _joined(selectors: Sequence[Selector], groups: list[tuple[Point, ...]]) -> list[tuple[Point, ...]]:
+def _resolved(model: nn.Module, selectors: Sequence[Selector], replay: object) -> list[Sequence[Point]]:
+    if not selectors and replay is not False:
+        return []
+    return [resolve(model, each) for each in selectors or ("**",)]
+
+
+def _joined(selectors: Sequence[Selector], groups: list[Sequence[Point]]) -> list[Sequence[Point]]:
     """Join the groups of selectors that are points, which a glob may have found."""
     if not any(isinstance(each, Point) for each in selectors):
         return groups
@@ -119,7 +128,7 @@ class Recording(Session):
     def __init__(
         self,
         model: nn.Module,
-        points: tuple[Point, ...],
+        points: Sequence[Point],
         policy: Policy,
         *,
         grad: bool | str,
@@ -143,7 +152,10 @@ class Recording(Session):
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.scribe: Any = None
         self._outputs: Outputs | None = None
-        outputs = () if stop else [point for point in points if point.site is RETURN and point.call is None]
+        outputs: Sequence[Point] = ()
+        if not stop:
+            found = isinstance(points, FoundOutputs)
+            outputs = points if found else [each for each in points if each.site is RETURN and each.call is None]
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = Outputs(tape, outputs, self._policy, keep=keep, grad=bool(grad), values=values, alone=alone)
@@ -223,6 +235,9 @@ class Recording(Session):
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Have at least one point of each group reached, and every point that was named itself."""
         self._planned = found_in
+        if isinstance(self.points, FoundOutputs):
+            self._groups = [self.points]
+            return
         explicit = [point for point in self.points if point.explicit]
         found = [[point for point in group if not point.explicit] for group in groups] if explicit else groups
         self._groups = [*[[point] for point in explicit], *[group for group in found if group]]
@@ -239,6 +254,14 @@ class Recording(Session):
             # Of a parameter whose gradient alone is recorded nothing passes.
             return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
+        outputs = self._outputs
+        if (
+            outputs is not None
+            and outputs.points is self.points
+            and self._groups == [self.points]
+            and outputs.any_reached()
+        ):
+            return []
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
@@ -251,20 +274,19 @@ class Recording(Session):
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
             return None
-        modules = [(point.path, point.module) for point in outputs.points]
-        return SharedForwards(self, modules, outputs.make(), outputs.bindings)
+        return SharedForwards(self, outputs.named(), outputs.make(), outputs.bindings)
 
     @property
     def is_explicit(self) -> bool:
-        return all(point.explicit for point in self.points)
+        return not isinstance(self.points, FoundOutputs) and all(point.explicit for point in self.points)
 
     def calls_of(self, module: nn.Module) -> int:
         slot = self._outputs.slots.get(module) if self._outputs is not None else None
         return max(super().calls_of(module), slot[1] if slot is not None else 0)
 
-    @property
     def has_calls(self) -> bool:
-        return self._outputs is not None and any(slot[1] for slot in self._outputs.slots.values())
+        slots = self._outputs.slots.values() if self._outputs is not None else ()
+        return super().has_calls() or any(slot[1] for slot in slots)
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""

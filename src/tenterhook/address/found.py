@@ -1,0 +1,70 @@
+"""Points at the outputs of modules that a glob has found, made only if somebody looks at them.
+
+Most sessions record what modules return, and need the modules alone. What a glob finds is remembered for as long as
+the structure of the model is the same, without keeping any module alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from weakref import ref
+
+from tenterhook.address.point import Point, Site
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tenterhook.address.walk import Structure
+
+__all__ = ["FoundOutputs", "Remembered", "remember"]
+
+
+class Remembered(NamedTuple):
+    """What a glob has found in a structure: the place of each module there, its path, and what its track is made of."""
+
+    places: list[int]
+    paths: list[str]
+    tracks: list[tuple[str, type[nn.Module], Any]]
+    """the address, the class, and a weak reference to the module"""
+
+
+def remember(points: Sequence[Point], modules: Sequence[nn.Module | None]) -> Remembered:
+    """Return what can be kept of points; ``modules`` are those of the structure."""
+    places = {id(module): place for place, module in enumerate(modules)}
+    return Remembered(
+        [places[id(point.module)] for point in points],
+        [point.path for point in points],
+        [(point.address, type(point.module), ref(point.module)) for point in points],
+    )
+
+
+class FoundOutputs(Sequence[Point]):
+    """The outputs of modules, in the model's order, as a sequence of points."""
+
+    def __init__(self, structure: Structure, found: Remembered, modules: Sequence[Any]) -> None:
+        self.structure = structure
+        self.paths, self.tracks = found.paths, found.tracks
+        self.modules: list[nn.Module] = [modules[place] for place in found.places]
+        self._points: list[Point] | None = None
+
+    def _all(self) -> list[Point]:
+        if self._points is None:
+            self._points = [
+                Point(address, Site.RETURN, module, path)
+                for (address, _, _), module, path in zip(self.tracks, self.modules, self.paths, strict=True)
+            ]
+        return self._points
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Point]: ...
+    def __getitem__(self, index: int | slice) -> Point | list[Point]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._all())
