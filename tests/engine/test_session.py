@@ -91,10 +91,20 @@ def test_a_replaced_module_is_refused_when_the_session_starts():
 
 def test_a_pattern_is_refused_too_when_one_of_its_modules_has_gone():
     model = mlp()
-    session = th.record(model, "*")
+    session = th.edit(model, {"*": th.zero()})
     del model[2]
     with untouched(model), pytest.raises(th.ModelChanged):
         session.start()
+
+
+def test_a_glob_of_outputs_is_what_it_finds_when_the_recording_starts():
+    model = mlp()
+    for change in (lambda: model.append(nn.Tanh()), lambda: model.__delitem__(0), lambda: None):
+        session = th.record(model, "*")
+        change()
+        with untouched(model), session as tape:
+            model(X)
+        assert list(tape) == [name for name, _ in model.named_children()]
 
 
 # --- out: by every way ------------------------------------------------------------------------------------------------

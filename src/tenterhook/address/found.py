@@ -42,11 +42,25 @@ def remember(points: Sequence[Point], modules: Sequence[nn.Module | None]) -> Re
 class FoundOutputs(Sequence[Point]):
     """The outputs of modules, in the model's order, as a sequence of points."""
 
-    def __init__(self, structure: Structure, found: Remembered, modules: Sequence[Any]) -> None:
-        self.structure = structure
-        self.paths, self.tracks = found.paths, found.tracks
-        self.modules: list[nn.Module] = [modules[place] for place in found.places]
+    def __init__(self, structure: Structure, text: str, modules: Sequence[Any] | None = None) -> None:
+        self.structure, self.text = structure, text
+        self._found = structure.globs[text]
+        self.paths, self.tracks = self._found.paths, self._found.tracks
+        self._modules: list[nn.Module] | None = None
         self._points: list[Point] | None = None
+        if modules is not None:
+            self.bind(modules)
+
+    def bind(self, modules: Sequence[Any]) -> None:
+        """Take the modules from those of the structure."""
+        self._modules = [modules[place] for place in self._found.places]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules, in the model's order."""
+        if self._modules is None:
+            self._modules = [module() for _, _, module in self.tracks]
+        return self._modules
 
     def _all(self) -> list[Point]:
         if self._points is None:
@@ -57,7 +71,7 @@ class FoundOutputs(Sequence[Point]):
         return self._points
 
     def __len__(self) -> int:
-        return len(self.modules)
+        return len(self.paths)
 
     @overload
     def __getitem__(self, index: int) -> Point: ...

@@ -28,6 +28,7 @@ from tenterhook.address.walk import (
     all_names,
     find,
     first_names,
+    last_structure,
     named_tensors,
     structure_and_modules,
     through_wrappers,
@@ -38,7 +39,7 @@ from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import WRAPPED_NAMES, unwrapped
 
-__all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "resolve"]
+__all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "outputs_now", "resolve"]
 
 Selector: TypeAlias = Union[
     str,
@@ -126,11 +127,22 @@ def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
     address = plan.address
     if plan.names is not None or address.inner or address.call is not None or plan.fits_name is not None:
         return None
+    known = last_structure(model)
+    if known is not None and text in known.globs:
+        return FoundOutputs(known, text)  # Whether the model is still the same is seen when the session starts.
+    return _found(model, text, plan)
+
+
+def outputs_now(model: nn.Module, found: FoundOutputs) -> FoundOutputs:
+    """Return what the same glob finds in the model as it is now."""
+    return _found(model, found.text, _plan(found.text))
+
+
+def _found(model: nn.Module, text: str, plan: _Plan) -> FoundOutputs:
     structure, modules = structure_and_modules(model)
-    found = structure.globs.get(text)
-    if found is None:
-        found = structure.globs[text] = remember(_glob(model, text, plan), modules)
-    return FoundOutputs(structure, found, modules)
+    if text not in structure.globs:
+        structure.globs[text] = remember(_glob(model, text, plan), modules)
+    return FoundOutputs(structure, text, modules)
 
 
 def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:

@@ -24,13 +24,14 @@ from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
 from tenterhook.engine.short import watched, within
-from tenterhook.errors import SessionError, TenterhookWarning, UnsupportedModel
+from tenterhook.errors import SessionError, TenterhookWarning, UnsupportedModel, UnsupportedTorch
 from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import (
     CALL_OVERRIDE,
     GLOBAL_FORWARD_PRE_HOOKS,
     USUAL_CALL,
     can_override_call,
+    can_override_calls,
     forward_hooks_of,
     forward_pre_hooks_of,
     is_replica,
@@ -132,7 +133,8 @@ class Tap:
         if can_override_call(self.module):
             return not compiles or bool(forward_pre_hooks_of(self.module) or GLOBAL_FORWARD_PRE_HOOKS)
         if forward_pre_hooks_of(self.module):
-            raise UnsupportedModel(CALLED_OTHERWISE.format(kind=type(self.module).__name__))
+            error = UnsupportedModel if can_override_calls() else UnsupportedTorch
+            raise error(CALLED_OTHERWISE.format(kind=type(self.module).__name__))
         return False
 
     def put_in(self) -> None:
@@ -321,11 +323,22 @@ def allow_script(module: nn.Module) -> None:
 
 def refuse(module: nn.Module) -> Any:
     """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
-    if _tap_of(module) is not None:
+    if _is_touched(module):
         raise SessionError(SCRIPTED.format(kind=type(module).__name__))
     allow_script(module)
     prepare = getattr(type(module), SCRIPT, None)
     return module if prepare is None else prepare(module)
+
+
+def _is_touched(module: nn.Module) -> bool:
+    """Whether a session has touched this module, or one inside it."""
+    return any(_shared_of(each) or _tap_of(each) is not None for each in module.modules())
+
+
+def _shared_of(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    shared = getattr(getattr(forward, "__func__", None), "shared", None)
+    return shared is not None and module in shared.modules
 
 
 # A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.

@@ -154,7 +154,8 @@ class Session:
     def _check_model(self) -> None:
         """Raise if the model is not any more what it was when the session was made."""
         if not self.is_explicit:
-            self._structure = structure(self.model)
+            if self._structure is None:
+                self._structure = structure(self.model)
             if self._structure is self._planned:
                 return
         places = [(lane.path, module) for module, lane in self._lanes.items()]

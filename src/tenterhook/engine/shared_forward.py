@@ -8,6 +8,8 @@ another session or another library's hook is there too, it hands over: the modul
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,11 @@ Forward = Callable[..., Any]
 Make = Callable[[Forward, "SharedForwards"], Forward]
 
 
+@functools.lru_cache(maxsize=1024)
+def _signature(function: Forward) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 class SharedForwards:
     """The modules of one session that have a shared ``forward``.
 
@@ -38,7 +45,7 @@ class SharedForwards:
     the session does at a module, and how many calls of it have begun, where a lane takes over.
     """
 
-    __slots__ = ("_bindings", "_make", "_methods", "_session", "modules")
+    __slots__ = ("_bindings", "_make", "_methods", "_scripted", "_session", "modules")
 
     def __init__(
         self,
@@ -50,31 +57,40 @@ class SharedForwards:
         self._session: Session | None = session  # Until it ends.
         self._make, self._bindings = make, bindings
         self.modules = modules  # With their paths.
-        self._methods: dict[nn.Module, MethodType] = {}
+        self._methods: list[Any] = []  # In the order in which they were put in.
+        self._scripted: nn.Module | None = None
 
     def install(self) -> None:
         """Put the functions in; a module that has a forward of its own, perhaps another session's, is handed over."""
-        methods, functions = self._methods, dict[type, Any]()
+        add, functions = self._methods.append, dict[type, Any]()
         with locked:
             for module in tuple(self.modules):
-                state = module.__dict__
-                kind = type(module)
-                if kind not in functions:
-                    functions[kind] = self._function(kind)
-                function = functions[kind]
+                kind, state = type(module), module.__dict__
+                try:
+                    function = functions[kind]
+                except KeyError:
+                    function = functions[kind] = self._function(kind)
                 if function is None or "forward" in state:
                     self._hand_over(module)
                     continue
-                methods[module] = state["forward"] = MethodType(function, module)  # Noted first: it may be undone now.
-                if SCRIPT not in state:
-                    state[SCRIPT] = MethodType(refuse, module)
+                method = MethodType(function, module)
+                add(method)  # First, because an interrupt may come, and all that is noted is undone.
+                state["forward"] = method
+            self._refuse_script()
+
+    def _refuse_script(self) -> None:
+        """Have torch.jit.script refuse the model; a part of it alone fails there, because it takes no ``*args``."""
+        if self._session is not None and SCRIPT not in self._session.model.__dict__:
+            model = self._scripted = self._session.model
+            model.__dict__[SCRIPT] = MethodType(refuse, model)
 
     def _function(self, kind: type[nn.Module]) -> Any:
         own = getattr(kind, "forward", None)
         if type(own) is not FunctionType or own is nn.Module.forward:
             return None
         made: Any = self._make(own, self)
-        made.__wrapped__, made.shared = own, self
+        # Not __wrapped__: torch.jit.script would read the source of the class's own.
+        made.__signature__, made.shared = _signature(own), self
         disable(made, OPEN)
         return made
 
@@ -109,7 +125,8 @@ class SharedForwards:
         return self._session._lanes.get(module) if self._session is not None else None
 
     def _hand_over(self, module: nn.Module) -> None:
-        path, method = self.modules.pop(module), self._methods.pop(module, None)
+        path = self.modules.pop(module)
+        method = next((method for method in self._methods if method.__self__ is module), None)
         assert self._session is not None  # noqa: S101  There are no modules after its end.
         bindings, calls = self._bindings(module)
         lane = self._session._lane(module, path)
@@ -118,6 +135,7 @@ class SharedForwards:
         lane.begin_at(calls)
         if method is None:  # Nothing is in place yet; the session attaches the lane.
             return
+        self._methods.remove(method)
         state = module.__dict__
         theirs = state.get("forward")
         put(lane)  # At once in place of the shared one: another thread may be calling the module now.
@@ -142,15 +160,15 @@ class SharedForwards:
         """Take the functions out; return the paths of modules whose forward someone else has replaced since."""
         replaced = []
         with locked:
-            for module, method in self._methods.items():
-                state = module.__dict__
+            for method in self._methods:
+                state = method.__self__.__dict__
                 if state.get("forward") is method:
                     del state["forward"]
                 else:
-                    replaced.append(self.modules[module] or ":return")
-                if getattr(state.get(SCRIPT), "__func__", None) is refuse:
-                    del state[SCRIPT]
-            self.modules, self._methods, self._session = {}, {}, None
+                    replaced.append(self.modules[method.__self__] or ":return")
+            if self._scripted is not None:
+                allow_script(self._scripted)
+            self.modules, self._methods, self._session, self._scripted = {}, [], None, None
         return replaced
 
     def __repr__(self) -> str:

@@ -176,7 +176,7 @@ def probe_derived_weights() -> str | None:
     old = [getattr(kind, "compute_weight", None) for kind in (WeightNorm, SpectralNorm)]
     check(all(map(callable, old)), "weight or spectral normalisation by hooks is not recognised")
     parametrized = nn.Linear(2, 2, device="meta")
-    weight = parametrized.weight
+    weight, _ = parametrized.parameters()
     parametrize.register_parametrization(parametrized, "weight", nn.Identity(), unsafe=True)
     ((_, found),) = parametrized_weights(parametrized)
     check(found.original is weight, "the weight before its parametrizations is not found")

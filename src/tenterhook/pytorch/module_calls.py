@@ -34,6 +34,7 @@ __all__ = [
     "call_state",
     "call_with_hooks",
     "can_override_call",
+    "can_override_calls",
     "children_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
@@ -162,6 +163,11 @@ _keys = itertools.count()
 def call_override(module: nn.Module) -> Any:
     """Return what stands in the place of a module's call, or None."""
     return module.__dict__.get(CALL_OVERRIDE)
+
+
+def can_override_calls() -> bool:
+    """Return whether PyTorch calls modules by the code that is known, so that something can stand before it."""
+    return _IS_PYTORCHS_OWN
 
 
 def can_override_call(module: nn.Module) -> bool:

@@ -77,6 +77,8 @@ class Gradients(View):
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
         self.views = Views()
+        self.unread: dict[int, Cells] = {}
+        """the cells of tracks that are made when somebody reads them"""
 
     def begin(self) -> None:
         """The session opens: note the time, as the engine counts it."""
@@ -92,8 +94,8 @@ class Gradients(View):
 
     def cells(self) -> list[Cell]:
         """Every cell of the tape."""
-        entries = (entry for track in self._tracks.values() for entry in track.entries.values())
-        return [entry for entry in entries if isinstance(entry, Cell)]
+        tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
+        return [entry for entries in tracks for entry in entries.values() if isinstance(entry, Cell)]
 
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, Cell):

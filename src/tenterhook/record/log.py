@@ -8,29 +8,26 @@ assigned.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from tenterhook.record.capture import without_graph
 
-__all__ = ["SPAN", "Log", "LogEntries", "Returned", "Slot"]
+__all__ = ["SPAN", "Log", "LogEntries", "Returned"]
 
 # The number of keys of one track. A dict looks at the last bits of a key first; multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1
 
 
-Slot = list[int]
-"""The first key of a module's track, and how many of its calls have begun. It keeps no module alive."""
-Returned = tuple[Slot, int, Any]
-"""What a call has returned: the module's slot, the number of the call, and the entry."""
+Returned = tuple[int, Any]
+"""What a call has returned: its key, which is the first key of the module's track plus its number, and the entry."""
 
 
 class Log:
     """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
 
     __slots__ = (
-        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_stamp", "fresh", "new_base", "ordered",
+        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_stamp", "fresh", "ordered",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -39,19 +36,27 @@ class Log:
         """what modules have returned since somebody read the tape"""
         self._cleared: set[int] = set()
         self.ordered = self._is_open = True
-        self.new_base = itertools.count(0, SPAN).__next__  # The first key of a new track.
+        self._new = 0  # The first key of the next track.
         self._calls: dict[int, dict[int, None]] = {}
         self._last: int | None = None
         self._held: dict[int, list[int]] = {}
         self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which that holds.
 
+    def new_base(self) -> int:
+        """Return the first key of a new track."""
+        return self.new_bases(1)[0]
+
+    def new_bases(self, count: int) -> list[int]:
+        """Return the first keys of so many new tracks."""
+        first, self._new = self._new, self._new + count * SPAN
+        return list(range(first, self._new, SPAN))
+
     @property
     def entries(self) -> dict[int, Any]:
         """All entries by their keys."""
         if self.fresh:
-            fresh, entries = self.fresh.copy(), self._entries
-            for slot, call, entry in fresh:
-                entries[slot[0] + call] = entry
+            fresh = self.fresh.copy()
+            self._entries.update(fresh)
             del self.fresh[: len(fresh)]
         return self._entries
 
@@ -62,24 +67,23 @@ class Log:
         def add(returned: Returned) -> None:
             if not self._is_open:
                 return
-            slot, call, entry = returned
-            key = slot[0] + call
-            entries[key] = entry
-            if call >= keep:
+            key, entries[key] = returned
+            if key % SPAN >= keep:
                 entries.pop(key - keep, None)
 
         return add
 
     def reached(self) -> set[int]:
         """Return the bases of the tracks that have, or had, an entry."""
-        return {each[0][0] for each in self.fresh} | {key - key % SPAN for key in self._entries} | self._cleared
+        keys = (*[key for key, _ in self.fresh], *self._entries)
+        return {key - key % SPAN for key in keys} | self._cleared
 
     def end(self) -> None:
         """Take no more, also from a call that is still running, and hold no graph that a value has become part of."""
         self.fresh, self._is_open = self.fresh.copy(), False
-        for place, (slot, call, entry) in enumerate(self.fresh):
+        for place, (key, entry) in enumerate(self.fresh):
             if type(entry) is not tuple or entry[0].requires_grad:
-                self.fresh[place] = (slot, call, without_graph(entry))
+                self.fresh[place] = (key, without_graph(entry))
         for key, entry in self._entries.items():
             self._entries[key] = without_graph(entry)
 

@@ -14,9 +14,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.found import FoundOutputs
-from tenterhook.address.match import merged, outputs_found
+from tenterhook.address.match import merged, outputs_found, outputs_now
 from tenterhook.address.suggest import listed
-from tenterhook.address.walk import Structure, last_structure, with_wrappers
+from tenterhook.address.walk import Structure, last_structure, structure_and_modules, with_wrappers
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
@@ -152,20 +152,23 @@ class Recording(Session):
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.scribe: Any = None
         self._outputs: Outputs | None = None
-        outputs: Sequence[Point] = ()
-        if not stop:
-            found = isinstance(points, FoundOutputs)
-            outputs = points if found else [each for each in points if each.site is RETURN and each.call is None]
+        if isinstance(points, FoundOutputs) and not stop:
+            return  # All is done when it starts.
+        outputs = [] if stop else [point for point in points if point.site is RETURN and point.call is None]
         alone = len(outputs) == len(points)
         if outputs:
-            self._outputs = Outputs(tape, outputs, self._policy, keep=keep, grad=bool(grad), values=values, alone=alone)
+            self._outputs = self._make_outputs(outputs, alone=alone)
         if not alone:
             self._add_all(points, tape, bindings)
 
+    def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
+        grad, values = bool(self._grad), self._values
+        return Outputs(self.tape, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
+
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
-        slots = self._outputs.slots if self._outputs is not None else {}
+        keys = self._outputs.keys if self._outputs is not None else {}
         for point in points:
-            if self._outputs is not None and point.module in slots and point.site is RETURN and point.call is None:
+            if self._outputs is not None and point.module in keys and point.site is RETURN and point.call is None:
                 self._outputs.make_track(point)
             else:
                 (self._add if self._values else self._add_gradient)(point, tape, bindings)
@@ -235,8 +238,7 @@ class Recording(Session):
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Have at least one point of each group reached, and every point that was named itself."""
         self._planned = found_in
-        if isinstance(self.points, FoundOutputs):
-            self._groups = [self.points]
+        if isinstance(self.points, FoundOutputs) and not self._stop:
             return
         explicit = [point for point in self.points if point.explicit]
         found = [[point for point in group if not point.explicit] for group in groups] if explicit else groups
@@ -254,18 +256,14 @@ class Recording(Session):
             # Of a parameter whose gradient alone is recorded nothing passes.
             return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
-        outputs = self._outputs
-        if (
-            outputs is not None
-            and outputs.points is self.points
-            and self._groups == [self.points]
-            and outputs.any_reached()
-        ):
+        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
             return []
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
     def make_shared_forwards(self) -> SharedForwards | None:
+        if isinstance(self.points, FoundOutputs) and not self._stop:
+            self._find_outputs(self.points)
         outputs = self._outputs
         if outputs is None:
             return None
@@ -276,17 +274,28 @@ class Recording(Session):
             return None
         return SharedForwards(self, outputs.named(), outputs.make(), outputs.bindings)
 
+    def _find_outputs(self, points: FoundOutputs) -> None:
+        """Take the modules that the glob finds in the model as it is now."""
+        found_in, modules = structure_and_modules(self.model)
+        if found_in is points.structure:
+            points.bind(modules)
+        else:
+            points = outputs_now(self.model, points)
+        self.points, self._planned, self._structure = points, found_in, found_in
+        self._groups = [points]
+        self._outputs = self._make_outputs(points, alone=True)
+
     @property
     def is_explicit(self) -> bool:
         return not isinstance(self.points, FoundOutputs) and all(point.explicit for point in self.points)
 
     def calls_of(self, module: nn.Module) -> int:
-        slot = self._outputs.slots.get(module) if self._outputs is not None else None
-        return max(super().calls_of(module), slot[1] if slot is not None else 0)
+        calls = self._outputs.calls_of(module) if self._outputs is not None else 0
+        return max(super().calls_of(module), calls)
 
     def has_calls(self) -> bool:
-        slots = self._outputs.slots.values() if self._outputs is not None else ()
-        return super().has_calls() or any(slot[1] for slot in slots)
+        outputs = self._outputs
+        return super().has_calls() or (outputs is not None and any(map(outputs.calls_of, outputs.keys)))
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
