@@ -29,8 +29,10 @@ from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookE
 from tenterhook.pytorch.autograd import (
     PYTHON_NODE,
     Hooks,
+    call_after_backward,
     existed_before,
     is_older,
+    keeps_graph,
     next_operation_number,
     own_alias,
     set_hooks,
@@ -38,7 +40,7 @@ from tenterhook.pytorch.autograd import (
     view_base,
 )
 from tenterhook.record.cell import DONE, NO_PARTS, Cell, Cells, caught, edge_of, lone_of, watch, watch_leaf
-from tenterhook.record.order import note, number_for
+from tenterhook.record.order import begin_pass, note, number_for, shared_edges
 from tenterhook.record.shares import Entered, hook_shares
 from tenterhook.record.tape import View
 from tenterhook.record.views import Views, watch_view
@@ -77,8 +79,36 @@ class Gradients(View):
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
         self.views = Views()
+        self._ends: list[Any] = []
         self.unread: dict[int, Cells] = {}
         """the cells of tracks that are made when somebody reads them"""
+
+    def returned(self, value: Any) -> Any:
+        """Be told when a backward pass comes to what the whole model has returned, if sums may have to be mended.
+
+        A tensor that modules have handed on, and that the model returns too, is used outside, by operations that are
+        not known yet. All of them come before those of the model, so that an alias gathers what they hand back in its
+        order.
+        """
+        shared = shared_edges()
+        if not shared:
+            return None
+        ends: list[Any] = []
+        hook = BeginPass(self, len(self._ends))
+        self._ends.append(ends)
+        for path, tensor in list(tensors(value)):
+            own = tensor
+            if (tensor.grad_fn, tensor.output_nr) in shared:
+                own = own_alias(tensor)
+                value = replace_at(value, path, own)
+            if own.grad_fn is not None:
+                ends.append(own.grad_fn)
+                own.grad_fn.register_prehook(hook)
+        return value
+
+    def ends_of(self, run: int) -> list[Any]:
+        """Return the operations that made what a run of the model has returned, as long as they are held."""
+        return self._ends[run] if run < len(self._ends) else []
 
     def begin(self) -> None:
         """The session opens: note the time, as the engine counts it."""
@@ -89,6 +119,7 @@ class Gradients(View):
         self.views.settle()
         cells = self.cells()
         if any(cell.spent for cell in cells):
+            self._ends.clear()
             for cell in cells:
                 cell.release()
 
@@ -123,6 +154,36 @@ class Gradients(View):
 
     def _unknown(self, address: str) -> TenterhookError:
         return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
+
+
+class BeginPass:
+    """The hook of an operation that made what a model returned. It holds no graph: it is part of one."""
+
+    __slots__ = ("_gradients", "_run")
+
+    def __init__(self, gradients: Gradients, run: int) -> None:
+        self._gradients, self._run = ref(gradients), run
+
+    def __call__(self, _given: Any) -> None:
+        gradients = self._gradients()
+        ends = gradients.ends_of(self._run) if gradients is not None else []
+        if ends:
+            begin_pass(ends)
+            if not keeps_graph():
+                call_after_backward(ends.clear)
+
+
+class ModelReturned:
+    """The action at the output of the whole model, for :meth:`Gradients.returned`."""
+
+    observes, again, reached, compiled = True, False, True, "nothing"
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = ref(gradients)
+
+    def __call__(self, value: Any, context: Context) -> Any:  # noqa: ARG002  # the protocol's name
+        gradients = self._gradients()
+        return gradients.returned(value) if gradients is not None else None
 
 
 class _Gradient:

@@ -2,10 +2,10 @@
 
 A module that hands on what it was given has an alias for its output, so that what flows back to it can be told. Where
 that alias has several uses and the value has others, autograd adds up those of the alias first, and the sum at the
-value differs in its last bits. So as a backward pass comes to the first recorded value, the operations that hand
-gradients to such an alias, and to what it stands for, are found in the graph; what they hand over is noted, and the sum
-is made again in the order in which it came. It takes the place of the other only if what was noted explains that one
-to the last bit.
+value differs in its last bits. So as a backward pass comes to what the whole model returned, or to the first recorded
+value, the operations that hand gradients to such an alias, and to what it stands for, are found in the graph; what they
+hand over is noted, and the sum is made again in the order in which it came. It takes the place of the other only if
+what was noted explains that one to the last bit.
 
 An alias is a view, and where a view is changed in place autograd lays its gradient out as the base lies. Without the
 alias there would be no view, and an addition, ``x += y``, would hand on the gradient that came. So it does here, too.
@@ -33,7 +33,7 @@ from tenterhook.pytorch.autograd import (
 if TYPE_CHECKING:
     from tenterhook.record.cell import Cell
 
-__all__ = ["corrected", "keeps_layout", "note", "noted", "number_for", "quiet"]
+__all__ = ["begin_pass", "corrected", "keeps_layout", "note", "noted", "number_for", "quiet", "shared_edges"]
 
 Edge = tuple[Any, int]
 noted: list[tuple[weakref.ref[Cell], int]] = []
@@ -91,6 +91,25 @@ def corrected(cell: Cell, gradient: Tensor) -> Tensor | None:
     return None
 
 
+def shared_edges() -> set[Edge]:
+    """Return where the gradients of all aliases that are noted arrive, and of what they stand for."""
+    cells = [cell for find, _ in noted if (cell := find()) is not None]
+    nodes = [node for cell in cells for node in (*[edge[0] for edge in cell.edges], *cell.aliases)]
+    return {edge for alias, base in _based([node for node in nodes if is_alias(node)]) for edge in ((alias, 0), base)}
+
+
+def begin_pass(ends: list[Any]) -> None:
+    """A backward pass has come to what the whole model returned: find what is to be watched before it goes on."""
+    if not noted:
+        return
+    task = current_backward_id()
+    begun = _passes.get(task)
+    if begun is None:
+        begun = _passes[task] = Pass(task, ends[0])
+    if not begun.quiet:
+        begun.look(*ends)
+
+
 class Pass:
     """One backward pass: the sums that have to be watched in it."""
 
@@ -131,11 +150,11 @@ class Pass:
                 _quiet.clear()
             _quiet.add(self._key)
 
-    def look(self, start: Any) -> None:
-        """Find those users in the graph behind an operation that the pass has come to, and listen to them."""
-        if start in self._seen or not self._groups:
+    def look(self, *starts: Any) -> None:
+        """Find those users in the graph behind operations that the pass has come to, and listen to them."""
+        if not self._groups or all(start in self._seen for start in starts):
             return
-        for node in self._newer(start):
+        for node in self._newer(*starts):
             if type(node).__name__ == "AsStridedBackward0":
                 self._look_at_view(node)
             for index, edge in enumerate(node.next_functions):
@@ -160,9 +179,9 @@ class Pass:
             self._handles += [node.register_hook(hook) for node in nodes if node not in self._changes]
             self._changes.update(nodes)
 
-    def _newer(self, start: Any) -> Iterator[Any]:
-        """The operations from one back to those that are older than any that is of interest."""
-        todo = [start]
+    def _newer(self, *starts: Any) -> Iterator[Any]:
+        """The operations from some back to those that are older than any that is of interest."""
+        todo = list(starts)
         while todo:
             node = todo.pop()
             if node is None or node in self._seen or operation_number(node) < self._oldest:
@@ -189,7 +208,6 @@ class Sum:
         self._count = itertools.count()
         self._came: dict[Any, list[tuple[int, Any, Tensor]]] = {}
         self._made: Tensor | None = None
-        self._off = False
         self._known: set[tuple[Any, int]] = set()
 
     def new(self, users: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
@@ -203,12 +221,10 @@ class Sum:
 
         def heard(given: tuple[Tensor | None, ...], _: Any) -> None:
             gradient = given[index]
-            if gradient is not None and not keeps_layout(gradient):
+            if gradient is not None:
                 # To hold it would have autograd make a new tensor of the sum, which may lie otherwise.
-                self._off = True
-                self._came.clear()
-            elif gradient is not None and not self._off:
-                self._came.setdefault(key[0], []).append((next(self._count), node, gradient))
+                held = gradient if keeps_layout(gradient) else gradient.clone()
+                self._came.setdefault(key[0], []).append((next(self._count), node, held))
 
         return heard
 
@@ -285,6 +301,11 @@ def _handed(came: dict[Any, list[tuple[int, Any, Tensor]]], alias: Any) -> Tenso
 
 def _added(entries: list[tuple[int, Any, Tensor]]) -> Tensor:
     total, *rest = [each for _, _, each in sorted(entries, key=lambda entry: entry[0])]
+    if rest and not keeps_layout(total):
+        total = total.clone()  # Autograd adds in place, and the sum lies as the first of them.
+        for each in rest:
+            total += each
+        return total
     for each in rest:
         total = total + each
     return total

@@ -27,7 +27,7 @@ from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
 from tenterhook.record.cell import Cell, Cells, watch_parameter
 from tenterhook.record.failure import failure
-from tenterhook.record.gradient import InputGradient, InputGradientOut, OutputGradient, TotalGradient
+from tenterhook.record.gradient import InputGradient, InputGradientOut, ModelReturned, OutputGradient, TotalGradient
 from tenterhook.record.log import LogEntries
 from tenterhook.record.order import number_for
 from tenterhook.record.outputs import Outputs
@@ -152,6 +152,9 @@ class Recording(Session):
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.scribe: Any = None
         self._outputs: Outputs | None = None
+        if grad:
+            whole = Point(":return", RETURN, model, "")
+            bindings.append(Binding(whole, ModelReturned(tape.grad)))
         if isinstance(points, FoundOutputs) and not stop:
             return  # All is done when it starts.
         outputs = [] if stop else [point for point in points if point.site is RETURN and point.call is None]
