@@ -128,7 +128,7 @@ class Tap:
 
     def _has_edited_parameters(self, *, compiles: bool) -> bool:
         """Whether edited parameters have to be in place before the forward: pre-hooks may compute weights of them."""
-        if not any(lane.exchanges for lane in self.lanes):
+        if not any(lane.before_hooks for lane in self.lanes):
             return False
         if can_override_call(self.module):
             return not compiles or bool(forward_pre_hooks_of(self.module) or GLOBAL_FORWARD_PRE_HOOKS)

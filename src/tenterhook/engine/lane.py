@@ -25,7 +25,7 @@ class Lane:
     """What one session does at the calls of one module."""
 
     __slots__ = (
-        "again", "base", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "exchanges", "executions",
+        "again", "base", "before_hooks", "borrowed", "calls", "direct", "edits_in", "edits_out", "enters", "executions",
         "guard", "inner", "looks_in", "looks_out", "module", "next_key", "over", "owner", "part", "path",
         "session", "strangers", "swaps", "tap", "views", "whole",
     )  # fmt: skip
@@ -44,7 +44,7 @@ class Lane:
         self.inner: tuple[Binding, ...] = ()
         self.executions: dict[Binding, int] = {}
         self.swaps: tuple[Exchange, ...] = ()
-        self.exchanges = False  # Whether a parameter is edited around its calls, or was: a recomputation asks.
+        self.before_hooks = False  # Whether an edited parameter has to be in place before the module's hooks run.
         self.guard: Guard | None = None
         self.calls = 0
         self.strangers = 0

@@ -221,7 +221,8 @@ class Session:
             if id(module) in reaching:
                 lane = self._lane(module, path)
                 lane.swaps += (swap, *own_update(swap, module))
-                lane.again = lane.exchanges = True
+                lane.again = True
+                lane.before_hooks = lane.before_hooks or not spread  # FSDP puts it together in a hook.
 
     def _leave_fast_paths(self) -> None:
         """Let fused layers call their children, where one of those is wanted."""

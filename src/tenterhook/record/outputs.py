@@ -81,6 +81,7 @@ def keeps_outputs(keys: dict[nn.Module, int], policy: Policy, add: Add) -> Calla
                     return value
             except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
                 pass
+            refuse_traced(self)
             add((key, keep(value)))
             return value
 

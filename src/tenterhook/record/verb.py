@@ -155,14 +155,24 @@ class Recording(Session):
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
-        if isinstance(points, FoundOutputs) and not stop:
+        if self._is_found_later:
             return  # All is done when it starts.
-        outputs = [] if stop else [point for point in points if point.site is RETURN and point.call is None]
+        outputs = [point for point in points if point.site is RETURN and point.call is None] if self._shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
         if not alone:
             self._add_all(points, tape, bindings)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether one forward for each class can record what modules return."""
+        return not self._stop and (not self._grad or self._policy.by_reference)
+
+    @property
+    def _is_found_later(self) -> bool:
+        """Whether the points are found when the session starts."""
+        return isinstance(self.points, FoundOutputs) and self._shares
 
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
         grad, values = bool(self._grad), self._values
@@ -241,7 +251,7 @@ class Recording(Session):
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Have at least one point of each group reached, and every point that was named itself."""
         self._planned = found_in
-        if isinstance(self.points, FoundOutputs) and not self._stop:
+        if self._is_found_later:
             return
         explicit = [point for point in self.points if point.explicit]
         found = [[point for point in group if not point.explicit] for group in groups] if explicit else groups
@@ -265,7 +275,7 @@ class Recording(Session):
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
     def make_shared_forwards(self) -> SharedForwards | None:
-        if isinstance(self.points, FoundOutputs) and not self._stop:
+        if isinstance(self.points, FoundOutputs) and self._is_found_later:
             self._find_outputs(self.points)
         outputs = self._outputs
         if outputs is None:
