@@ -22,6 +22,8 @@ GOLDEN = 0.6180339887498949  # Steps of this share of the whole fall into no rhy
 BEYOND = 1e30
 # Where squares of the values are still numbers, and where the places of float32 values among bins are.
 SQUARED, BINNED = 1e140, 1e30
+# What is raised by a kind of tensor, mostly a subclass, that lacks an operation.
+LACKING = (NotImplementedError, RuntimeError, TypeError, AttributeError)
 PART = 2**22  # Values whose counts are exact as float32.
 
 
@@ -58,8 +60,8 @@ def as_floats(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested or tensor.is_meta or is_fake(tensor):
         return None
     tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    if tensor.is_quantized or (type(tensor) is not Tensor and hasattr(type(tensor), "dequantize")):
+        tensor = tensor.dequantize()  # Subclasses, such as torchao's, have their own.
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -74,20 +76,26 @@ def numbers(tensor: Tensor) -> Numbers | None:
     >>> found.count, found.nans, found.zeros, found.low, found.high
     (4, 1, 1, 0.0, 3.0)
     """
-    values = as_floats(tensor)
-    if values is None:
+    try:
+        values = as_floats(tensor)
+        if values is None:
+            return None
+        found, finite = _moments(values.flatten())
+        if not finite.numel():
+            return found
+        low, high = found.low, found.high
+        return replace(found, histogram=_histogram(finite, low, high), scale=_scale(finite, low, high))
+    except LACKING:
         return None
-    found, finite = _moments(values.flatten())
-    if not finite.numel():
-        return found
-    low, high = found.low, found.high
-    return replace(found, histogram=_histogram(finite, low, high), scale=_scale(finite, low, high))
 
 
 def moments(tensor: Tensor) -> Numbers | None:
     """The same without the histogram and the scale of a picture."""
-    values = as_floats(tensor)
-    return None if values is None else _moments(values.flatten())[0]
+    try:
+        values = as_floats(tensor)
+        return None if values is None else _moments(values.flatten())[0]
+    except LACKING:
+        return None
 
 
 def _moments(values: Tensor) -> tuple[Numbers, Tensor]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from tenterhook.compiled import begin as compiled
 from tenterhook.engine.around import HookedAttributes, around
+from tenterhook.engine.bound import bind
 from tenterhook.engine.dispatch import general, stop_at
 from tenterhook.engine.inside import inside
 from tenterhook.engine.lane import Lane
@@ -85,8 +86,8 @@ class Tap:
     def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
-        self.method: MethodType | None = None
-        self.call: MethodType | None = None  # What stands before it, for the whole call; see engine.around.
+        self.method: Any = None
+        self.call: Any = None  # What stands before it, for the whole call; see engine.around.
         self.waiting: set[str] = set()
         self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
         self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
@@ -117,13 +118,13 @@ class Tap:
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
         function.tap = self
-        self.method = MethodType(function, self.module)
+        self.method = bind(function, self.module)
         if self._has_edited_parameters(compiles=compiles):
             whole: Any = around(self)
             # A pickle names a method, and that one does as it should.
             whole.tap, whole.__name__ = self, USUAL_CALL.__name__
             disable(whole, OPEN)
-            self.call = MethodType(whole, self.module)
+            self.call = bind(whole, self.module)
         self.put_in()
 
     def _has_edited_parameters(self, *, compiles: bool) -> bool:
@@ -144,7 +145,7 @@ class Tap:
         if self.call is not None:
             state[CALL_OVERRIDE] = self.call
         if SCRIPT not in state:
-            state[SCRIPT] = MethodType(refuse, self.module)
+            state[SCRIPT] = bind(refuse, self.module)
 
     def take_out(self, *, forward: bool = True) -> None:
         """Undo that, where it is still as it was put in; the ``forward`` itself has to be."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tenterhook.engine.bound import bind, shows_attributes
 from tenterhook.engine.dispatch import OWN_FILES, leave
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
 from tenterhook.pytorch.dynamo import disable
@@ -82,11 +83,11 @@ class SharedForwards:
         """Have torch.jit.script refuse the model; a part of it alone fails there, because it takes no ``*args``."""
         if self._session is not None and SCRIPT not in self._session.model.__dict__:
             model = self._scripted = self._session.model
-            model.__dict__[SCRIPT] = MethodType(refuse, model)
+            model.__dict__[SCRIPT] = bind(refuse, model)
 
     def _function(self, kind: type[nn.Module]) -> Any:
         own = getattr(kind, "forward", None)
-        if type(own) is not FunctionType or own is nn.Module.forward:
+        if type(own) is not FunctionType or own is nn.Module.forward or shows_attributes(kind):
             return None
         made: Any = self._make(own, self)
         # Not __wrapped__: torch.jit.script would read the source of the class's own.
@@ -103,7 +104,8 @@ class SharedForwards:
                 self._hand_over(module)
             lane = self._lane(module)
             if lane is not None and lane.tap is not None and lane.tap.method is not None:
-                return lane.tap.method
+                method: Forward = lane.tap.method
+                return method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
             state = module.__dict__
             if getattr(getattr(state.get("forward"), "__func__", None), "shared", None) is self:

@@ -67,6 +67,7 @@ WHY = sites.WHY | {
 }
 new_cell = Cell.__new__
 FIRST = object()  # The name of a hook that is the first of its tensor: to make one of the hook itself takes longer.
+STRIDED = torch.strided
 SMALL = 2**16  # Bytes of a gradient that may be held until the next one comes.
 NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
 
@@ -282,7 +283,7 @@ class OutputGradient(_Gradient):
         tuple in which it stands first and alone.
         """
         node: Any = tensor.grad_fn
-        if node is None or self._whole or isinstance(node, PYTHON_NODE):
+        if node is None or self._whole or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
             return None
         handed_on = existed_before(node, since)
         if handed_on:

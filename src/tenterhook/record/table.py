@@ -107,7 +107,10 @@ def _numbers(tensor: Tensor) -> tuple[str, ...]:
 
 
 def _norm(gradient: Any) -> str:
-    return f"{torch.linalg.vector_norm(gradient.double()).item():.2g}" if isinstance(gradient, Tensor) else ""
+    found = moments(gradient) if isinstance(gradient, Tensor) else None
+    if found is None:
+        return ""
+    return f"{math.nan if found.nans else math.inf if found.infs else found.norm:.2g}"
 
 
 def _number(number: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from tenterhook._draw import Drawn, Table
@@ -305,7 +306,7 @@ class Tape(Drawn, View):
     def nbytes(self) -> int:
         """The size of what is held, values and gradients, in bytes."""
         kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
-        return sum(int(t.nbytes) for held in (*kept, *self.grad.values()) for _, t in tensors(held))
+        return sum(_nbytes(tensor) for held in (*kept, *self.grad.values()) for _, tensor in tensors(held))
 
     def _let_go(self) -> None:
         """Hold no graph: the session is over."""
@@ -394,6 +395,17 @@ class Tape(Drawn, View):
             if isinstance(grads.get(path), Tensor):
                 shown.append((f"grad of {address}{show_path(path)}", grads[path]))
         return shown
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return int(tensor.indices().nbytes + tensor.values().nbytes)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return int(tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes)
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return int(tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes)
+    return int(tensor.nbytes)
 
 
 def _without_call(address: str) -> str:
