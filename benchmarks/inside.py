@@ -1,19 +1,16 @@
-"""Variables inside a forward: what they cost, against plain calls."""
+"""Variables inside a forward: the first session of a process. What the others cost is in ``everyday``."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 
-import torch
 from torch import nn
 
 import tenterhook as th
-from benchmarks.harness import Goal, Row, Trial, Workload, always, duration, measure
-from benchmarks.models import BLOCKS, gpt2, tokens
+from benchmarks.harness import Row, duration
+from benchmarks.models import BLOCKS, gpt2
 
 NAMES = tuple(f"{block}.attn:query_states[2]" for block in BLOCKS)
 MS = 1e-3
@@ -21,30 +18,8 @@ MS = 1e-3
 
 def run(rounds: int) -> Iterator[Row]:
     """Measure the whole suite."""
-    model, ids = gpt2(), tokens()
-    yield first_session(model)
-    yield from measure(one_each(model, ids), rounds)
-    yield from measure(later_sessions(model), rounds)
-
-
-def one_each(model: nn.Module, ids: torch.Tensor) -> Workload:
-    """One variable in each of the twelve attention blocks."""
-
-    @contextmanager
-    def plain() -> Iterator[Trial]:
-        with torch.no_grad():
-            yield Trial(partial(model, ids))
-
-    @contextmanager
-    def ours() -> Iterator[Trial]:
-        with torch.no_grad(), th.record(model, *NAMES, keep="last"):
-            yield Trial(partial(model, ids))
-
-    return Workload(
-        name="record one variable in each of 12 attention blocks",
-        ways={"plain": plain, "plain again": plain, "tenterhook": ours},
-        goals={"tenterhook": Goal("ratio", at_most=1.02)},
-    )
+    del rounds
+    yield first_session(gpt2())
 
 
 def first_session(model: nn.Module) -> Row:
@@ -61,17 +36,6 @@ def first_session(model: nn.Module) -> Row:
         seconds=took,
         goal=f"≤ {duration(goal)}",
         met=took <= goal,
-    )
-
-
-def later_sessions(model: nn.Module) -> Workload:
-    """Every other one, with no call in between."""
-    return Workload(
-        name="later sessions on 12 variables",
-        ways={"tenterhook": always(partial(_session, model))},
-        goals={"tenterhook": Goal("value", at_most=0.3 * MS)},
-        calls=20,
-        absolute=True,
     )
 
 

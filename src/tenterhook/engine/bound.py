@@ -23,7 +23,8 @@ __all__ = ["BoundQuietly", "bind", "shows_attributes"]
 
 def bind(function: Callable[..., Any], module: nn.Module) -> Any:
     """Return a method of the module, or what acts like one where the module shows its ``__dict__``."""
-    return BoundQuietly(function, module) if shows_attributes(type(module)) else MethodType(function, module)
+    kind: Any = type(module)
+    return BoundQuietly(function, module) if shows_attributes(kind) else MethodType(function, module)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -85,7 +85,7 @@ class SharedForwards:
             model = self._scripted = self._session.model
             model.__dict__[SCRIPT] = bind(refuse, model)
 
-    def _function(self, kind: type[nn.Module]) -> Any:
+    def _function(self, kind: Any) -> Any:
         own = getattr(kind, "forward", None)
         if type(own) is not FunctionType or own is nn.Module.forward or shows_attributes(kind):
             return None

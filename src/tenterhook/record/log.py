@@ -8,7 +8,10 @@ assigned.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 
 from tenterhook.record.capture import without_graph
@@ -27,13 +30,16 @@ class Log:
     """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
 
     __slots__ = (
-        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_stamp", "fresh", "ordered",
+        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_rebuilt", "_stamp", "_tick",
+        "_windows", "fresh", "ordered",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self.fresh: list[Returned] = []
         """what modules have returned since somebody read the tape"""
+        self._windows: dict[int, deque[tuple[int, Returned]]] = {}
+        self._tick, self._rebuilt = count(), -1
         self._cleared: set[int] = set()
         self.ordered = self._is_open = True
         self._new = 0  # The first key of the next track.
@@ -54,11 +60,34 @@ class Log:
     @property
     def entries(self) -> dict[int, Any]:
         """All entries by their keys."""
+        if self._windows:
+            self._rebuild()
         if self.fresh:
             fresh = self.fresh.copy()
             self._entries.update(fresh)
             del self.fresh[: len(fresh)]
         return self._entries
+
+    def windows(self, keep: int) -> Callable[[Returned], None]:
+        """Return what keeps the last so many calls of each module, for a tape that records nothing else."""
+        windows = self._windows
+
+        def add(returned: Returned) -> None:
+            track = returned[0] // SPAN
+            window = windows.get(track)
+            if window is None:
+                window = windows[track] = deque(maxlen=keep)
+            window.append((next(self._tick), returned))
+
+        return add
+
+    def _rebuild(self) -> None:
+        """Put what the windows hold in the order in which it came."""
+        held = sorted(chain.from_iterable(self._windows.values()), key=itemgetter(0))
+        if held and held[-1][0] != self._rebuilt:
+            self._rebuilt = held[-1][0]
+            self._entries.clear()
+            self._entries.update(returned for _, returned in held)
 
     def adder(self, keep: int) -> Callable[[Returned], None]:
         """Return what stores at once what a module has returned, and lets go of its call so many calls before."""
@@ -75,12 +104,19 @@ class Log:
 
     def reached(self) -> set[int]:
         """Return the bases of the tracks that have, or had, an entry."""
-        keys = (*[key for key, _ in self.fresh], *self._entries)
+        keys = self.entries
         return {key - key % SPAN for key in keys} | self._cleared
+
+    def any_reached(self) -> bool:
+        """Return whether there is, or was, any entry."""
+        return bool(self.fresh or self._windows or self._entries or self._cleared)
 
     def end(self) -> None:
         """Take no more, also from a call that is still running, and hold no graph that a value has become part of."""
         self.fresh, self._is_open = self.fresh.copy(), False
+        if self._windows:
+            self._rebuild()
+            self._windows = {}
         for place, (key, entry) in enumerate(self.fresh):
             if type(entry) is not tuple or entry[0].requires_grad:
                 self.fresh[place] = (key, without_graph(entry))
@@ -126,6 +162,7 @@ class Log:
         """Forget all entries; the tracks stay."""
         self._cleared |= self.reached()
         self.fresh.clear()
+        self._windows.clear()
         self._entries.clear()
         self._calls.clear()
         self._last = None

@@ -158,7 +158,10 @@ class Outputs:
         """the key that the next call of each module has"""
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         # Where others record too, all store at once, so that the order is that of the run.
-        self._add: Add = tape.log.fresh.append if alone and keep == sys.maxsize else tape.log.adder(keep)
+        log = tape.log
+        self._add: Add = log.adder(keep)
+        if alone:
+            self._add = log.fresh.append if keep == sys.maxsize else log.windows(keep)
         self._gradients: dict[nn.Module, OutputGradient] = {}
         self._cells: dict[int, Cells] = {}  # By the first key of a track: a tape refers to its modules weakly.
         if alone:
@@ -211,7 +214,7 @@ class Outputs:
     def any_reached(self) -> bool:
         """Return whether any of the points was reached."""
         if self._values:
-            return bool(self._tape.log.fresh) or bool(self._tape.log.reached())
+            return self._tape.log.any_reached()
         return any(gradient.reached for gradient in self._gradients.values())
 
     def make(self) -> Callable[[Forward, SharedForwards], Forward]:
