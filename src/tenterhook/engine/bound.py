@@ -32,7 +32,14 @@ def shows_attributes(kind: Any) -> bool:
     """Return whether the ``repr`` of modules of a class may show their ``__dict__``."""
     functions = (inspect.unwrap(getattr(kind, name)) for name in ("extra_repr", "__repr__"))
     codes = [code_of(function) for function in functions if isinstance(function, FunctionType)]
-    return any({"__dict__", "vars"} & mentioned_names(code) for code in codes)
+    return any(_may_show_all(mentioned_names(code)) for code in codes)
+
+
+def _may_show_all(names: frozenset[str]) -> bool:
+    """Return whether code with these names may show every attribute; most give theirs to a format that names some."""
+    if not names & {"__dict__", "vars"}:
+        return False
+    return "format" not in names or bool(names & {"items", "values"})
 
 
 class BoundQuietly:
