@@ -5,6 +5,7 @@ It stands in a file of its own: Dynamo is told to leave all other functions of t
 
 from __future__ import annotations
 
+import warnings
 from types import FunctionType
 from typing import Any
 
@@ -59,9 +60,11 @@ def probe_compiled() -> str | None:
     """Check how a small module is compiled: what is inlined, left out and assigned."""
     before = {kind: dict(counts) for kind, counts in counters.items()}
     try:
-        _probe_inlining()
-        _probe_versions()
-        _probe_breaks()
+        with warnings.catch_warnings():  # Dynamo warns of some releases of Python.
+            warnings.simplefilter("ignore")
+            _probe_inlining()
+            _probe_versions()
+            _probe_breaks()
     finally:  # Nobody is to find our graphs among those that they count.
         counters.clear()
         for kind, counts in before.items():

@@ -29,8 +29,8 @@ _LOADED_BY_MAKE_FX = "torch._inductor"
 later(_LOADED_BY_MAKE_FX)
 _jit_state: Callable[[], Any] = find("torch._C._get_tracing_state", torch.jit.is_tracing)  # type: ignore[attr-defined]
 
+attribute("torch.fx._symbolic_trace", "_is_fx_tracing_flag")
 if is_absent(_fx_flag) and hasattr(_fx, "_is_fx_tracing_flag"):
-    attribute("torch.fx._symbolic_trace", "_is_fx_tracing_flag")
 
     def _is_fx_tracing() -> bool:
         return _fx._is_fx_tracing_flag  # type: ignore[no-any-return]
