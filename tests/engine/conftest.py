@@ -6,6 +6,13 @@ from tenterhook.engine import session
 from tenterhook.pytorch import dynamo
 
 
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """As in a process that has not used torch.compile."""
+    for user in (dynamo, session):
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
+
+
 @pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
 def compile_was_used(request, monkeypatch):
     for user in (dynamo, session):

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.engine import session as engine_session
 from tenterhook.engine import shared_forward
-from tenterhook.pytorch import dynamo
 from tenterhook.testing import untouched
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -28,10 +26,8 @@ class Two(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def compile_was_used(monkeypatch):
+def compile_was_used(nothing_compiled):
     """It was not: compiled code has to know of all points beforehand, and every module has a lane."""
-    for user in (dynamo, engine_session):
-        monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -61,17 +60,14 @@ class Action(Protocol):
 class Direct(Protocol):
     """An observer that lets dispatch store a plain tensor itself, without a call.
 
-    ``kept_in`` takes ``(tensor, version)`` under ``base`` plus the call's index, ``(tensor, version, 1)`` for
-    ``(tensor, None)``, or what ``kept`` makes of any other value; at most ``keep`` of them stay, and none is stored
+    ``kept_in`` takes ``(tensor, version)`` under ``base`` plus the call's index, or ``(tensor, version, 1)`` for
+    ``(tensor, None)``; at most ``keep`` of them stay, and none is stored
     where that is zero and another observer watches the gradient.
     """
 
     kept_in: dict[int, Any]
     base: int
     keep: int
-
-    @property
-    def kept(self) -> Callable[[Any], Any]: ...
 
 
 class Guard(Protocol):

@@ -94,7 +94,7 @@ class Session:
         self._shared_forwards: SharedForwards | None = None
         self._readers: Readers | None = None
         self._swaps: list[Swap] = []
-        self.makers: dict[Any, Any] = {}  # Of forwards; see short.direct.
+        self.makers: dict[Any, Any] = {}  # Of forwards; see short.watched.
         self._neighbours: list[Session] = []
         self._state = "new"
         self._depth = 0

@@ -1,8 +1,8 @@
 """The hot path: what runs at most calls of a module that a session has touched.
 
 ``watched`` keeps the output of a module and its gradient, or hands it to what keeps both, and ``within`` runs a
-rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is
-out of the ordinary: another thread, a recomputation, a copy of the module.
+rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is out of the ordinary:
+another thread, a recomputation, a copy of the module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.lane import Lane
 
-__all__ = ["watched", "within"]
+__all__ = ["lone_tensor", "watched", "within"]
 
 Forward = Callable[..., Any]
 Watch = Callable[..., Tensor | None]
@@ -36,7 +36,7 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 def watched(tap: Tap, lane: Lane, observer: Direct, watch: Watch) -> Forward:
-    """The same for two observers, of which the second watches the tensor's gradient.
+    """Return the forward of a module with two observers, of which the second watches the tensor's gradient.
 
     Where the first keeps nothing (``keep`` is 0), the second keeps all that is kept, and nothing is stored here.
     """

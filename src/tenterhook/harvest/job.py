@@ -139,7 +139,7 @@ class Job:
         stop = self.stop and self.grad is None
         session = record(self.model, *chosen, stop=stop, copy=self.copy, grad=self.grad is not None, gather=self.gather)
         if ahead is not None:
-            session.bindings.extend(ahead.bindings(session.points))
+            session.bindings.extend(ahead.bindings(session.points_now()))
         with contextlib.nullcontext() if self.grad is not None else torch.no_grad(), session as tape:
             output = self._called(inputs)
             if self.grad is not None:

@@ -7,7 +7,6 @@ else is kept by reference together with the version that it had, and reading it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,10 +140,6 @@ class Passing:
     def reached(self) -> bool:
         return bool(self._gradient.reached)
 
-    @staticmethod
-    def kept(_value: Any) -> None:
-        """What dispatch is to keep of a structure."""
-
     def __call__(self, value: Any, context: Context) -> None:
         """Nothing: the gradient's own action does it all."""
 
@@ -161,11 +156,6 @@ class Recorder:
     def __init__(self, policy: Policy, entries: LogEntries, keep: int = sys.maxsize) -> None:
         self.entries, self.kept_in, self.base = entries, entries.stored, entries.base
         self.policy, self.keep, self.direct = policy, keep, policy.by_reference
-
-    @property
-    def kept(self) -> Callable[[Any], Entry]:
-        """What keeps a value that dispatch does not store itself."""
-        return self.policy.keep
 
     @property
     def reached(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tenterhook.address.found import FoundOutputs
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
+from tenterhook.engine.short import lone_tensor
 from tenterhook.engine.tracing import refuse_traced
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
@@ -98,8 +99,11 @@ def keeps_gradients(
     *,
     values: bool,
 ) -> Callable[[Forward, SharedForwards], Forward]:
-    """Return what makes the forwards that record outputs and their gradients, or the gradients alone."""
-    owner, by_reference, keep = current.token, policy.by_reference, policy.keep
+    """Return what makes the forwards that record outputs and their gradients, or the gradients alone.
+
+    Values are kept by reference; a session that copies them takes the general way.
+    """
+    owner, keep = current.token, policy.keep
 
     def make(original: Forward, shared: SharedForwards) -> Forward:
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +116,7 @@ def keeps_gradients(
             call, since = key % SPAN, next_operation_number()
             keys[self] = key + 1
             value = original(self, *args, **kwargs)
-            tensor: Any = value if type(value) is Tensor else _lone_tensor(value)
+            tensor: Any = value if type(value) is Tensor else lone_tensor(value)
             if tensor is None or not tensor.requires_grad or self.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS:
                 gradient_of(self).enter(call, since)
                 return shared.finish(self, call, value)
@@ -123,7 +127,7 @@ def keeps_gradients(
                 gradient.enter(call, since)
                 return shared.finish(self, call, value)
             if kept is not None:
-                if not by_reference or not shows_every_change(tensor):
+                if not shows_every_change(tensor):
                     add((key, keep(value)))
                 elif tensor is value:
                     add((key, kept))
@@ -136,13 +140,6 @@ def keeps_gradients(
         return forward
 
     return make
-
-
-def _lone_tensor(value: Any) -> Tensor | None:
-    """Return the tensor of a tuple with nothing but None behind it: what attention returns without its weights."""
-    if type(value) is not tuple or not value or type(value[0]) is not Tensor:
-        return None
-    return value[0] if all(part is None for part in value[1:]) else None
 
 
 class Outputs:
@@ -258,8 +255,6 @@ class OutputRecorder:
 
     observes = True
     again = False
-    compiled = "value"
-    direct = False
     reached = False  # The session asks the log.
 
     def __init__(self, base: int, policy: Policy, add: Add) -> None:
@@ -267,7 +262,3 @@ class OutputRecorder:
 
     def __call__(self, value: Any, context: Context) -> None:
         self._add((self._base + context.call, self._policy.keep(value)))
-
-    def taken(self, value: Any, context: Context, _token: int) -> None:
-        """Keep what passed in a compiled graph that has run."""
-        self._add((self._base + context.call, self._policy.keep_own(value)))

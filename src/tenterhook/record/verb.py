@@ -174,6 +174,12 @@ class Recording(Session):
         """Whether the points are found when the session starts."""
         return isinstance(self.points, FoundOutputs) and self._shares
 
+    def points_now(self) -> Sequence[Point]:
+        """Return the points in the model as it is now, before the session starts."""
+        if isinstance(self.points, FoundOutputs) and self._is_found_later:
+            self.points = outputs_now(self.model, self.points)
+        return self.points
+
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
         grad, values = bool(self._grad), self._values
         return Outputs(self.tape, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)

@@ -212,10 +212,6 @@ class Value:
     def reached(self) -> bool:
         return self._slot.seen
 
-    @staticmethod
-    def kept(_value: Any) -> None:
-        """What dispatch is to keep of a structure: the log has it already."""
-
     def enter(self, call: int, since: int, args: Any, kwargs: Any) -> None:
         """The call begins with these arguments."""
         if self._ledger.on and current_backward_id() == -1:
