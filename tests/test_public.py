@@ -11,7 +11,7 @@ SOURCE = Path(th.__file__).parent
 
 # Each room may use those before it, and itself.
 ROOMS = [
-    {"errors", "pytorch", "_text", "_version"},
+    {"errors", "pytorch", "_text", "_version", "_lazy"},
     {"_tree", "_tensor_bytes", "_draw", "_fit", "_look"},
     {"address"},
     {"sites"},
@@ -46,9 +46,52 @@ def test_every_public_name_is_there_and_nothing_else_is_imported_by_star():
     assert set(scope) - {"__builtins__"} == set(th.__all__)
 
 
+PACKAGE = ast.parse((SOURCE / "__init__.py").read_text())
+
+
 def test_the_package_itself_only_imports():
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    assert all(isinstance(node, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign) for node in tree.body)
+    *others, lazy = PACKAGE.body
+    assert all(isinstance(node, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign | ast.If) for node in others)
+    assert lazy.value.func.id == "load_on_use"
+
+
+def test_what_type_checkers_read_is_what_is_loaded():
+    [checked] = [node for node in PACKAGE.body if isinstance(node, ast.If)]
+    read = {
+        alias.asname or alias.name: f"tenterhook.{alias.name}"
+        if node.module == "tenterhook"
+        else f"{node.module}:{alias.name}"
+        for node in checked.body
+        for alias in node.names
+    }
+    assert read == ast.literal_eval(PACKAGE.body[-1].value.args[1])
+
+
+def in_a_new_process(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("first", ["tenterhook.hooks", "tenterhook.record.verb", "tenterhook.watch.verb", "tenterhook"])
+def test_a_public_name_is_never_the_package_of_that_name(first):
+    code = (
+        f"import {first}; import tenterhook as th; from tenterhook import edit, watch; import tenterhook.harvest.verb; "
+        "print(all(callable(getattr(th, name)) for name in 'record edit watch harvest audit replay features'.split()), "
+        "callable(edit), callable(watch))"
+    )
+    assert in_a_new_process(code) == "True True True"
+
+
+def test_a_public_name_can_be_replaced_and_deleted_before_it_is_used():
+    code = (
+        "import tenterhook as th; th.record = 3; import tenterhook.record.verb; print(th.record, 'edit' in dir(th)); "
+        "del th.edit; print(hasattr(th, 'edit'))"
+    )
+    assert in_a_new_process(code).split() == ["3", "True", "False"]
+
+
+def test_importing_loads_no_engine():
+    code = "import sys, tenterhook; print([name for name in sys.modules if name.startswith('tenterhook.engine')])"
+    assert in_a_new_process(code) == "[]"
 
 
 def level(room):

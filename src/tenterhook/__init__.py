@@ -8,22 +8,10 @@
 (torch.Size([4, 3]), torch.Size([4, 3]))
 """
 
-from tenterhook import hooks, recipes
+from typing import TYPE_CHECKING
+
+from tenterhook._lazy import load_on_use
 from tenterhook._version import __version__
-from tenterhook.address import Point, Selection
-from tenterhook.audit.verb import Audit, audit
-from tenterhook.doctor.verb import Diagnosis, doctor
-from tenterhook.edit.ready import Add as add
-from tenterhook.edit.ready import Clamp as clamp
-from tenterhook.edit.ready import Mean as mean
-from tenterhook.edit.ready import Noise as noise
-from tenterhook.edit.ready import Project as project
-from tenterhook.edit.ready import Scale as scale
-from tenterhook.edit.ready import Set as set
-from tenterhook.edit.ready import Zero as zero
-from tenterhook.edit.ready import at
-from tenterhook.edit.saved import load_edits, save_edits
-from tenterhook.edit.verb import edit
 from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
@@ -58,18 +46,35 @@ from tenterhook.errors import (
     UnsupportedTorch,
     ValueChanged,
 )
-from tenterhook.features import Features, features
-from tenterhook.harvest.verb import harvest, open
-from tenterhook.record.points import points
-from tenterhook.record.tape import Tape, load
-from tenterhook.record.verb import record
-from tenterhook.replay.cases import grid
-from tenterhook.replay.result import Sweep
-from tenterhook.replay.verb import replay, run_from, sweep
-from tenterhook.report.verb import page
-from tenterhook.sinks.board import TensorBoard
-from tenterhook.sinks.lines import JsonLines
-from tenterhook.watch.verb import blackbox, watch
+
+if TYPE_CHECKING:
+    from tenterhook import hooks, recipes
+    from tenterhook.address import Point, Selection
+    from tenterhook.audit.verb import Audit, audit
+    from tenterhook.doctor.verb import Diagnosis, doctor
+    from tenterhook.edit.ready import Add as add
+    from tenterhook.edit.ready import Clamp as clamp
+    from tenterhook.edit.ready import Mean as mean
+    from tenterhook.edit.ready import Noise as noise
+    from tenterhook.edit.ready import Project as project
+    from tenterhook.edit.ready import Scale as scale
+    from tenterhook.edit.ready import Set as set
+    from tenterhook.edit.ready import Zero as zero
+    from tenterhook.edit.ready import at
+    from tenterhook.edit.saved import load_edits, save_edits
+    from tenterhook.edit.verb import edit
+    from tenterhook.features import Features, features
+    from tenterhook.harvest.verb import harvest, open
+    from tenterhook.record.points import points
+    from tenterhook.record.tape import Tape, load
+    from tenterhook.record.verb import record
+    from tenterhook.replay.cases import grid
+    from tenterhook.replay.result import Sweep
+    from tenterhook.replay.verb import replay, run_from, sweep
+    from tenterhook.report.verb import page
+    from tenterhook.sinks.board import TensorBoard
+    from tenterhook.sinks.lines import JsonLines
+    from tenterhook.watch.verb import blackbox, watch
 
 __all__ = [
     "AddressError",
@@ -144,3 +149,47 @@ __all__ = [
     "watch",
     "zero",
 ]
+
+load_on_use(
+    __name__,
+    {
+        "Audit": "tenterhook.audit.verb:Audit",
+        "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
+        "Features": "tenterhook.features:Features",
+        "JsonLines": "tenterhook.sinks.lines:JsonLines",
+        "Point": "tenterhook.address:Point",
+        "Selection": "tenterhook.address:Selection",
+        "Sweep": "tenterhook.replay.result:Sweep",
+        "Tape": "tenterhook.record.tape:Tape",
+        "TensorBoard": "tenterhook.sinks.board:TensorBoard",
+        "add": "tenterhook.edit.ready:Add",
+        "at": "tenterhook.edit.ready:at",
+        "audit": "tenterhook.audit.verb:audit",
+        "blackbox": "tenterhook.watch.verb:blackbox",
+        "clamp": "tenterhook.edit.ready:Clamp",
+        "doctor": "tenterhook.doctor.verb:doctor",
+        "edit": "tenterhook.edit.verb:edit",
+        "features": "tenterhook.features:features",
+        "grid": "tenterhook.replay.cases:grid",
+        "harvest": "tenterhook.harvest.verb:harvest",
+        "hooks": "tenterhook.hooks",
+        "load": "tenterhook.record.tape:load",
+        "load_edits": "tenterhook.edit.saved:load_edits",
+        "mean": "tenterhook.edit.ready:Mean",
+        "noise": "tenterhook.edit.ready:Noise",
+        "open": "tenterhook.harvest.verb:open",
+        "page": "tenterhook.report.verb:page",
+        "points": "tenterhook.record.points:points",
+        "project": "tenterhook.edit.ready:Project",
+        "recipes": "tenterhook.recipes",
+        "record": "tenterhook.record.verb:record",
+        "replay": "tenterhook.replay.verb:replay",
+        "run_from": "tenterhook.replay.verb:run_from",
+        "save_edits": "tenterhook.edit.saved:save_edits",
+        "scale": "tenterhook.edit.ready:Scale",
+        "set": "tenterhook.edit.ready:Set",
+        "sweep": "tenterhook.replay.verb:sweep",
+        "watch": "tenterhook.watch.verb:watch",
+        "zero": "tenterhook.edit.ready:Zero",
+    },
+)
