@@ -10,6 +10,7 @@
 
 from typing import TYPE_CHECKING
 
+from tenterhook import pytorch as pytorch  # It refuses a torch that is too old.
 from tenterhook._lazy import load_on_use
 from tenterhook._version import __version__
 from tenterhook.errors import (

@@ -51,11 +51,12 @@ def test_what_is_stored_is_what_a_recording_shows(tmp_path):
     model = net()
     th.harvest(model, x, "1", to=tmp_path, batch_size=8, shard_rows=20)
     with th.record(model, "1") as tape:
-        model(x)
+        for part in x.split(8):  # A product of other sizes may round differently.
+            model(part)
     store = th.open(tmp_path)
     assert store.complete
     assert len(store) == 50
-    assert torch.equal(store["1"][:], tape["1"])
+    assert torch.equal(store["1"][:], torch.cat(tape.calls("1")))
     assert store["sample"][:].tolist() == list(range(50))
 
 

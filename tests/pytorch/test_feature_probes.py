@@ -222,6 +222,7 @@ def test_importing_tenterhook_runs_no_probe_and_loads_no_slow_part_of_pytorch():
 FIRST = """
 import json, sys
 import torch, tenterhook as th
+th.record, th.edit  # Their modules declare the features.
 from tenterhook.pytorch.support import FEATURES
 model = torch.nn.Linear(2, 2)
 counts = {name: 0 for name in FEATURES}
@@ -295,6 +296,7 @@ def test_probes_run_again_if_another_library_has_patched_pytorch_since():
 
 FORKED_MEANWHILE = """
 import os, threading
+import tenterhook.pytorch.structures
 from tenterhook.pytorch.support import FEATURES, Feature
 began, forked = threading.Event(), threading.Event()
 slow = Feature("slow", "", lambda: (began.set(), forked.wait())[2:], "")

@@ -81,12 +81,13 @@ _keys = itertools.count()
 class Tap:
     """The instance ``forward`` of one touched module."""
 
-    __slots__ = ("attributes", "bodies", "call", "lanes", "method", "module", "original", "own", "waiting")
+    __slots__ = ("attributes", "bodies", "call", "lanes", "method", "module", "next", "original", "own", "waiting")
 
     def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         self.module, self.own, self.original = module, own, original
         self.lanes: tuple[Lane, ...] = ()
         self.method: Any = None
+        self.next: Any = None  # What is being put in place of the method, noted because an interrupt may come.
         self.call: Any = None  # What stands before it, for the whole call; see engine.around.
         self.waiting: set[str] = set()
         self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
@@ -118,7 +119,7 @@ class Tap:
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
         function.tap = self
-        self.method = bind(function, self.module)
+        self.next = bind(function, self.module)
         if self._has_edited_parameters(compiles=compiles):
             whole: Any = around(self)
             # A pickle names a method, and that one does as it should.
@@ -139,9 +140,10 @@ class Tap:
         return False
 
     def put_in(self) -> None:
-        """Put the forward in, and what stands before it; torch.jit.script finds an error from now on."""
+        """Put the next forward in, and what stands before it; torch.jit.script finds an error from now on."""
         state = self.module.__dict__
-        state["forward"] = self.method
+        state["forward"] = self.next
+        self.method = self.next
         if self.call is not None:
             state[CALL_OVERRIDE] = self.call
         if SCRIPT not in state:
@@ -177,7 +179,8 @@ class Tap:
     @property
     def in_place(self) -> bool:
         """Whether our forward is where it was put, and nobody has put another one there."""
-        return self.method is not None and self.module.__dict__.get("forward") is self.method
+        forward = self.module.__dict__.get("forward")
+        return forward is not None and (forward is self.method or forward is self.next)
 
     def restore(self) -> None:
         """Leave the module as it was. A forward that someone else has put in since is theirs to keep."""
@@ -189,7 +192,7 @@ class Tap:
         self.take_out(forward=in_place)
         if not in_place:
             self.silence()
-        self.method = self.call = None
+        self.method = self.next = self.call = None
 
     def silence(self) -> None:
         """Make a ``direct`` forward that others may hold ask for the present lanes, as it does in a module's copy."""
@@ -269,10 +272,9 @@ def detach(lane: Lane) -> bool:
         tap, lane.over = lane.tap, True
         if tap is None or lane.borrowed:
             return True
-        lane.tap = None
         if tap.bodies:
             tap.bodies.clear()
-        tap.lanes = () if len(tap.lanes) == 1 else tuple([other for other in tap.lanes if other is not lane])
+        tap.lanes = tuple([other for other in tap.lanes if other is not lane])
         in_place = tap.in_place
         if not tap.lanes:
             tap.restore()
@@ -280,6 +282,7 @@ def detach(lane: Lane) -> bool:
             tap.refresh()
         else:
             tap.silence()
+        lane.tap = None  # Last: if an interrupt comes before, all this is done again.
         return in_place
 
 

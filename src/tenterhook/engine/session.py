@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -15,6 +14,7 @@ from tenterhook.address.walk import Structure, find, structure, walk
 from tenterhook.compiled import begin as compiled
 from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.block import BlockEnd
 from tenterhook.engine.install import attach_all, detach, locked
 from tenterhook.engine.lane import Lane
 from tenterhook.engine.reasons import never_reached
@@ -35,7 +35,7 @@ from tenterhook.pytorch.support import require
 from tenterhook.pytorch.wrappers import unwrapped, wrappers_of
 from tenterhook.sites.facts import facts
 from tenterhook.sites.fused import FUSED, unfused
-from tenterhook.sites.parameter import Swap, is_offloaded, own_update
+from tenterhook.sites.parameter import Exchange, Swap, is_offloaded, own_update
 from tenterhook.sites.readers import Readers, refuse_outside_owners
 from tenterhook.sites.threads import current
 from tenterhook.sites.wrapped import is_spread
@@ -93,11 +93,11 @@ class Session:
         self._lanes: dict[nn.Module, Lane] = {}
         self._shared_forwards: SharedForwards | None = None
         self._readers: Readers | None = None
-        self._swaps: list[Swap] = []
+        self._swaps: list[Exchange] = []
         self.makers: dict[Any, Any] = {}  # Of forwards; see short.watched.
         self._neighbours: list[Session] = []
         self._state = "new"
-        self._depth = 0
+        self.depth = 0  # Of `with` blocks.
         self._planned: Structure | None = None  # What the model was like as its points were found, if that is known.
         self._structure: Structure | None = None
         self.reel: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
@@ -123,13 +123,13 @@ class Session:
                 self._shared_forwards.install()
             attach_all(self._lanes.values())
             self.on_start()
+            self._state = "open"
+            self._neighbours = _local.open  # Of the thread that starts it; another one may close it.
+            self._neighbours.append(self)
         except BaseException:
             self._undo()
             self._let_go()
             raise
-        self._state = "open"
-        self._neighbours = _local.open  # Of the thread that starts it; another one may close it.
-        self._neighbours.append(self)
         return self
 
     def _not_new(self) -> SessionError:
@@ -229,7 +229,9 @@ class Session:
         for path in facts(self.model).fused:
             layer = find(self.model, path)
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
-                self._lane(layer, path).swaps += (unfused(layer),)
+                exchange = unfused(layer)
+                self._swaps.append(exchange)
+                self._lane(layer, path).swaps += (exchange,)
 
     def _wants_inside(self, path: str, layer: nn.Module) -> bool:
         inside = f"{path}." if path else ""
@@ -333,14 +335,22 @@ class Session:
     # -- as a context manager -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        if self._depth == 0:
-            self.start()
-        self._depth += 1
+        self.depth += 1  # First: the end of the block looks at it, should an interrupt come.
+        if self.depth == 1:
+            try:
+                self.start()
+            except BaseException:
+                self.drop()
+                self.depth = 0
+                raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        self._depth -= 1
-        if self._depth:
+    __exit__ = BlockEnd()
+
+    def leave(self, error: BaseException | None) -> bool:
+        """Leave a ``with`` block; return whether its error was this session's own stop."""
+        if self.depth > 1:
+            self.depth -= 1
             return False
         mine = isinstance(error, Stopped) and error.args[0] is self
         if error is None or mine:
@@ -350,7 +360,16 @@ class Session:
             replaced = self._undo()
             self._let_go()
             self._say_what_was_replaced(replaced)
+        self.depth = 0
         return mine
+
+    def drop(self) -> None:
+        """Take everything out that is still in, without a word: an interrupt came as the session began or ended."""
+        try:
+            self._undo()
+        except BaseException:  # noqa: BLE001  Another interrupt; what was done is not done twice.
+            self._undo()
+        self._let_go()
 
     # -- asked by actions ---------------------------------------------------------------------------------------------
 

@@ -103,26 +103,33 @@ def parametrization_cache() -> dict[tuple[int, str], Any]:
 class PowerIteration:
     """The vectors that spectral normalisation refines at each call in training."""
 
-    __slots__ = ("_again", "_found", "_steps", "_vectors", "_versions")
+    __slots__ = ("_again", "_found", "_rounds", "_steps", "_vectors", "_versions")
 
     def __init__(self, vectors: list[Tensor], steps: int, again: Any) -> None:
         self._vectors, self._steps, self._again = vectors, steps, again
         self._found: list[Tensor] = []
         self._versions: list[int] = []
+        self._rounds: int | None = None
 
     def note(self) -> None:
         """Remember the present vectors."""
         self._found, self._versions = [each.clone() for each in self._vectors], list(map(_version, self._vectors))
+        self._rounds = None
 
     def repeat(self) -> None:
-        """Put the vectors back, and refine them as often as they have been since, with the present parameters."""
-        done = max(_version(each) - before for each, before in zip(self._vectors, self._versions, strict=True))
-        if done <= 0:
+        """Put the vectors back, and refine them as often as they have been since, with the present parameters.
+
+        It can be done again after an interrupt, with the same result.
+        """
+        if self._rounds is None:
+            pairs = zip(self._vectors, self._versions, strict=True)
+            self._rounds = -(-max(_version(each) - before for each, before in pairs) // self._steps)
+        if self._rounds <= 0:
             return
         with torch.no_grad():
             for each, found in zip(self._vectors, self._found, strict=True):
                 each.copy_(found)
-            for _ in range(-(-done // self._steps)):
+            for _ in range(self._rounds):
                 self._again()
 
 

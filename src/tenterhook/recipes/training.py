@@ -153,9 +153,9 @@ class Penalty:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> bool:
         self._terms.clear()
-        return self._session.__exit__(kind, error, trace)
+        return bool(self._session.__exit__(kind, error, trace))
 
 
 MEASURES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -396,11 +395,11 @@ class Recording(Session):
         super().__enter__()
         return self.tape  # type: ignore[no-any-return]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+    def leave(self, error: BaseException | None) -> bool:
         if isinstance(error, Exception):  # What was recorded until then stays, with a note of where it ended.
             where = failure(self.model, error)
             self.tape.notes |= {"failure": where} if where is not None else {}
-        return super().__exit__(kind, error, _)
+        return super().leave(error)
 
 
 class _Stopping(Recorder):

@@ -48,20 +48,26 @@ class Unfused:
 
     def enter(self) -> None:
         """Put it in, unless an outer call has."""
-        if self._depth == 0:
+        self._depth += 1
+        if self._depth == 1:
             self._found = self._table.get(self._key)
             self._table[self._key] = self._value
-        self._depth += 1
 
     def leave(self) -> None:
         """Put back what was there, as the outermost call ends."""
-        self._depth -= 1
-        if self._depth:
-            return
-        if self._found is None:
-            self._table.pop(self._key, None)
+        if self._depth > 1:
+            self._depth -= 1
         else:
-            self._table[self._key] = self._found
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what was there, however many calls are inside."""
+        if self._table.get(self._key) is self._value:
+            if self._found is None:
+                self._table.pop(self._key, None)
+            else:
+                self._table[self._key] = self._found
+        self._depth = 0
 
 
 def unfused(module: nn.Module) -> Unfused:

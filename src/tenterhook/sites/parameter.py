@@ -31,9 +31,9 @@ __all__ = ["Exchange", "OwnUpdate", "Swap", "is_offloaded", "own_update"]
 class Exchange(Protocol):
     """Something in a module that is other than usual while a call is inside.
 
-    ``active``: a call is inside. ``apart()``: the same, leaving no trace in what autograd saves. ``changes``: whether
-    what the module computes is another for it, so that other threads would notice. ``add_undo``: have a function called
-    as the last call that is inside ends.
+    ``active``: a call is inside. ``put_back()``: undo it, however many calls are inside. ``apart()``: the same, leaving
+    no trace in what autograd saves. ``changes``: whether the module computes something else because of it, so that
+    other threads would notice. ``add_undo``: have a function called as the last call that is inside ends.
     """
 
     changes: ClassVar[bool]
@@ -44,6 +44,8 @@ class Exchange(Protocol):
     def enter(self) -> None: ...
 
     def leave(self) -> None: ...
+
+    def put_back(self) -> None: ...
 
     def apart(self) -> Exchange: ...
 
@@ -120,7 +122,8 @@ class Derived:
         cache = parametrization_cache()
         for key in self._keys:
             if key in cache:
-                self._cached[key] = cache.pop(key)
+                self._cached[key] = cache[key]
+                del cache[key]
         for hook in self._hooks:
             setattr(hook.module, hook.name, _uncounted(hook.compute))
 
@@ -130,7 +133,6 @@ class Derived:
         for key in self._keys:
             cache.pop(key, None)
         cache.update(self._cached)
-        self._cached.clear()
         for hook, found in reversed(self._attributes):
             setattr(hook.module, hook.name, found)
         for power in self._powers:
@@ -138,7 +140,14 @@ class Derived:
         for hook, _ in self._attributes:
             if hook.state() != self._states[hook]:
                 setattr(hook.module, hook.name, _uncounted(hook.compute))
-        self._attributes.clear()
+
+    def forget(self) -> None:
+        """Forget what was found: it is back."""
+        self._attributes, self._cached = [], {}
+
+
+_After = tuple[list[tuple[Any, Any, Tensor]], Tensor | None]
+"""After a call: the tensor of each place, and the values that are copied into the original."""
 
 
 class Swap:
@@ -149,7 +158,7 @@ class Swap:
     """
 
     __slots__ = (
-        "_before", "_is_buffer", "_make", "_undo", "binding", "depth", "derived", "flat", "found", "keepers",
+        "_after", "_before", "_is_buffer", "_make", "_undo", "binding", "depth", "derived", "flat", "found", "keepers",
         "made", "places",
     )  # fmt: skip
 
@@ -169,6 +178,7 @@ class Swap:
         self.made: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         self._before: Tensor | None = None  # What was made, as it was before the model could update it.
+        self._after: _After | None = None
         self.depth = 0
         self.binding: Any = None  # Whose edit it makes, for the tracer.
 
@@ -214,24 +224,39 @@ class Swap:
             self.put_back()
 
     def put_back(self) -> None:
-        """Put back what was found, however many calls are inside; nothing if it is back already."""
-        found, made, before = self.found, self.made, self._before
-        if found is not None and made is not None:
-            for container, key in self.places:
-                now = container[key]
-                if now is not made and now is not found and isinstance(now, Tensor) and before is not None:
-                    container[key] = _updated(found, before, now)  # The model has assigned another one.
-                elif now is made:
-                    container[key] = found
+        """Put back what was found, however many calls are inside; nothing if it is back already.
+
+        An interrupt may come at any instant. It is then called again, and all that it does can be done twice.
+        """
+        if self.found is not None and self.made is not None:
+            if self._after is None:
+                self._after = self._afterwards(self.found, self.made)
+            places, values = self._after
+            for container, key, value in places:
+                container[key] = value
+            if values is not None:
+                with torch.no_grad():
+                    self.found.copy_(values)
             for flat in self.flat:
                 flat.put_back()
-            self.found = self.made = self._before = None
-            if before is not None:
-                _update(found, before, made)
-            while self._undo:
-                self._undo.pop()()
+            for undo in reversed(self._undo):
+                undo()
             self.derived.leave()
+        self.found = self.made = self._before = self._after = None
+        self._undo = []
+        self.derived.forget()
         self.depth = 0
+
+    def _afterwards(self, found: Tensor, made: Tensor) -> _After:
+        """Return what each place holds afterwards: the original, with the changes that the model made meanwhile."""
+        before, places = self._before, list[tuple[Any, Any, Tensor]]()
+        for container, key in self.places:
+            now = container[key]
+            if now is made:
+                places.append((container, key, found))
+            elif now is not found and isinstance(now, Tensor) and before is not None:
+                places.append((container, key, _updated(found, before, now)))  # The model has assigned another one.
+        return places, _values_after(found, before, made) if before is not None else None
 
     def _exchange(self, old: Tensor, new: Tensor) -> None:
         for container, key in self.places:
@@ -248,11 +273,11 @@ def _updated(found: Tensor, before: Tensor, now: Tensor) -> Tensor:
         return torch.where(now == before, found, changed)
 
 
-def _update(found: Tensor, before: Tensor, made: Tensor) -> None:
-    """Make the changes to the original that the model made in place to the edited tensor."""
-    with torch.no_grad():
-        if storage_identity(made) != storage_identity(found) and not torch.equal(made, before):
-            found.copy_(_updated(found, before, made))
+def _values_after(found: Tensor, before: Tensor, made: Tensor) -> Tensor | None:
+    """Return the original's values with the changes that the model made in place to the edited tensor, if any."""
+    if storage_identity(made) == storage_identity(found) or torch.equal(made, before):
+        return None
+    return _updated(found, before, made)
 
 
 class OwnUpdate:
@@ -279,6 +304,9 @@ class OwnUpdate:
         """Put the original in place for this layer's own call."""
         if self._module.training and self._table[self._key] is self._swap.made:
             self._table[self._key] = self._swap.found
+
+    def put_back(self) -> None:
+        """Do nothing: the original is in place, or the swap puts it there."""
 
     def leave(self) -> None:
         """Put the edited one back."""
@@ -320,6 +348,10 @@ class Apart:
     def leave(self) -> None:
         """As the swap does."""
         self._swap.leave()
+
+    def put_back(self) -> None:
+        """As the swap does."""
+        self._swap.put_back()
 
     def add_undo(self, undo: Callable[[], None]) -> None:
         """As the swap does."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -138,18 +137,23 @@ class Watch(Delivery, Session):
                 finally:
                     self._finish()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is not None and self._depth == 1:
-            if self._ring is not None and not isinstance(error, NonFinite):
-                self._ring.say(f"{type(error).__name__}: {error}")
-            self._salvage()
-            try:
-                return super().__exit__(kind, error, trace)
-            finally:
-                self._finish()
-        return super().__exit__(kind, error, trace)
+    def leave(self, error: BaseException | None) -> bool:
+        if error is None or self.depth > 1:
+            return super().leave(error)
+        if self._ring is not None and not isinstance(error, NonFinite):
+            self._ring.say(f"{type(error).__name__}: {error}")
+        self._salvage()
+        try:
+            return super().leave(error)
+        finally:
+            self._finish()
+
+    def drop(self) -> None:
+        try:
+            super().drop()
+        finally:
+            self._ledger.on = False
+            self._finish()
 
     def _salvage(self) -> None:
         """Keep what the step had brought by the time it failed."""
