@@ -251,8 +251,8 @@ def attach(lane: Lane) -> None:
         if tap is None:
             own = module.__dict__.get("forward")
             tap = Tap(module, own, own if own is not None else module.forward)
+        lane.tap = tap  # First: an interrupt finds what to detach.
         tap.lanes = (*tap.lanes, lane)
-        lane.tap = tap
         tap.refresh()
         if lane.inner and not tap.bodies:
             tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.

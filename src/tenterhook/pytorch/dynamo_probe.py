@@ -1,11 +1,13 @@
-"""The probe of compiled models.
+"""The probes of compiled models.
 
-It stands in a file of its own: Dynamo is told to leave all other functions of tenterhook alone.
+They stand in a file of their own: Dynamo is told to leave all other functions of tenterhook alone.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -26,9 +28,9 @@ from tenterhook.pytorch.dynamo_tracing import (
     keep_out,
     settings_of_wrapper,
 )
-from tenterhook.pytorch.support import check, feature
+from tenterhook.pytorch.support import FEATURES, Status, check, feature
 
-__all__ = ["probe_compiled"]
+__all__ = ["can_trace_hooks", "probe_compiled", "probe_hooks"]
 
 
 class _Slot:
@@ -58,19 +60,55 @@ class _Around(nn.Module):
 )
 def probe_compiled() -> str | None:
     """Check how a small module is compiled: what is inlined, left out and assigned."""
+    with _uncounted():
+        _probe_inlining()
+        _probe_versions()
+        _probe_breaks()
+    return None
+
+
+@feature(
+    "hooks inside compiled graphs",
+    used_by="the gradient of an output in a compiled model",
+    still_works="gradients in models that are not compiled",
+)
+def probe_hooks() -> str | None:
+    """Check that Dynamo traces a hook on an intermediate tensor; up to torch 2.10 it refuses."""
+
+    def hooked(x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(lambda gradient: gradient * 3)
+        return y.mul_(5)
+
+    x = torch.ones(2, device="cpu", requires_grad=True)
+    with _uncounted(), torch.enable_grad():
+        try:
+            out = _compiled(_anew(hooked), fullgraph=True)(x)
+        except Unsupported:
+            return "Dynamo does not trace tensor hooks; an output with a gradient must not be changed in place later"
+        out.sum().backward()
+    check(x.grad is not None and x.grad.tolist() == [30, 30], "a hook inside a graph gives a wrong gradient")
+    return None
+
+
+def can_trace_hooks() -> bool:
+    """Return whether a hook can be put on a tensor inside a compiled graph."""
+    return FEATURES["hooks inside compiled graphs"].run() is Status.FAST
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Leave no trace among the graphs that others count, and no warning: Dynamo warns of some releases of Python."""
     before = {kind: dict(counts) for kind, counts in counters.items()}
     try:
-        with warnings.catch_warnings():  # Dynamo warns of some releases of Python.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _probe_inlining()
-            _probe_versions()
-            _probe_breaks()
-    finally:  # Nobody is to find our graphs among those that they count.
+            yield
+    finally:
         counters.clear()
         for kind, counts in before.items():
             counters[kind].update(counts)
         forget_backend(_probe_backend)
-    return None
 
 
 def _compiled(function: Any, **options: Any) -> Any:
