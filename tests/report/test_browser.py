@@ -308,7 +308,8 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
     first, second = (canvas.bounding_box() for canvas in page.locator(".maps").first.locator(".pictures canvas").all())
     assert first["y"] == second["y"]
     assert first["x"] + first["width"] <= second["x"]
-    expect(page.locator("#detail")).to_contain_text("apart by 2 of the size of the first")
+    expect(page.locator(".compared").first).to_contain_text("Values of the two runs: off by up to")
+    expect(page.locator(".compared").first).to_contain_text("a relative difference of 2.")
     titles = page.locator(".histograms h3").all_inner_texts()
     assert [title.split("\n")[0] for title in titles] == [
         f"Histogram, {name} {what}" for what in ("value", "gradient") for name in ("before", "after")
@@ -322,7 +323,64 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
         assert marks.all_inner_texts() == ["before", "after"]
         assert len({mark.locator("i").get_attribute("style") for mark in marks.all()}) == 2
     row(page, "stem").click()
-    expect(page.locator("#detail")).to_contain_text("The two runs are equal here.")
+    assert page.locator(".compared").all_inner_texts()[0] == "Values of the two runs: equal."
+    expect(page.locator(".compared >> nth=1")).to_contain_text("Gradients of the two runs: off by up to")
+
+
+def test_two_tapes_open_at_the_first_difference_and_it_is_marked_in_the_tree(show, tmp_path):
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return self.last(self.first(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Backwards(), torch.randn(2, 4)
+    left = tape_of(model, x)
+    with th.edit(model, {"first.1#1": th.scale(2.0)}):
+        right = tape_of(model, x)
+    write_tapes(tmp_path / "page.html", {"before": left, "after": right})
+    page = show(tmp_path / "page.html")
+    expect(page.locator("h2")).to_contain_text("first.1#1")
+    expect(row(page, "first.1").locator(".badge.first")).to_have_text("first difference")
+    assert page.locator(".badge.first").count() == 1
+    expect(row(page, "last").locator(".badge.differs")).to_have_text("≠")
+    expect(page.locator(".compared").first).to_contain_text("This is the first difference.")
+    expect(page.locator(".remarks li").first).to_contain_text("first.1#1: the first difference: values, off by up to")
+    assert page.locator(".remarks li").all_inner_texts()[1].startswith("compared: 4 of 8 values differ; ")
+    for key in ("value-difference", "gradient-difference"):
+        assert ink(page, f'.depth[data-key="{key}"] canvas') is not None
+    row(page, "first").locator(".fold").click()  # Folded away, it is marked at the row above it.
+    expect(row(page, "first").locator(".badge.first")).to_have_text("first difference")
+
+
+def test_gradients_alone_that_differ_are_the_first_difference(show, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    left = tape_of(model, x)
+    with th.edit(model, grad={"1": lambda gradient: gradient * 2}):
+        right = tape_of(model, x)
+    write_tapes(tmp_path / "page.html", {"before": left, "after": right})
+    page = show(tmp_path / "page.html")
+    expect(page.locator("h2")).to_contain_text("1")
+    texts = page.locator(".compared").all_inner_texts()
+    assert texts[0] == "Values of the two runs: equal."
+    assert texts[1].startswith("Gradients of the two runs: off by up to")
+    assert texts[1].endswith("This is the first difference.")
+    expect(row(page, "1").locator(".badge.first")).to_have_attribute("title", re.compile("gradients"))
+    assert row(page, "2").locator(".badge").count() == 0
+    expect(row(page, "0").locator(".badge.differs")).to_have_text("≠")
+
+
+def test_two_equal_tapes_say_how_much_was_compared_and_mark_nothing(show, tmp_path):
+    torch.manual_seed(0)
+    tape = tape_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    write_tapes(tmp_path / "page.html", {"before": tape, "after": tape})
+    page = show(tmp_path / "page.html")
+    assert page.locator(".remarks li").all_inner_texts() == ["compared: 0 of 3 values differ; 0 of 3 gradients differ"]
+    assert page.locator(".badge").count() == 0
 
 
 def test_names_from_a_model_are_text_and_nothing_else(show, tmp_path):

@@ -76,7 +76,10 @@
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
     const order = TH.everything ? "points, in the order in which values passed →" : "modules, in the order in which values passed →";
-    if (names.length > 1) TH.charts.depth(card, "apart, as a share of the size", "apart", (each) => each.apart ?? null, ["apart"]);
+    if (names.length > 1) {
+      TH.charts.depth(card, "relative difference of values", "value-difference", (each) => each.compared.value?.apart ?? null, ["difference"]);
+      TH.charts.depth(card, "relative difference of gradients", "gradient-difference", (each) => each.compared.gradient?.apart ?? null, ["difference"]);
+    }
     card.append(el("div", { class: "axis-title" }, order));
   };
 
@@ -248,7 +251,8 @@
       part.numbers ? { title: `${name} value`.trim(), seen: part.numbers, key: "value", run } : null,
       part.gradient?.numbers ? { title: `${name} gradient`.trim(), seen: part.gradient.numbers, key: "gradient", run } : null,
     ]).filter(Boolean);
-    const apart = runs[0]?.call.apart;
+    const compared = Object.entries(TH.compared(point, call));
+    const isFirst = (key) => TH.first && point === TH.first.point && call === TH.first.call && TH.first.gradient === (key === "gradient");
     const texts = seen.filter(({ part }) => part.text).map(({ part, name }) => el("p", { class: "text" }, name ? `${name}: ` : "", part.text));
     detail.replaceChildren(
       ...[
@@ -259,7 +263,7 @@
         point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
         seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
         ...texts,
-        apart !== undefined && apart !== null ? el("p", { class: "text" }, apart ? `The two runs are apart by ${TH.number(apart)} of the size of the first.` : "The two runs are equal here.") : null,
+        ...compared.map(([key, { differs, text }]) => el("p", { class: `text compared${differs ? " differs" : ""}` }, `${key === "gradient" ? "Gradients" : "Values"} of the two runs: ${text}.${isFirst(key) ? " This is the first difference." : ""}`)),
         columns.length ? el("div", { class: "cards" }, numbersCard(columns), histograms(columns.filter(({ seen: each }) => each.histogram.length))) : null,
         ...seen.map((each) => (each.part.shape ? tokensCard(point, each) : null)),
         pictureCards("Values", seen.map(({ part, name, run }) => ({ seen: part, name, run })), false),
@@ -298,8 +302,8 @@
   drawOverview();
   const [wanted, call] = TH.find(decodeURIComponent(location.hash.slice(1)));
   const failed = TH.points.find((point) => point.failed);
-  const start = wanted || failed || TH.passed.find(({ parts }) => parts.some((part) => part && part.shape.length === 4))?.point || TH.passed[0]?.point || TH.points[0];
-  if (start) TH.choose(start, call);
+  const start = wanted || TH.first?.point || failed || TH.passed.find(({ parts }) => parts.some((part) => part && part.shape.length === 4))?.point || TH.passed[0]?.point || TH.points[0];
+  if (start) TH.choose(start, wanted || start !== TH.first?.point ? call : TH.first.call);
   TH.tree.focus();
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 })();
