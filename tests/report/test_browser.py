@@ -700,15 +700,25 @@ def test_the_strip_of_a_line_stands_below_its_values(show, tmp_path):
     assert orange[1] > 50 > orange[0]
 
 
-def test_many_findings_of_a_kind_are_folded(show, tmp_path):
-    slow = [{"text": f"vanishing gradient at '{at}'", "kind": "vanishing gradient"} for at in range(9)]
-    other = [{"text": "dead units at '3'", "kind": "dead units"}, {"text": "the loss is NaN"}]
-    write(tmp_path / "page.html", Page("a watch", remarks=[*slow[:5], *other, *slow[5:]]))
+def test_findings_of_one_kind_are_one_entry_with_details(show, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+    for layer in range(0, 18, 3):
+        nn.init.constant_(model[layer].bias, -100.0)
+    with th.watch(model, on_nan="record", thresholds={"dead_steps": 2, "vanishing": 0}) as w:
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+        model(torch.full((2, 4), torch.inf)).sum().backward()
+    th.page(tmp_path / "page.html", w)
     page = show(tmp_path / "page.html")
-    seen = page.locator(".remarks li:visible")
-    assert seen.all_inner_texts() == [each["text"] for each in (*slow[:3], *other)]
-    page.locator("summary", has_text="and 6 more: vanishing gradient").click()
-    assert seen.count() == 11
+    report, *groups = page.locator(".remarks > ul > li").all()
+    assert "argument 0 of ':return': float32 [2, 4], 8 Inf" in report.inner_text().splitlines()
+    (dead,) = groups
+    title = dead.locator("summary")
+    expect(title).to_contain_text("dead units in 6 layers: 1 … 16")
+    assert dead.locator("li:visible").count() == 0
+    title.click()
+    assert [text.split("'")[1] for text in dead.locator("li").all_inner_texts()] == ["1", "4", "7", "10", "13", "16"]
 
 
 def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):

@@ -52,7 +52,7 @@ def test_the_page_shows_a_watch_while_it_runs(page):
         assert page.locator("img").count() == 0  # A name is text and nothing else.
         expect(page.locator("#rows polyline")).to_have_count(4)
         assert page.locator("#rows rect").count() > 4
-        expect(page.locator("#findings summary")).to_have_text("saturated activation at 1 point")
+        expect(page.locator("#findings summary")).to_have_text("saturated activation at 'act'")
         shown = page.locator("#rows tr", has_text="head").locator("td").all_inner_texts()
         assert float(shown[5]) == pytest.approx(w.row("head")["last"]["norm"], rel=0.01)
 
@@ -158,6 +158,26 @@ def test_a_gaussian_has_one_hump_on_an_axis_of_values(page):
         zero = page.locator("#rows tr", has_text="wide").locator("svg line")
         assert 35 < float(zero.get_attribute("x1")) < 55  # About the middle of 90 pixels.
         assert page.locator("#rows tr", has_text="shifted").locator("svg line").count() <= 1
+        assert page.wrong == []
+
+
+def test_findings_of_one_kind_are_one_entry(page):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    with th.watch(model, thresholds={"saturated": 0.0, "vanishing": 0.0}) as w:
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            w.step()
+        page.goto(w.serve())
+        expect(page.locator("#findings summary")).to_have_text("saturated activation in 12 layers: 1 … 23")
+        assert page.locator("#findings li:visible").count() == 0
+        page.locator("#findings summary").click()
+        texts = page.locator("#findings li").all_inner_texts()
+        assert [text.split(":")[0] for text in texts] == [f"saturated activation at {at}" for at in range(1, 24, 2)]
+        model(torch.randn(2, 4)).sum().backward()
+        w.step()
+        expect(page.locator("#state")).to_contain_text("3 steps")
+        assert page.locator("#findings li:visible").count() == 12  # It stays open.
         assert page.wrong == []
 
 

@@ -51,8 +51,8 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=dict)
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    remarks: Sequence[Mapping[str, str]] = ()
-    """each a ``text`` and, where there is one, the ``address`` that it is about; many of one ``kind`` are folded"""
+    remarks: Sequence[Mapping[str, Any]] = ()
+    """each a ``text``, where there is one the ``address`` that it is about, and ``details``, which are folded"""
     runs: Sequence[str] = ()
     """the names of the tapes, if the points are of any"""
     tokens: Sequence[Sequence[str]] = ()

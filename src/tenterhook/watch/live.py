@@ -21,6 +21,7 @@ from tenterhook._text import printable, printable_lines
 from tenterhook.sinks.sketch import even_bins
 from tenterhook.sinks.statistics import COLUMNS, COUNT, NORM, ZEROS, Array, none_where_nothing_is_finite
 from tenterhook.watch.books import KINDS
+from tenterhook.watch.finding_groups import grouped
 
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
@@ -155,7 +156,8 @@ def _findings(watch: Results, view: View) -> dict[str, Any]:
     told = [
         [first + place, each.kind, printable(each.address), printable(each.text)] for place, each in enumerate(some)
     ]
-    return {"findings": told, "found": len(every)}
+    groups = [[group.kind, printable(group.title)] for group in grouped(every)]
+    return {"findings": told, "found": len(every), "groups": groups}
 
 
 def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:

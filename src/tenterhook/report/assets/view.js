@@ -38,30 +38,15 @@
     );
   };
 
-  const remarkLine = ({ address = "", text }) => {
+  const remarkLine = ({ address = "", text, details = [] }) => {
     const [point] = TH.find(address);
     const name = point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, address) : address;
-    return el("li", {}, address ? [name, ": "] : [], text);
+    const folded = details.length ? el("details", {}, el("summary", {}, text), el("ul", {}, details.map((each) => el("li", {}, each)))) : text;
+    return el("li", {}, address ? [name, ": "] : [], folded);
   };
 
-  const FEW = 3;
-
-  // Remarks of one kind stand together, where the first of them is; of many, the first few.
-  const remarksCard = () => {
-    if (!TH.data.remarks.length) return null;
-    const kinds = new Map();
-    TH.data.remarks.forEach((remark, at) => {
-      const kind = remark.kind || at;
-      kinds.set(kind, [...(kinds.get(kind) || []), remark]);
-    });
-    const lists = [...kinds.values()].map((remarks) => {
-      const cut = remarks.length > FEW + 1 ? FEW : remarks.length;
-      const rest = remarks.slice(cut);
-      const more = rest.length ? el("details", {}, el("summary", {}, `and ${TH.count(rest.length)} more: ${rest[0].kind}`), el("ul", {}, rest.map(remarkLine))) : null;
-      return [el("ul", {}, remarks.slice(0, cut).map(remarkLine)), more];
-    });
-    return el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), lists.flat());
-  };
+  const remarksCard = () =>
+    TH.data.remarks.length ? el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), el("ul", {}, TH.data.remarks.map(remarkLine))) : null;
 
   const insideToggle = () =>
     TH.passed.length > TH.shownSteps().length || TH.everything
