@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
 
-__all__ = ["FOREIGN", "Part", "Step", "part_of", "traced_forward"]
+__all__ = ["FOREIGN", "Part", "Step", "part_of", "reason_at", "traced_forward"]
 
 FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
-FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
-KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules"
+FLAT = "tenterhook: the recurrent layer of the edited parameter keeps its weights a second time:"
+KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules:"
 GATHERED = "tenterhook: gather=True puts values together over processes"
 
 
@@ -91,9 +91,9 @@ class Exchanged:
 
     def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
         if swap.flat:
-            raise Untraceable(FLAT)
+            raise Untraceable(f"{FLAT} at {binding.point.address!r}")
         if swap.derived or any(not isinstance(table, dict) for table, _ in swap.places):
-            raise Untraceable(KEPT)
+            raise Untraceable(f"{KEPT} at {binding.point.address!r}")
         # It is made once, be it by the engine around the graph or in it: they count their calls together.
         self.swap, self.places, self.binding = swap, swap.places, binding
         self.step = Step(binding, lane)
@@ -178,14 +178,20 @@ def traced_forward(tap: Tap, engine: Callable[..., Any], *, begins: bool = False
         parts = tuple([part for part in map(part_of, tap.lanes) if not part.empty])
         body = _served(tap, body_of(tap, parts), begins=begins)
     except Untraceable as error:
-        return refused(str(error), engine)
+        return refused(reason_at(error, tap), engine)
     if not parts:
         return passed(tap.module, tap.original)
     if forward_hooks_of(tap.module) or GLOBAL_FORWARD_HOOKS:
-        return refused(FOREIGN, engine)
+        return refused(reason_at(FOREIGN, tap), engine)
     if len(parts) == 1 and parts[0].only_output:
         return recorded(tap.module, tap.original, parts[0])
     return traced(tap.module, body, parts)
+
+
+def reason_at(reason: Untraceable | str, tap: Tap) -> str:
+    """Return a reason with the module that it is about."""
+    text, path = str(reason), tap.lanes[0].path if tap.lanes else ""
+    return text if " at '" in text else f"{text}, at {path or ':return'!r}"
 
 
 def _served(tap: Tap, body: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:

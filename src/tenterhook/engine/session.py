@@ -347,9 +347,12 @@ class Session:
             self.stopped = mine
             self.close()
         else:
+            named = compiled.explained(self, error)
             replaced = self._undo()
             self._let_go()
             self._say_what_was_replaced(replaced)
+            if named is not None:
+                raise named from error
         return mine
 
     # -- asked by actions ---------------------------------------------------------------------------------------------
