@@ -268,15 +268,16 @@ def test_show_in_a_terminal_keeps_the_numbers_and_names_what_it_leaves_out(call,
     assert "module" in call("show", "run.th").stdout
 
 
-def test_diff_finds_the_first_point_where_two_runs_part(call):
+def test_diff_finds_the_first_difference_and_says_how_many_points_it_compared(call):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "a.th")
     call("record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "relu=scale(1.5)", "-o", "b.th")
     same = call("diff", "a.th", "a.th")
     assert (same.exit_code, same.stdout.strip()) == (0, "no difference in 4 values")
     parted = call("diff", "a.th", "b.th")
     assert parted.exit_code == 1
-    assert parted.stdout.startswith("the runs part at relu: off by up to ")
-    assert "0.5 of its size" in parted.stdout
+    assert parted.stdout.startswith("the first difference is at relu: off by up to ")
+    assert "a relative difference of 0.5" in parted.stdout
+    assert "compared 4 values: 3 values differ" in parted.stdout
     told = json.loads(call("diff", "a.th", "b.th", "--json").stdout)
     assert told["first"] == "relu"
     assert [row["parts"] for row in told["points"]] == [False, True, True, True]
@@ -295,7 +296,7 @@ def test_diff_counts_what_only_one_tape_holds(call):
     ]
     assert call("diff", "b.th", "a.th", "--all").stdout.count("only in the second") == 2 + 4 + 1
     call("record", "nets.py:Net", "conv", "head", "-i", "1x3x8x8", "--seed", "1", "-o", "c.th")
-    assert call("diff", "a.th", "c.th").stdout.startswith("the runs part at conv: off by up to ")
+    assert call("diff", "a.th", "c.th").stdout.startswith("the first difference is at conv: off by up to ")
 
 
 def test_half_precision_is_no_difference_beyond_its_rounding(call):

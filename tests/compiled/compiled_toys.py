@@ -1,7 +1,14 @@
 """What the tests of compiled models share: a model that does a bit of everything, and the ways of compiling it."""
 
+import pytest
 import torch
 from torch import nn
+
+from tenterhook.pytorch.dynamo_probe import can_trace_hooks
+
+needs_traced_hooks = pytest.mark.skipif(
+    not can_trace_hooks(), reason="this torch traces no hooks on tensors: gradients are caught outside of graphs"
+)
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_toys import X, child, close, function, net, outer
+from compiled_toys import X, child, close, function, needs_traced_hooks, net, outer
 
 import tenterhook as th
 
@@ -35,6 +35,7 @@ def weights(target):
 POINTS = ["b0", "b1.act", "b1:in", "b1:y", "b1.attend", "b0.attend:mix():scores", "head"]
 
 
+@needs_traced_hooks
 @pytest.mark.parametrize("way", [outer, child, function])
 def test_gradients_are_those_of_the_plain_run(way):
     call, target, at = made(way)
@@ -54,6 +55,7 @@ def test_gradients_are_those_of_the_plain_run(way):
     assert all(close(mine[name], theirs[name]) for name in theirs)
 
 
+@needs_traced_hooks
 @pytest.mark.parametrize("way", [outer, function])
 def test_edits_of_gradients_act_in_the_order_of_their_sessions_before_what_records(way):
     call, target, at = made(way)
@@ -73,6 +75,7 @@ def test_edits_of_gradients_act_in_the_order_of_their_sessions_before_what_recor
     assert all(close(mine[name], theirs[name]) for name in theirs)
 
 
+@needs_traced_hooks
 def test_several_steps_compile_once_and_keep_each_gradient():
     call, target, at = made(outer)
     plain = net()
@@ -86,6 +89,7 @@ def test_several_steps_compile_once_and_keep_each_gradient():
         torch.testing.assert_close(one, other)
 
 
+@needs_traced_hooks
 def test_two_backward_passes_add_up():
     call, target, at = made(outer)
     with th.record(target, f"{at}b1", grad=True) as tape:
@@ -96,6 +100,7 @@ def test_two_backward_passes_add_up():
     assert close(tape.grad[f"{at}b1"], 2 * once)
 
 
+@needs_traced_hooks
 def test_tape_backward_reaches_the_points_and_leaves_the_parameters_alone():
     call, target, at = made(outer)
     plain = net()
@@ -137,6 +142,7 @@ def test_an_edited_parameter_is_trained_through_its_edit():
     assert all(close(mine[name], theirs[name]) for name in theirs)
 
 
+@needs_traced_hooks
 def test_an_opaque_edit_of_a_gradient_is_called_from_the_graph():
     call, target, at = made(outer)
     seen = []

@@ -4,12 +4,16 @@ import random
 
 import pytest
 import torch
+from compiled_toys import needs_traced_hooks
 from torch import nn
 
 import tenterhook as th
 
 # Dynamo's own, as it looks at tensors with a history and at functions of autograd.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
+pytestmark = [
+    needs_traced_hooks,
+    pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated"),
+]
 
 # Each in-place operation, with the same out of place.
 IN_PLACE = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_toys import X, close, net, outer
+from compiled_toys import X, close, needs_traced_hooks, net, outer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tenterhook as th
@@ -33,6 +33,7 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes)).eval()
 
 
+@needs_traced_hooks
 def test_a_small_model_is_recorded_edited_and_trained():
     call, target, at = outer(net(), fullgraph=True)
     plain = net()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_toys import X, child, close, itself, net, outer
+from compiled_toys import X, child, close, itself, needs_traced_hooks, net, outer
 
 import tenterhook as th
 from tenterhook.compiled import entry
@@ -78,6 +78,7 @@ def test_a_change_in_place_of_one_value_is_not_one_of_the_others():
         tape["b1.a"]
 
 
+@needs_traced_hooks
 def test_gradients_stops_edits_and_conversions_go_the_same_way():
     plain = net()
     model, call = made(backend="aot_eager")

@@ -308,7 +308,8 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
     first, second = (canvas.bounding_box() for canvas in page.locator(".maps").first.locator(".pictures canvas").all())
     assert first["y"] == second["y"]
     assert first["x"] + first["width"] <= second["x"]
-    expect(page.locator("#detail")).to_contain_text("apart by 2 of the size of the first")
+    expect(page.locator(".compared").first).to_contain_text("Values of the two runs: off by up to")
+    expect(page.locator(".compared").first).to_contain_text("a relative difference of 2.")
     titles = page.locator(".histograms h3").all_inner_texts()
     assert [title.split("\n")[0] for title in titles] == [
         f"Histogram, {name} {what}" for what in ("value", "gradient") for name in ("before", "after")
@@ -322,7 +323,64 @@ def test_two_tapes_stand_side_by_side(show, tmp_path):
         assert marks.all_inner_texts() == ["before", "after"]
         assert len({mark.locator("i").get_attribute("style") for mark in marks.all()}) == 2
     row(page, "stem").click()
-    expect(page.locator("#detail")).to_contain_text("The two runs are equal here.")
+    assert page.locator(".compared").all_inner_texts()[0] == "Values of the two runs: equal."
+    expect(page.locator(".compared >> nth=1")).to_contain_text("Gradients of the two runs: off by up to")
+
+
+def test_two_tapes_open_at_the_first_difference_and_it_is_marked_in_the_tree(show, tmp_path):
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return self.last(self.first(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Backwards(), torch.randn(2, 4)
+    left = tape_of(model, x)
+    with th.edit(model, {"first.1#1": th.scale(2.0)}):
+        right = tape_of(model, x)
+    write_tapes(tmp_path / "page.html", {"before": left, "after": right})
+    page = show(tmp_path / "page.html")
+    expect(page.locator("h2")).to_contain_text("first.1#1")
+    expect(row(page, "first.1").locator(".badge.first")).to_have_text("first difference")
+    assert page.locator(".badge.first").count() == 1
+    expect(row(page, "last").locator(".badge.differs")).to_have_text("≠")
+    expect(page.locator(".compared").first).to_contain_text("This is the first difference.")
+    expect(page.locator(".remarks li").first).to_contain_text("first.1#1: the first difference: values, off by up to")
+    assert page.locator(".remarks li").all_inner_texts()[1].startswith("compared: 4 of 8 values differ; ")
+    for key in ("value-difference", "gradient-difference"):
+        assert ink(page, f'.depth[data-key="{key}"] canvas') is not None
+    row(page, "first").locator(".fold").click()  # Folded away, it is marked at the row above it.
+    expect(row(page, "first").locator(".badge.first")).to_have_text("first difference")
+
+
+def test_gradients_alone_that_differ_are_the_first_difference(show, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    left = tape_of(model, x)
+    with th.edit(model, grad={"1": lambda gradient: gradient * 2}):
+        right = tape_of(model, x)
+    write_tapes(tmp_path / "page.html", {"before": left, "after": right})
+    page = show(tmp_path / "page.html")
+    expect(page.locator("h2")).to_contain_text("1")
+    texts = page.locator(".compared").all_inner_texts()
+    assert texts[0] == "Values of the two runs: equal."
+    assert texts[1].startswith("Gradients of the two runs: off by up to")
+    assert texts[1].endswith("This is the first difference.")
+    expect(row(page, "1").locator(".badge.first")).to_have_attribute("title", re.compile("gradients"))
+    assert row(page, "2").locator(".badge").count() == 0
+    expect(row(page, "0").locator(".badge.differs")).to_have_text("≠")
+
+
+def test_two_equal_tapes_say_how_much_was_compared_and_mark_nothing(show, tmp_path):
+    torch.manual_seed(0)
+    tape = tape_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    write_tapes(tmp_path / "page.html", {"before": tape, "after": tape})
+    page = show(tmp_path / "page.html")
+    assert page.locator(".remarks li").all_inner_texts() == ["compared: 0 of 3 values differ; 0 of 3 gradients differ"]
+    assert page.locator(".badge").count() == 0
 
 
 def test_names_from_a_model_are_text_and_nothing_else(show, tmp_path):
@@ -642,15 +700,25 @@ def test_the_strip_of_a_line_stands_below_its_values(show, tmp_path):
     assert orange[1] > 50 > orange[0]
 
 
-def test_many_findings_of_a_kind_are_folded(show, tmp_path):
-    slow = [{"text": f"vanishing gradient at '{at}'", "kind": "vanishing gradient"} for at in range(9)]
-    other = [{"text": "dead units at '3'", "kind": "dead units"}, {"text": "the loss is NaN"}]
-    write(tmp_path / "page.html", Page("a watch", remarks=[*slow[:5], *other, *slow[5:]]))
+def test_findings_of_one_kind_are_one_entry_with_details(show, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+    for layer in range(0, 18, 3):
+        nn.init.constant_(model[layer].bias, -100.0)
+    with th.watch(model, on_nan="record", thresholds={"dead_steps": 2, "vanishing": 0}) as w:
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+        model(torch.full((2, 4), torch.inf)).sum().backward()
+    th.page(tmp_path / "page.html", w)
     page = show(tmp_path / "page.html")
-    seen = page.locator(".remarks li:visible")
-    assert seen.all_inner_texts() == [each["text"] for each in (*slow[:3], *other)]
-    page.locator("summary", has_text="and 6 more: vanishing gradient").click()
-    assert seen.count() == 11
+    report, *groups = page.locator(".remarks > ul > li").all()
+    assert "argument 0 of ':return': float32 [2, 4], 8 Inf" in report.inner_text().splitlines()
+    (dead,) = groups
+    title = dead.locator("summary")
+    expect(title).to_contain_text("dead units in 6 layers: 1 … 16")
+    assert dead.locator("li:visible").count() == 0
+    title.click()
+    assert [text.split("'")[1] for text in dead.locator("li").all_inner_texts()] == ["1", "4", "7", "10", "13", "16"]
 
 
 def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):

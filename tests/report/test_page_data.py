@@ -216,9 +216,11 @@ def test_two_tapes_stand_under_the_same_points_with_how_far_they_are_apart():
     with th.edit(model, {"relu": th.scale(2.0)}):
         right = recorded(model)
     page = tapes_page({"a": recorded(model), "b": right})
-    apart = {point["address"]: point["runs"][0][0]["apart"] for point in page.points}
-    assert apart["conv"] == 0
-    assert apart["relu"] == pytest.approx(1.0)
+    compared = {point["address"]: point["runs"][0][0]["compared"] for point in page.points}
+    assert compared["conv"]["value"] == {"apart": 0.0, "differs": False, "text": "equal"}
+    assert compared["relu"]["value"]["apart"] == pytest.approx(1.0)
+    assert compared["relu"]["value"]["differs"]
+    assert page.first == {"address": "relu", "call": 0, "gradient": False}
 
 
 def test_a_page_of_plain_rows_and_series_needs_no_tape(tmp_path):

@@ -1,5 +1,6 @@
 """The live page of a watch in a real Chromium."""
 
+import itertools
 import os
 import shutil
 
@@ -51,7 +52,7 @@ def test_the_page_shows_a_watch_while_it_runs(page):
         assert page.locator("img").count() == 0  # A name is text and nothing else.
         expect(page.locator("#rows polyline")).to_have_count(4)
         assert page.locator("#rows rect").count() > 4
-        expect(page.locator("#findings summary")).to_have_text("saturated activation at 1 point")
+        expect(page.locator("#findings summary")).to_have_text("saturated activation at 'act'")
         shown = page.locator("#rows tr", has_text="head").locator("td").all_inner_texts()
         assert float(shown[5]) == pytest.approx(w.row("head")["last"]["norm"], rel=0.01)
 
@@ -70,7 +71,7 @@ def test_the_page_shows_a_watch_while_it_runs(page):
 
         train(float("nan"))
         expect(page.locator("#state")).to_contain_text("3 steps")  # Without a reload.
-        expect(page.locator("#wrong")).to_contain_text("came in with what the model was given")
+        expect(page.locator("#wrong")).to_contain_text("was in the input of the model")
         expect(page.locator("#rows tr.bad")).to_have_count(4)
         assert page.wrong == []
     expect(page.locator("#state")).to_contain_text("the watch has ended")
@@ -110,6 +111,73 @@ def test_a_long_list_is_loaded_where_it_is_looked_at(page):
         expect(page.locator("#rows tr")).to_have_count(1)
         shown = page.locator("#rows td").all_inner_texts()
         assert float(shown[5]) == pytest.approx(w.row("210")["last"]["norm"], rel=0.01)
+        assert page.wrong == []
+
+
+def humps(heights, least=3):
+    """Count the tops of a row of bars, without those that rise by less than ``least`` levels."""
+    count, low, high, rising = 0, heights[0], heights[0], True
+    for height in heights[1:]:
+        if rising:
+            high = max(high, height)
+            if height <= high - least:
+                count, rising, low = count + 1, False, height
+        else:
+            low = min(low, height)
+            if height >= low + least:
+                rising, high = True, height
+    return count + rising
+
+
+def test_a_gaussian_has_one_hump_on_an_axis_of_values(page):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wide": nn.Identity(), "shifted": nn.Identity(), "two": nn.Identity(), "far": nn.Identity()})
+
+    def forward():
+        sign = torch.randint(0, 2, (64, 64)) * 2.0 - 1
+        model["wide"](torch.randn(64, 64) * 30)
+        model["shifted"](torch.randn(64, 64) * 0.01 + 0.05)
+        model["two"](torch.randn(64, 64) + 6 * sign)
+        model["far"](torch.where(torch.rand(64, 64) < 0.003, 1e5, torch.randn(64, 64)))
+
+    with th.watch(model, slow=1, steps="manual") as w:
+        for _ in range(100):
+            forward()
+            w.step()
+        page.goto(w.serve())
+        expect(page.locator("#rows tr")).to_have_count(4)
+        seen = {}
+        for row in page.locator("#rows tr").all():
+            bars = row.locator("svg").first.locator("rect").all()
+            boxes = [(float(bar.get_attribute("x")), float(bar.get_attribute("height"))) for bar in bars]
+            assert len({round(b[0] - a[0], 6) for a, b in itertools.pairwise(boxes)}) == 1  # One width.
+            seen[row.locator("td").first.inner_text()] = [height for _, height in boxes]
+            title = row.locator("svg title").first.text_content()
+            assert ("of the values are beyond" in title) is (row.locator("td").first.inner_text() == "far")
+        assert {name: humps(heights) for name, heights in seen.items()} == {"wide": 1, "shifted": 1, "two": 2, "far": 1}
+        zero = page.locator("#rows tr", has_text="wide").locator("svg line")
+        assert 35 < float(zero.get_attribute("x1")) < 55  # About the middle of 90 pixels.
+        assert page.locator("#rows tr", has_text="shifted").locator("svg line").count() <= 1
+        assert page.wrong == []
+
+
+def test_findings_of_one_kind_are_one_entry(page):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    with th.watch(model, thresholds={"saturated": 0.0, "vanishing": 0.0}) as w:
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            w.step()
+        page.goto(w.serve())
+        expect(page.locator("#findings summary")).to_have_text("saturated activation in 12 layers: 1 … 23")
+        assert page.locator("#findings li:visible").count() == 0
+        page.locator("#findings summary").click()
+        texts = page.locator("#findings li").all_inner_texts()
+        assert [text.split(":")[0] for text in texts] == [f"saturated activation at {at}" for at in range(1, 24, 2)]
+        model(torch.randn(2, 4)).sum().backward()
+        w.step()
+        expect(page.locator("#state")).to_contain_text("3 steps")
+        assert page.locator("#findings li:visible").count() == 12  # It stays open.
         assert page.wrong == []
 
 

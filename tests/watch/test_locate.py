@@ -61,7 +61,7 @@ def test_a_value_is_located_with_its_line():
     assert found.line.line == line_of(Block.forward, "torch.log")
     assert found.line.source == "h = torch.log(h - 100)"
     assert found.line.operation == "log"
-    assert "between its modules: everything that came in was finite" in found.reason
+    assert "between its modules: all arguments were finite" in found.reason
     # What came in is shown.
     assert found.inputs["0"]["nan"] == 0
     assert found.inputs["0"]["count"] == 16
@@ -99,7 +99,7 @@ def test_what_came_in_is_told_apart_from_what_was_born_there():
     found = watched(Model("none"), x).nonfinite
     assert found.address == "a.first"
     assert found.born is None
-    assert found.reason == "It came in with what the model was given."
+    assert found.reason == "It was in the input of the model."
     assert found.inputs["0"]["nan"] == 1
 
 
@@ -137,7 +137,7 @@ def test_a_gradient_is_located_with_its_line():
     assert (found.kind, found.address) == ("gradients", "b.first")
     assert found.born == "b"
     assert found.line.line == line_of(Block.forward, "torch.sqrt")
-    assert "born in the backward pass through 'b'" in found.reason
+    assert "made in the backward pass through 'b'" in found.reason
     assert found.inputs["gradient"]["nan"] == 0
 
 

@@ -55,7 +55,7 @@ def test_the_page_shows_numbers_that_move_on_while_training_runs():
         model(torch.full((2, 4), float("nan"))).sum().backward()
         w.step()
         found = json.loads(get(url + "numbers?found=9"), parse_constant=pytest.fail)  # A browser would refuse a NaN.
-        assert "came in with what the model was given" in found["nonfinite"]
+        assert "was in the input of the model" in found["nonfinite"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(url + "../etc/passwd")
         with pytest.raises(urllib.error.HTTPError, match="403"):

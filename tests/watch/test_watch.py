@@ -466,6 +466,14 @@ def test_a_name_that_is_not_there_is_refused_and_one_never_reached_is_told():
         pass
 
 
+def test_parameters_of_a_wrapped_model_have_the_names_of_the_plain_one():
+    plain = nn.Sequential(nn.Linear(2, 2))
+    for model in (torch.compile(plain, backend="eager"), torch.optim.swa_utils.AveragedModel(plain)):
+        with th.watch(model, on_nan="record") as w:
+            pass
+        assert w._parameters.names == {"0.weight", "0.bias"}
+
+
 def test_no_warning_is_given_in_an_ordinary_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

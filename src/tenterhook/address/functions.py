@@ -23,7 +23,7 @@ from tenterhook.address.source import read_source
 from tenterhook.errors import NoSource
 from tenterhook.pytorch.python_code import closure_values, free_names
 
-__all__ = ["Callee", "callees", "forward_of", "handed_on", "places_of", "plain"]
+__all__ = ["Callee", "callees", "forward_of", "global_value", "handed_on", "is_self", "places_of", "plain"]
 
 BINDINGS = (MethodType, staticmethod, classmethod)  # A union would be made anew at every call.
 
@@ -142,16 +142,17 @@ def _in_package(function: FunctionType, name: str) -> FunctionType | None:
 
 def _static(called: ast.expr, function: FunctionType, cls: type) -> FunctionType | None:
     """What an expression that is called stands for, if the source alone tells and it is of the same package."""
-    if isinstance(called, ast.Attribute) and _is_self(called.value, function):
+    if isinstance(called, ast.Attribute) and is_self(called.value, function):
         target = plain(inspect.getattr_static(cls, called.attr, None))
     elif isinstance(called, ast.Attribute) and _is_super(called.value):
         target = _above(function, cls, called.attr)
     else:
-        target = plain(_global(called, function))
+        target = plain(global_value(called, function))
     return target if target is not None and _package(target) == _package(function) else None
 
 
-def _is_self(node: ast.expr, function: FunctionType) -> bool:
+def is_self(node: ast.expr, function: FunctionType) -> bool:
+    """Tell whether an expression is the first argument of a function."""
     names = function.__code__.co_varnames[:1]
     return isinstance(node, ast.Name) and node.id in names
 
@@ -167,13 +168,14 @@ def _above(function: FunctionType, cls: type, name: str) -> FunctionType | None:
     return next((plain(vars(each)[name]) for each in order[owner + 1 :] if name in vars(each)), None)
 
 
-def _global(node: ast.expr, function: FunctionType) -> Any:
+def global_value(node: ast.expr, function: FunctionType) -> Any:
+    """Return what a name, or an attribute of a Python module, stands for in a function; None where that is unknown."""
     if isinstance(node, ast.Name):
         if node.id in free_names(function.__code__):
             return closure_values(function).get(node.id)
         return function.__globals__.get(node.id)
     if isinstance(node, ast.Attribute):
-        owner = _global(node.value, function)
+        owner = global_value(node.value, function)
         return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
     return None
 

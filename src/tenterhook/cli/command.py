@@ -35,7 +35,7 @@ A Hugging Face model on disk, one attention layer, beside its source:
   tenterhook points ./gpt2 'transformer.h.0.attn:*'
   tenterhook record ./gpt2 '**.attn' -i 'text:The cat sat' -o a.th
 \b
-Where do two runs part?
+Where do two runs first differ?
   tenterhook diff before.th after.th
 \b
 Rows of a whole data set, for probes and sparse autoencoders:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tenterhook._draw import Column, Row, Table
-from tenterhook.report.compare import Difference
+from tenterhook._draw import Column, Row, Table, counted
+from tenterhook.report.compare import ONLY_FIRST, ONLY_SECOND, Difference
 
-__all__ = ["Compared", "difference_table", "first_of"]
+__all__ = ["Compared", "difference_table"]
 
-AROUND = 12  # rows from where two tapes part
+AROUND = 12  # rows from the first difference on
 COLUMNS = (
     Column(),
     Column("point"),
     Column("off by", right=True),
-    Column("of its size", right=True),
+    Column("relative", right=True),
     Column("why"),
 )
-ALONE = {"only in the first": ("first", "second"), "only in the second": ("second", "first")}
+ALONE = {ONLY_FIRST: ("first", "second"), ONLY_SECOND: ("second", "first")}
+NOUNS = {False: "value", True: "gradient"}
 
 
 HARDLY = 0.1  # of the points: with fewer on both tapes, nothing is known of two runs
@@ -26,41 +27,41 @@ HARDLY = 0.1  # of the points: with fewer on both tapes, nothing is known of two
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How many values and gradients are on both tapes, and on one of them alone."""
+    """The number of values and gradients that were compared, and of those that could not be."""
 
     compared: int
     only_first: int
     only_second: int
+    incomparable: int = 0
+    """on both tapes, but without numbers or unreadable"""
 
     @classmethod
     def of(cls, found: Sequence[Difference]) -> Compared:
         """Count them."""
-        alone = [sum(each.why == why for each in found) for why in ALONE]
-        return cls(len(found) - sum(alone), *alone)
+        compared = sum(each.compared for each in found)
+        first, second = (sum(each.why == why for each in found) for why in ALONE)
+        return cls(compared, first, second, len(found) - compared - first - second)
 
     @property
     def hardly(self) -> bool:
-        """Whether almost nothing matched: of the tape that holds less, fewer than a tenth is on the other."""
-        return self.compared < HARDLY * max(1, self.compared + min(self.only_first, self.only_second))
+        """Tell whether almost nothing was compared: fewer than a tenth of the tape that holds less."""
+        smaller = self.compared + self.incomparable + min(self.only_first, self.only_second)
+        return self.compared < HARDLY * max(1, smaller)
 
     @property
     def warning(self) -> str:
         """The same in words."""
+        incomparable = f", {self.incomparable} that could not be compared" if self.incomparable else ""
         return (
             f"almost nothing could be compared: {self.compared} on both tapes, {self.only_first} only on the first, "
-            f"{self.only_second} only on the second. Are they of the same model, recorded at the same points?"
+            f"{self.only_second} only on the second{incomparable}. "
+            "Are they of the same model, recorded at the same points?"
         )
 
 
-def first_of(found: Sequence[Difference]) -> Difference | None:
-    """Where two runs part: at a point that both hold, if there is one."""
-    parting = [each for each in found if each.parts]
-    return next((each for each in parting if each.why not in ALONE), parting[0] if parting else None)
-
-
 def difference_table(found: Sequence[Difference], first: Difference | None, *, every: bool) -> Table:
-    """Rows from the first difference on, or all of them; what only one tape holds is counted."""
-    shared = [each for each in found if each.why not in ALONE]
+    """Draw rows from the first difference on, or all of them; what only one tape holds is counted."""
+    shared = [each for each in found if each.compared]
     shown = list(found) if every else _around(shared, first)
     rows = [
         Row(
@@ -80,34 +81,45 @@ def _around(shared: list[Difference], first: Difference | None) -> list[Differen
 
 
 def _title(found: Sequence[Difference], shared: Sequence[Difference], first: Difference | None) -> str:
-    if first is not None and first.why not in ALONE:
-        return f"the runs part at {_called(first)}: {_how(first)}"
+    if first is not None and first.compared:
+        return f"the first difference is at {_called(first)}: {_how(first)}"
     which = "" if len(shared) == len(found) else " that both tapes hold"
-    return f"no difference in {len(shared)} values{which}" if shared else "the tapes hold no value in common"
+    return f"no difference in {_counted(shared)}{which}" if shared else "the tapes hold no value in common"
 
 
 def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Sequence[Difference]) -> tuple[str, ...]:
-    parting = sum(each.parts for each in shared)
-    rest = len(shared) - sum(each.why not in ALONE for each in shown)
+    differing = [each for each in shared if each.parts]
+    rest = len(shared) - sum(each.compared for each in shown)
     hidden = f"; {rest} not shown (--all)" if rest else ""
-    counts = [f"{parting} of {len(shared)} differ{hidden}"] if parting else []
+    counts = [f"compared {_counted(shared)}: {_counted(differing)} differ{hidden}"] if differing else []
     hint = "" if len(shown) == len(found) else " (--all)"
-    alone = [line for gradient in (False, True) for line in _alone(found, hint, gradient=gradient)]
+    alone = [line for gradient in NOUNS for line in _alone(found, hint, gradient=gradient)]
     return (*counts, *alone)
 
 
+def _counted(found: Sequence[Difference]) -> str:
+    """Count values, and gradients where there are any.
+
+    >>> _counted([Difference("fc", parts=False), Difference("fc", parts=False, gradient=True)])
+    '1 value and 1 gradient'
+    """
+    numbers = {noun: sum(each.gradient is gradient for each in found) for gradient, noun in NOUNS.items()}
+    return " and ".join(counted(number, noun) for noun, number in numbers.items() if number) or "nothing"
+
+
 def _alone(found: Sequence[Difference], hint: str, *, gradient: bool) -> list[str]:
-    """What only one tape holds, in a line for each of the two."""
+    """Return a line for each tape that holds something alone, and one for what could not be compared."""
     kind = [each for each in found if each.gradient is gradient]
-    noun = "gradient" if gradient else "value"
+    noun = NOUNS[gradient]
     lines = []
     for why, (holder, other) in ALONE.items():
         count = sum(each.why == why for each in kind)
         if count and count == len(kind):
             lines.append(f"the {other} tape has no {noun}s, and the {holder} has {count}")
         elif count:
-            lines.append(f"{count} {noun}{'' if count == 1 else 's'} only in the {holder} tape{hint}")
-    return lines
+            lines.append(f"{counted(count, noun)} only in the {holder} tape{hint}")
+    rest = sum(not each.compared and each.why not in ALONE for each in kind)
+    return [*lines, f"{counted(rest, noun)} could not be compared{hint}"] if rest else lines
 
 
 def _called(each: Difference) -> str:
@@ -115,7 +127,7 @@ def _called(each: Difference) -> str:
 
 
 def _how(each: Difference) -> str:
-    return each.why or f"off by up to {_number(each.largest)}, {_number(each.relative)} of its size"
+    return each.why or f"off by up to {_number(each.largest)}, a relative difference of {_number(each.relative)}"
 
 
 def _number(number: float) -> str:

@@ -14,14 +14,14 @@ import click
 from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
-from tenterhook.cli.differences import Compared, difference_table, first_of
+from tenterhook.cli.differences import Compared, difference_table
 from tenterhook.cli.limits import check_file
 from tenterhook.cli.options import print_json, print_table, size_of
 from tenterhook.cli.trouble import DIFFERENT, INCOMPARABLE, Trouble, missing_package, say, speaking
 from tenterhook.errors import TenterhookError
 from tenterhook.record.table import table
 from tenterhook.record.tape import Tape, load
-from tenterhook.report.compare import Tolerance, compare
+from tenterhook.report.compare import Tolerance, compare, first_difference
 from tenterhook.report.order import chosen
 
 __all__ = ["diff", "page", "show"]
@@ -195,14 +195,15 @@ Examples:
 @click.option("--all", "every", is_flag=True, help="Show every point.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
-    """Where two runs part: the first point whose values differ, and by how much.
+    """Find the first point where the values or gradients of two tapes differ, and by how much.
 
-    Points that only one of the tapes holds are counted, and shown with --all. The exit code is 0 if nothing differs,
-    1 if something does, and 5 if almost nothing could be compared: fewer than a tenth of the points are on both tapes.
+    The number of points that were compared is printed. Points that only one of the tapes holds are counted, and shown
+    with --all. The exit code is 0 if nothing differs, 1 if something does, and 5 if almost nothing could be compared:
+    fewer than a tenth of the points of the smaller tape are on both.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
-    first, compared = first_of(found), Compared.of(found)
+    first, compared = first_difference(found), Compared.of(found)
     if json_:
         rows = [asdict(each) for each in found]
         print_json({"first": None if first is None else first.address, **asdict(compared), "points": rows})

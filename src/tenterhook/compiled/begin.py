@@ -12,21 +12,23 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import Tap
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "dressed", "end", "told", "waiting"]
+__all__ = ["begin", "dressed", "end", "explained", "told", "waiting"]
 
 
 def begin(session: Session) -> None:
     """A session's lanes are planned: give it a reel, and a lane of its own wherever compiled code begins."""
     from tenterhook.compiled.entry import entries, is_guarded, keep_out
+    from tenterhook.compiled.explain import forget
     from tenterhook.compiled.reel import Reel
     from tenterhook.compiled.whole import check
-    from tenterhook.pytorch import dynamo_probe  # noqa: F401 - registers the feature
+    from tenterhook.pytorch import dynamo_probe  # noqa: F401 - registers the features
     from tenterhook.pytorch.dynamo_tracing import is_forced_eager
     from tenterhook.pytorch.support import require
 
     if not is_forced_eager():
         require("compiled models")
     keep_out()
+    forget()  # What is traced from now on is traced with this session.
     session.reel = Reel(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])
     session.entries = entries(session)
@@ -50,9 +52,12 @@ def waiting(session: Session, points: Any) -> None:
 def dressed(tap: Tap, function: Any, general: Callable[[Any], Any]) -> Any:
     """A forward of the engine's with what Dynamo shall see in its place."""
     from tenterhook.compiled.entry import entry
-    from tenterhook.compiled.plan import traced_forward
+    from tenterhook.compiled.plan import is_uncompilable, traced_forward
+    from tenterhook.pytorch.dynamo_tracing import disabled
 
     engine = general(tap)
+    if is_uncompilable(tap):
+        return disabled(engine)
     inlined = traced_forward(tap, engine)
     if any(tap.module in lane.session.entries for lane in tap.lanes):
         prepared = any(hasattr(lane.guard, "prepare") for lane in tap.lanes)
@@ -67,6 +72,15 @@ def end(session: Session) -> Compiled:
     if reel is not None:
         reel.close()
     return found
+
+
+def explained(session: Session, error: BaseException) -> BaseException | None:
+    """Return the error to raise in the place of one that comes out of a session; None to leave it as it is."""
+    if session.reel is None:
+        return None
+    from tenterhook.compiled.explain import explained
+
+    return explained(session, error)
 
 
 def told(session: Session) -> Compiled:

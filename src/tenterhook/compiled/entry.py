@@ -19,15 +19,16 @@ from torch import nn
 
 from tenterhook.address.walk import find, walk, wrappers_at
 from tenterhook.compiled import trace
+from tenterhook.compiled.explain import explained
 from tenterhook.compiled.pack import pack
-from tenterhook.compiled.plan import FOREIGN
+from tenterhook.compiled.plan import FOREIGN, reason_at
 from tenterhook.engine.dispatch import OWN_FILES
-from tenterhook.errors import EditError, Stopped
+from tenterhook.errors import Stopped
 from tenterhook.pytorch import dynamo_tracing
 from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
 from tenterhook.pytorch.dynamo_tracing import (
+    DynamoError,
     OptimizedModule,
-    Unsupported,
     compiled_versions,
     current_callback,
     disabled,
@@ -45,10 +46,6 @@ __all__ = ["entries", "entry", "is_guarded", "keep_out"]
 
 PLANS = 64  # of one module, whose compiled code is kept
 OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
-UNTRACED = (
-    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
-    "alone, or let it run outside: th.edit(..., opaque=True)."
-)
 STOPPED = "tenterhook stopped"
 OWN_FILES.update({__file__, trace.__file__})
 
@@ -125,7 +122,11 @@ def entry(tap: Tap, eager: Callable[..., Any], inlined: Callable[..., Any]) -> C
     run: Callable[..., Any] = _run
     reels: tuple[Any, ...] = ()
     hooks = forward_hooks_of(tap.module)
-    hooked = trace.refused(FOREIGN, eager) if any(lane.edits_out or lane.looks_out for lane in tap.lanes) else inlined
+    hooked = (
+        trace.refused(reason_at(FOREIGN, tap), eager)
+        if any(lane.edits_out or lane.looks_out for lane in tap.lanes)
+        else inlined
+    )
     guards: Any = [lane.guard for lane in tap.lanes if hasattr(lane.guard, "prepare")]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +174,8 @@ def _between(guards: Any, tap: Tap, body: Any, reels: Any, args: Any, kwargs: An
 def _ran(tap: Tap, run: Any, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
     try:
         value = run(tap.module, body, reels, args, kwargs)
-    except Unsupported as error:
-        named = _named(tap, error)
+    except DynamoError as error:
+        named = next(filter(None, (explained(lane.session, error) for lane in tap.lanes)), None)
         if named is None:
             raise
         raise named from error
@@ -210,19 +211,6 @@ def _copy(tap: Tap, *, packs: bool) -> Callable[..., Any]:
             known.popitem(last=False)
     known.move_to_end(key)
     return made
-
-
-def _named(tap: Tap, error: Unsupported) -> EditError | None:
-    """The error that names the edit at which tracing failed, if it was at one."""
-    stack = {(frame.filename, frame.name) for frame in getattr(error, "real_stack", None) or ()}
-    for lane in tap.lanes:
-        for binding in lane.session.bindings:
-            change = getattr(binding.action, "change", None)
-            code = getattr(getattr(change, "call", None), "__code__", None)
-            if change is not None and code is not None and (code.co_filename, code.co_name) in stack:
-                reason = str(error).strip().partition("\n")[0]
-                return EditError(UNTRACED.format(name=change.name, address=binding.point.address, reason=reason))
-    return None
 
 
 PROBE = "tenterhook.pytorch.dynamo_probe"  # What it checks is how Dynamo compiles its functions.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tenterhook.compiled.expected import expected
+from tenterhook.compiled.explain import CHANGED_KIND, note_edit
+from tenterhook.pytorch.dynamo_tracing import graph_break
 
 __all__ = ["TAGS", "Catch", "ChangeGradient", "changed_gradient", "library"]
 
@@ -71,5 +73,10 @@ def changed_gradient(step: Any, gradient: Tensor) -> Tensor:
     """Return what an edit makes of a gradient."""
     if step.opaque:
         return torch.ops.tenterhook.opaque(gradient, step.token)  # type: ignore[no-any-return]
+    note_edit(step.address)
     new: Tensor | None = step.function(gradient, step.context)
-    return gradient if new is None else new
+    if new is None:
+        return gradient
+    if step.check and (new.shape != gradient.shape or new.dtype != gradient.dtype):
+        graph_break(msg=f"tenterhook: {CHANGED_KIND} at '" + step.address + "'")
+    return new

@@ -6,6 +6,7 @@ the function a second time, in the backward pass.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,18 @@ __all__ = ["Called", "opaque"]
 STRUCTURE = "tenterhook: an opaque edit inside a graph changes a tensor, and this value is a structure"
 OTHER = (
     "the opaque edit {name} at {address!r} turned {old} into {new}, and inside a compiled graph it has to return a "
-    "tensor of the same kind."
+    "tensor of the same kind. Return one, or run the model where it is not compiled: under "
+    "torch.compiler.set_stance('force_eager')."
 )
 
+OVER = (
+    "the backward pass came to the opaque edit at {address!r} after its session was over. Call backward() inside the "
+    "session."
+)
+KNOWN = 4096  # Edits whose points are known by their numbers.
+
 _called: weakref.WeakValueDictionary[int, Called] = weakref.WeakValueDictionary()
+_points: collections.OrderedDict[int, str] = collections.OrderedDict()
 _numbers = itertools.count(1)
 
 library.define("opaque(Tensor value, Tensor token) -> Tensor", tags=TAGS)
@@ -46,12 +55,19 @@ class Called:
         number = next(_numbers)
         self.token = torch.tensor(number, device="cpu")
         _called[number] = self
+        _points[number] = context.address
+        if len(_points) > KNOWN:
+            _points.popitem(last=False)
 
     def __call__(self, value: Tensor, *, again: bool = False) -> Tensor:
         if not again:
             self.context.call = next(self._count)
         meant = self.call is None or self.call == self.context.call
-        new = self.function(value, self.context) if meant else None
+        try:
+            new = self.function(value, self.context) if meant else None
+        except Exception as error:
+            error.add_note(f"in the edit {self.name} at {self.context.address!r}, call #{self.context.call}")
+            raise
         if new is None:
             return value
         if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
@@ -63,7 +79,7 @@ class Called:
 def opaque(step: Step, value: Any) -> Any:
     """Traced: the value after an opaque edit."""
     if not isinstance(value, Tensor):
-        graph_break(msg=STRUCTURE)
+        graph_break(msg=STRUCTURE + " at '" + step.address + "'")
     return Opaque.apply(value, step.token)  # type: ignore[no-untyped-call]
 
 
@@ -93,7 +109,7 @@ def _opaque(value: Tensor, token: Tensor) -> Tensor:
 def _opaque_backward(gradient: Tensor, value: Tensor, token: Tensor) -> Tensor:
     called = _called.get(int(token))
     if called is None:
-        raise EditError("an opaque edit's backward ran after its session was over; call backward() inside the session")
+        raise EditError(OVER.format(address=_points.get(int(token), "a point of an earlier session")))
     with torch.enable_grad():
         given = value.detach().requires_grad_()
         new = called(given, again=True)

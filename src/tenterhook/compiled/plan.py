@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.compiled.inside import body_of
 from tenterhook.compiled.opaque import Called
 from tenterhook.compiled.served import UNDECIDED, served
-from tenterhook.compiled.trace import TracedContext, Untraceable, passed, recorded, refused, traced
+from tenterhook.compiled.trace import TracedContext, Uncompilable, Untraceable, passed, recorded, refused, traced
 from tenterhook.engine.action import Context
+from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.sites.parameter import Swap
 
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import Lane, Tap
 
-__all__ = ["FOREIGN", "Part", "Step", "part_of", "traced_forward"]
+__all__ = ["FOREIGN", "Part", "Step", "is_uncompilable", "part_of", "reason_at", "traced_forward"]
 
 FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
 LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
 FUSED = "tenterhook: a fused layer is kept from bypassing its children"
-FLAT = "tenterhook: the edited parameter belongs to a recurrent layer, which keeps its weights a second time"
-KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules"
+FLAT = "tenterhook: the recurrent layer of the edited parameter keeps its weights a second time:"
+KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules:"
 GATHERED = "tenterhook: gather=True puts values together over processes"
+NO_HOOKS = "tenterhook: with this release of torch no hook, and so no gradient of {address!r}, can be part of a graph"
 
 
 class Step:
@@ -44,6 +46,8 @@ class Step:
             raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
+        if self.gradient and not can_trace_hooks():
+            raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = bool(getattr(action, "stops", False))
         self.opaque = self.check = self.copies = self.plain = False
         self.dtype = self.context = self.part = self.token = self.called = None  # type: Any
@@ -91,9 +95,9 @@ class Exchanged:
 
     def __init__(self, swap: Swap, binding: Binding, lane: Lane) -> None:
         if swap.flat:
-            raise Untraceable(FLAT)
+            raise Untraceable(f"{FLAT} at {binding.point.address!r}")
         if swap.derived or any(not isinstance(table, dict) for table, _ in swap.places):
-            raise Untraceable(KEPT)
+            raise Untraceable(f"{KEPT} at {binding.point.address!r}")
         # It is made once, be it by the engine around the graph or in it: they count their calls together.
         self.swap, self.places, self.binding = swap, swap.places, binding
         self.step = Step(binding, lane)
@@ -178,14 +182,30 @@ def traced_forward(tap: Tap, engine: Callable[..., Any], *, begins: bool = False
         parts = tuple([part for part in map(part_of, tap.lanes) if not part.empty])
         body = _served(tap, body_of(tap, parts), begins=begins)
     except Untraceable as error:
-        return refused(str(error), engine)
+        return refused(reason_at(error, tap), engine)
     if not parts:
         return passed(tap.module, tap.original)
     if forward_hooks_of(tap.module) or GLOBAL_FORWARD_HOOKS:
-        return refused(FOREIGN, engine)
+        return refused(reason_at(FOREIGN, tap), engine)
     if len(parts) == 1 and parts[0].only_output:
         return recorded(tap.module, tap.original, parts[0])
     return traced(tap.module, body, parts)
+
+
+def is_uncompilable(tap: Tap) -> bool:
+    """Return whether no part of the calls of a module may be compiled while these lanes are there."""
+    try:
+        for lane in tap.lanes:
+            part_of(lane)
+    except Untraceable as error:
+        return isinstance(error, Uncompilable)
+    return False
+
+
+def reason_at(reason: Untraceable | str, tap: Tap) -> str:
+    """Return a reason with the module that it is about."""
+    text, path = str(reason), tap.lanes[0].path if tap.lanes else ""
+    return text if " at '" in text else f"{text}, at {path or ':return'!r}"
 
 
 def _served(tap: Tap, body: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:

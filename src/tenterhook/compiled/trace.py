@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook.compiled.explain import CHANGED_KIND, note_edit, note_view
 from tenterhook.compiled.gradient import Catch, ChangeGradient, changed_gradient
 from tenterhook.compiled.opaque import opaque
 from tenterhook.errors import Stopped
@@ -25,15 +26,22 @@ from tenterhook.sites.module import MISSING
 if TYPE_CHECKING:
     from tenterhook.compiled.plan import Part, Step
 
-__all__ = ["TracedContext", "Untraceable", "at_place", "refused", "traced"]
+__all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
 
 EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
 WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
-KIND = "tenterhook: an edit changed the kind of a value"
+KIND = f"tenterhook: {CHANGED_KIND}"
 
 
 class Untraceable(Exception):
     """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
+
+
+class Uncompilable(Untraceable):
+    """The same, where no part of the module's call may be compiled.
+
+    The gradient of an output that a graph returns is not that of its uses inside the graph.
+    """
 
 
 class TracedContext:
@@ -148,7 +156,7 @@ def look_in(part: Part, flags: Any, args: Any, kwargs: Any) -> Any:
         if value is MISSING:
             seen.append(MISSING)
         elif look.gradient:
-            new, mark = caught(part, value)
+            new, mark = caught(part, value, look.address)
             args, kwargs = place.put(args, kwargs, new)
             seen.append(mark)
         else:
@@ -193,7 +201,7 @@ def outcome(parts: tuple[Part, ...], value: Any, given: Any) -> Any:
         seen = []
         for look in part.looks_out:
             if look.gradient:
-                value, mark = caught(part, value, given)
+                value, mark = caught(part, value, look.address, given)
                 seen.append(mark)
             else:
                 seen.append(own(value, look))
@@ -213,7 +221,7 @@ def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
         emit(part, "at", (index, applied))
         return new
     if step.gradient:
-        value, mark = caught(part, value)
+        value, mark = caught(part, value, step.address)
         emit(part, "at", (index, mark))
     else:
         emit(part, "at", (index, own(value, step)))
@@ -281,21 +289,22 @@ def changed(step: Step, value: Any) -> tuple[Any, bool]:
     """What an edit makes of a value, and whether it was made: that of a gradient, whether there is one."""
     if step.gradient:
         return value, torch.is_grad_enabled() and any_gradient(value)
+    note_edit(step.address)
     new = opaque(step, value) if step.opaque else step.function(value, step.context)
     if new is None:
         return value, True
     if step.check:
-        check(value, new)
+        check(value, new, step.address)
     return new, True
 
 
-def check(old: Any, new: Any) -> None:
+def check(old: Any, new: Any, address: str) -> None:
     """Leave the graph where an edit does not fit: the engine then says so in full."""
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-            graph_break(msg=KIND)
+            graph_break(msg=KIND + " at '" + address + "'")
     elif type(old) is not type(new):
-        graph_break(msg=KIND)
+        graph_break(msg=KIND + " at '" + address + "'")
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -361,6 +370,7 @@ def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = (), given: Any
         meant = step.part is None or step.part == path
         if not meant or not value.requires_grad or takes_hook(value, given):
             return value
+        note_view(step.address)
         return ChangeGradient.apply(value, step)  # type: ignore[no-untyped-call]
     if type(value) is tuple:
         return tuple([each_gradient(part, step, (*path, i), given) for i, part in enumerate(value)])
@@ -371,12 +381,12 @@ def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = (), given: Any
     return value
 
 
-def caught(part: Part, value: Any, given: Any = None) -> tuple[Any, Any]:
+def caught(part: Part, value: Any, address: str, given: Any = None) -> tuple[Any, Any]:
     """Return a value whose gradient will be caught; its shape, the numbers of its gradients, and why there is none."""
     reel = part.reel
     numbers: list[Any] = []
     if torch.is_grad_enabled():
-        value = each_caught(reel.token, counted(reel.chain), value, (), numbers, given)
+        value = each_caught((reel.token, counted(reel.chain), address), value, (), numbers, given)
         emit(part, "gradients", (), len(numbers))
         why = "" if numbers else "no need"
     else:
@@ -384,26 +394,29 @@ def caught(part: Part, value: Any, given: Any = None) -> tuple[Any, Any]:
     return value, (shape_of(value), tuple(numbers), why)
 
 
-def each_caught(token: Tensor, first: int, value: Any, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
+def each_caught(run: Any, value: Any, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
+    """The same for each tensor; ``run`` is the token of this run, the number of the first gradient, and the address."""
     if isinstance(value, Tensor):
-        return one_caught(token, first, value, path, numbers, given) if value.requires_grad else value
+        return one_caught(run, value, path, numbers, given) if value.requires_grad else value
     if type(value) is tuple:
-        return tuple([each_caught(token, first, part, (*path, i), numbers, given) for i, part in enumerate(value)])
+        return tuple([each_caught(run, part, (*path, i), numbers, given) for i, part in enumerate(value)])
     if type(value) is list:
-        return [each_caught(token, first, part, (*path, i), numbers, given) for i, part in enumerate(value)]
+        return [each_caught(run, part, (*path, i), numbers, given) for i, part in enumerate(value)]
     if type(value) is dict:
-        return {key: each_caught(token, first, part, (*path, key), numbers, given) for key, part in value.items()}
+        return {key: each_caught(run, part, (*path, key), numbers, given) for key, part in value.items()}
     if value is not None and not isinstance(value, int | float | str):
-        graph_break(msg=WALK)
+        graph_break(msg=WALK + " at '" + run[2] + "'")
     return value
 
 
-def one_caught(token: Tensor, first: int, value: Tensor, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
+def one_caught(run: Any, value: Tensor, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
+    token, first, address = run
     number = first + len(numbers)
     numbers.append((path, number))
     if takes_hook(value, given):
         value.register_hook(lambda gradient: torch.ops.tenterhook.caught(gradient, token, number))
         return value
+    note_view(address)
     return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,8 @@
 """Graphs that must be whole: what cannot be part of one is said as a session starts, not in the middle of a run.
 
 That a graph must be whole (``fullgraph=True``) is known where the session is opened on what ``torch.compile`` gave, or
-on a model with ``compile()``. Where a model is compiled beside the session, PyTorch says it at the first call.
+on a model with ``compile()``. Where a model is compiled beside the session, the first call says it, by
+:mod:`tenterhook.compiled.explain`.
 """
 
 from __future__ import annotations

@@ -357,9 +357,12 @@ class Session:
             self.stopped = mine
             self.close()
         else:
+            named = compiled.explained(self, error)
             replaced = self._undo()
             self._let_go()
             self._say_what_was_replaced(replaced)
+            if named is not None:
+                raise named from error
         self.depth = 0
         return mine
 

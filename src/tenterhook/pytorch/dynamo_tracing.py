@@ -12,6 +12,7 @@ from tenterhook.pytorch.names import attribute, find
 from tenterhook.pytorch.python_code import nested_codes
 
 __all__ = [
+    "DynamoError",
     "OptimizedModule",
     "Unsupported",
     "compiled_versions",
@@ -33,6 +34,8 @@ OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule", ())
 """The class of what ``torch.compile(module)`` gives."""
 Unsupported: Any = find("torch._dynamo.exc.Unsupported", ())
 """The error for code that cannot be traced."""
+DynamoError: Any = find("torch._dynamo.exc.TorchDynamoException", Unsupported)
+"""The errors of the compiler: code that cannot be traced, an operation that fails in tracing, a backend that fails."""
 counters: dict[str, Any] = find("torch._dynamo.utils.counters", {})
 _STATISTICS = attribute("Dynamo counters", "stats")
 _GRAPHS = attribute("Dynamo counters", "unique_graphs")

@@ -30,6 +30,7 @@ __all__ = [
     "globals_of",
     "has_one_argument",
     "is_running",
+    "lines_of",
     "mentioned_names",
     "nested_codes",
     "own_frame",
@@ -165,6 +166,12 @@ def mentioned_names(code: CodeType) -> frozenset[str]:
     """Return every name and every constant text in some code: what it may look up on an object."""
     texts = {constant for constant in constants_of(code) if type(constant) is str and constant.isidentifier()}
     return frozenset(texts.union(code.co_names, *[mentioned_names(inner) for inner in nested_codes(code)]))
+
+
+def lines_of(code: CodeType) -> range:
+    """Return the lines of the source on which some code stands, from the first to the last."""
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return range(min(lines, default=0), max(lines, default=-1) + 1)
 
 
 def code_of(function: FunctionType) -> CodeType:

@@ -1,25 +1,48 @@
-"""Where two tapes part."""
+"""The differences between two tapes, values and gradients, in the order of execution."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tenterhook._look.numbers import as_floats
-from tenterhook._tree import describe, show_path, tensors
+from tenterhook._look.numbers import LACKING
+from tenterhook._tree import CONSTANTS, Opaque, Path, describe, parts_of, show_path, tensors
 from tenterhook.errors import TenterhookError
-from tenterhook.record.tape import Tape
-from tenterhook.report.order import in_order
+from tenterhook.pytorch.modes import is_fake
+from tenterhook.record.tape import Tape, View
+from tenterhook.report.order import gradient_order, in_order, with_call
 
-__all__ = ["Difference", "Tolerance", "compare", "difference"]
+__all__ = [
+    "ONLY_FIRST",
+    "ONLY_SECOND",
+    "Difference",
+    "Pair",
+    "Tolerance",
+    "compare",
+    "difference",
+    "differences",
+    "first_difference",
+    "pairs",
+]
 
 # As torch.testing has them: what rounding alone does to a number of that type.
-RELATIVE = {torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float32: 1.3e-6, torch.float64: 1e-7}
-ABSOLUTE = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-7}
+RELATIVE = {
+    torch.float16: 1e-3,
+    torch.bfloat16: 1.6e-2,
+    torch.float32: 1.3e-6,
+    torch.float64: 1e-7,
+    torch.complex32: 1e-3,
+    torch.complex64: 1.3e-6,
+    torch.complex128: 1e-7,
+}
+ABSOLUTE = dict.fromkeys(RELATIVE, 1e-5) | {torch.float64: 1e-7, torch.complex128: 1e-7}
+ONLY_FIRST, ONLY_SECOND = "only in the first", "only in the second"
+EXACT = 2.0**62  # Beyond, the difference of two int64 may overflow.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +72,175 @@ class Difference:
     why: str = ""
     """where there are no numbers to compare: what is there instead"""
     gradient: bool = False
+    compared: bool = True
+    """whether both values were there and could be compared"""
+
+
+class Pair(NamedTuple):
+    """The names of one value on two tapes; None for a tape that does not hold it."""
+
+    key: str
+    """the address with the number of the call"""
+    address: str
+    """the same as it is shown: without the number where each tape has one call"""
+    left: str | None
+    right: str | None
+    gradient: bool
 
 
 def compare(left: Tape, right: Tape, tolerance: Tolerance | None = None) -> list[Difference]:
-    """Every value and every gradient that either tape holds, in the order in which the first one's values passed."""
+    """Compare every value and every gradient that either tape holds.
+
+    Values come in the order in which the first tape's were produced, then gradients in the opposite order.
+    """
     tolerance = tolerance or Tolerance()
-    found: list[Difference] = []
-    for gradient, views in ((False, (left, right)), (True, (left.grad, right.grad))):
-        known = dict.fromkeys(in_order(left)) | dict.fromkeys(in_order(right))
-        for address in reversed(known) if gradient else known:  # Gradients pass the other way.
-            held = [address in view for view in views]
-            if all(held):
-                found += _both(
-                    address, _read(views[0], address), _read(views[1], address), tolerance, gradient=gradient
-                )
-            elif any(held):
-                only = "first" if held[0] else "second"
-                found.append(Difference(address, parts=True, why=f"only in the {only}", gradient=gradient))
-    return found
+    return [each for pair in pairs(left, right) for each in differences(left, right, pair, tolerance)]
 
 
-def _read(view: Any, address: str) -> Any:
+def first_difference(found: Iterable[Difference]) -> Difference | None:
+    """Return the first difference: at a point that both tapes hold, if there is one."""
+    differing = [each for each in found if each.parts]
+    return next((each for each in differing if each.compared), differing[0] if differing else None)
+
+
+def pairs(left: Tape, right: Tape) -> Iterator[Pair]:
+    """Pair the values of two tapes by module and call, then their gradients.
+
+    A module that is called once on one tape and several times on the other has its first calls compared.
+    """
+    values = _named(in_order(left)), _named(in_order(right))
+    known = dict.fromkeys((*values[0], *values[1]))
+    yield from _paired(known, values, (left, right), gradient=False)
+    gradients = _named(gradient_order(left)), _named(gradient_order(right))
+    backwards = dict.fromkeys((*reversed(known), *gradients[0], *gradients[1]))
+    yield from _paired(backwards, gradients, (left.grad, right.grad), gradient=True)
+
+
+def _named(addresses: list[str]) -> dict[str, str]:
+    return {with_call(address): address for address in addresses}
+
+
+def _paired(
+    keys: Mapping[str, None], names: tuple[dict[str, str], dict[str, str]], views: tuple[View, View], *, gradient: bool
+) -> Iterator[Pair]:
+    for key in keys:
+        # A tape may hold the value under another name of the same module.
+        held = [own.get(key) or (key if own and key in view else None) for own, view in zip(names, views, strict=True)]
+        told = [name for name in held if name is not None]
+        if told:
+            numbered = key if any(name == key for name in told) else told[0]
+            yield Pair(key, numbered, held[0], held[1], gradient)
+
+
+def differences(left: Tape, right: Tape, pair: Pair, tolerance: Tolerance) -> list[Difference]:
+    """Compare one pair: a difference for each tensor, and for each other part that is not the same."""
+    if pair.left is None or pair.right is None:
+        why = ONLY_SECOND if pair.left is None else ONLY_FIRST
+        return [Difference(pair.address, parts=True, why=why, gradient=pair.gradient, compared=False)]
     try:
-        return view[address]
+        views = (left.grad, right.grad) if pair.gradient else (left, right)
+        mine, other = views[0][pair.left], views[1][pair.right]
     except TenterhookError as error:
-        return f"unreadable: {type(error).__name__}"
+        why = f"unreadable: {type(error).__name__}"
+        return [Difference(pair.address, parts=True, why=why, gradient=pair.gradient, compared=False)]
+    return _both(pair.address, mine, other, tolerance, gradient=pair.gradient)
 
 
 def _both(address: str, left: Any, right: Any, tolerance: Tolerance, *, gradient: bool) -> list[Difference]:
     mine, other = dict(tensors(left)), dict(tensors(right))
-    if mine.keys() != other.keys() or not mine:
-        same = describe(left) == describe(right)
-        why = "" if same else f"{describe(left)}, and {describe(right)}"
-        return [Difference(address, parts=not same, why=why, gradient=gradient)]
-    return [
+    if mine.keys() != other.keys():
+        return [Difference(address, parts=True, why=_two(left, right), gradient=gradient)]
+    found = [
         difference(address + show_path(path), tensor, other[path], tolerance, gradient=gradient)
         for path, tensor in mine.items()
     ]
+    constants, others = dict(_constants(left)), dict(_constants(right))
+    for path in dict.fromkeys((*constants, *others)):
+        given = [each.get(path, Opaque("nothing")) for each in (constants, others)]
+        if not _same(*given):
+            found.append(Difference(address + show_path(path), parts=True, why=_two(*given), gradient=gradient))
+    return found or [Difference(address, parts=False, gradient=gradient)]
+
+
+def _two(left: Any, right: Any) -> str:
+    return f"{describe(left)}, and {describe(right)}"
+
+
+def _constants(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each part of a structure that is neither a tensor nor a structure itself."""
+    parts = None if isinstance(value, (Tensor, *CONSTANTS)) else parts_of(value)
+    if parts is not None:
+        for key, part in parts:
+            yield from _constants(part, (*path, key))
+    elif not isinstance(value, Tensor):
+        yield path, value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if not isinstance(left, CONSTANTS) or not isinstance(right, CONSTANTS):
+        return describe(left) == describe(right)
+    return bool(left == right) or bool(left != left and right != right)  # noqa: PLR0124 - NaN is not equal to itself
 
 
 def difference(
     address: str, left: Tensor, right: Tensor, tolerance: Tolerance, *, gradient: bool = False
 ) -> Difference:
-    """How two tensors differ.
+    """Compare two tensors.
 
     >>> difference("fc", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), Tolerance()).largest
     0.5
     """
-    if left.shape != right.shape:
-        return Difference(address, parts=True, why=f"{describe(left)}, and {describe(right)}", gradient=gradient)
-    a, b = as_floats(left), as_floats(right)
-    if a is None or b is None or not a.numel():
-        return Difference(address, parts=False, why="no values", gradient=gradient)
-    a, b = a.double(), b.double()
-    relative, absolute = tolerance.of(left, right)
-    parts = not torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
-    apart = (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    if _shape(left) != _shape(right):
+        return Difference(address, parts=True, why=_two(left, right), gradient=gradient)
+    try:
+        a, b = _numbers(left), _numbers(right)
+    except LACKING as error:
+        why = f"not comparable: {type(error).__name__}"
+        return Difference(address, parts=False, why=why, gradient=gradient, compared=False)
+    if a is None or b is None:
+        return Difference(address, parts=False, why="no values", gradient=gradient, compared=False)
+    if not a.numel():
+        return Difference(address, parts=False, gradient=gradient)
+    parts, apart = _apart(a, b, *tolerance.of(left, right))
     if not bool(apart.isfinite().all()):
         return Difference(address, parts=True, largest=math.inf, relative=math.inf, gradient=gradient)
-    size = float(torch.linalg.vector_norm(a.nan_to_num(0.0, 0.0, 0.0)))
+    size = float(torch.linalg.vector_norm(a.abs().double().nan_to_num(0.0, 0.0, 0.0)))
     off = float(torch.linalg.vector_norm(apart))
     share = off / size if size else (math.inf if off else 0.0)
-    return Difference(address, parts, float(apart.abs().max()), share, gradient=gradient)
+    return Difference(address, parts, float(apart.max()), share, gradient=gradient)
+
+
+def _shape(tensor: Tensor) -> Any:
+    return [part.shape for part in tensor.unbind()] if tensor.is_nested and not _is_empty(tensor) else tensor.shape
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.is_meta or is_fake(tensor)
+
+
+def _numbers(tensor: Tensor) -> Tensor | None:
+    """Return all values on the CPU as int64, float64 or complex128, which hold them exactly; None if there are none."""
+    if _is_empty(tensor):
+        return None
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    if tensor.is_quantized or (type(tensor) is not Tensor and hasattr(type(tensor), "dequantize")):
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        return tensor.to("cpu", torch.complex128)
+    return tensor.to("cpu", torch.float64 if tensor.is_floating_point() else torch.int64)
+
+
+def _apart(a: Tensor, b: Tensor, relative: float, absolute: float) -> tuple[bool, Tensor]:
+    """Return whether two tensors differ by more than a tolerance, and how far apart each pair of numbers is."""
+    if a.dtype == b.dtype == torch.int64:
+        far = (a.double() - b.double()).abs()
+        apart = torch.where(far < EXACT, (a - b).abs().double(), far)
+        return bool((apart > absolute + relative * b.double().abs()).any()), apart
+    kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float64)
+    a, b = a.to(kind), b.to(kind)
+    parts = not torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
+    return parts, (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)

@@ -15,7 +15,6 @@ from tenterhook.address.grammar import parse
 from tenterhook.errors import TapeError, TenterhookError
 from tenterhook.record.store import source_of
 from tenterhook.record.tape import Tape, Track
-from tenterhook.report.compare import Tolerance, difference
 from tenterhook.report.images import Pictures
 from tenterhook.report.limit import Limit, ends
 from tenterhook.report.order import in_order
@@ -50,8 +49,6 @@ class _Builder:
                 address = failed["address"]
                 row = self.rows.setdefault(address, self._row(address, Track({}, kind=failed["kind"])))
                 row["failed"] = [*row.get("failed", ()), run]
-        if len(self.tapes) > 1:
-            self._compare()
         return list(self.rows.values())
 
     def _row(self, base: str, track: Track) -> dict[str, Any]:
@@ -104,15 +101,6 @@ class _Builder:
         picture = self.pictures.add(tensor, module=track.kind, parameter=track.site == "parameter")
         return {"numbers": None if found is None else _plain(found), "picture": picture}
 
-    def _compare(self) -> None:
-        """How far the second tape is from the first, at each call that both have."""
-        left, right = self.tapes
-        for base, row in self.rows.items():
-            others = {other["call"] for other in row["runs"][1] or ()}
-            for mine in row["runs"][0] or ():
-                if mine["call"] in others:
-                    mine["apart"] = _apart(left, right, f"{base}#{mine['call']}")
-
 
 def points(tapes: Mapping[str, Tape], pictures: Pictures, limit: Limit | None = None) -> list[dict[str, Any]]:
     """One row for each point that any of the tapes has, with every call and every tensor in numbers, up to a limit.
@@ -130,19 +118,6 @@ def _gradients(tape: Tape, base: str, name: str) -> dict[Any, Tensor]:
         return dict(tensors(tape.grad[name])) if name in tape.grad else {}
     except TenterhookError:
         return {}
-
-
-def _apart(left: Tape, right: Tape, name: str) -> float | None:
-    try:
-        mine, other = dict(tensors(left[name])), dict(tensors(right[name]))
-    except TenterhookError:
-        return None
-    if mine.keys() != other.keys():
-        return None
-    found = [difference(name, tensor, other[path], Tolerance()) for path, tensor in mine.items()]
-    if not found or any(each.why for each in found):
-        return None
-    return short(max(each.relative for each in found))
 
 
 def _plain(found: Numbers) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""In which order the values of a tape passed."""
+"""The order in which the values of a tape were produced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import NotRecorded
 from tenterhook.record.tape import Tape
 
-__all__ = ["chosen", "in_order"]
+__all__ = ["chosen", "gradient_order", "in_order", "with_call"]
 
 
 def in_order(tape: Tape) -> list[str]:
@@ -33,11 +33,27 @@ def in_order(tape: Tape) -> list[str]:
     addresses = list(tape)
     if noted:
         last = len(noted)
-        return sorted(addresses, key=lambda address: noted.get(_with_call(address), last))
+        return sorted(addresses, key=lambda address: noted.get(with_call(address), last))
     return _inside_out(addresses)
 
 
-def _with_call(address: str) -> str:
+def gradient_order(tape: Tape) -> list[str]:
+    """Return the addresses of the gradients of a tape in the order of the backward pass.
+
+    A tape without values (``values=False``) does not know it: there it is the order in which the model is built,
+    inside out and from the end.
+    """
+    places = {with_call(address): place for place, address in enumerate(reversed(in_order(tape)))}
+    addresses = list(reversed(_inside_out(list(tape.grad))))
+    return sorted(addresses, key=lambda address: places.get(with_call(address), len(places)))
+
+
+def with_call(address: str) -> str:
+    """Return an address with the number of its call.
+
+    >>> with_call("fc"), with_call("fc#2")
+    ('fc#0', 'fc#2')
+    """
     head, hash_, call = address.rpartition("#")
     return address if hash_ and call.isdigit() and head else f"{address}#0"
 

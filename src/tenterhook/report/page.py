@@ -51,13 +51,15 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=dict)
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    remarks: Sequence[Mapping[str, str]] = ()
-    """each a ``text`` and, where there is one, the ``address`` that it is about; many of one ``kind`` are folded"""
+    remarks: Sequence[Mapping[str, Any]] = ()
+    """each a ``text``, where there is one the ``address`` that it is about, and ``details``, which are folded"""
     runs: Sequence[str] = ()
     """the names of the tapes, if the points are of any"""
     tokens: Sequence[Sequence[str]] = ()
     failures: Sequence[Mapping[str, Any] | None] = ()
     points: Sequence[Mapping[str, Any]] = ()
+    first: Mapping[str, Any] | None = None
+    """the ``address`` and ``call`` of the first difference between two tapes, and whether it is of a ``gradient``"""
     pictures: Sequence[Mapping[str, Any] | None] = ()
     figures: Sequence[Mapping[str, Any]] = ()
     """each a ``title``, some ``lines`` of text, and a ``png`` in base64, which is empty where there is none"""
@@ -117,6 +119,7 @@ def tapes_page(
     from tenterhook.report.lighten import lighten
     from tenterhook.report.limit import Limit
     from tenterhook.report.remarks import remarks
+    from tenterhook.report.side_by_side import Comparison, add_comparison
 
     if not 1 <= len(tapes) <= MOST_RUNS:
         raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")
@@ -127,11 +130,13 @@ def tapes_page(
     pictures = Pictures(size, maps)
     limit = Limit.of(list(tapes.values()))
     rows = points(tapes, pictures, limit)
-    first, notes = next(iter(tapes.values())), [tape.notes for tape in tapes.values()]
+    tape, notes = next(iter(tapes.values())), [tape.notes for tape in tapes.values()]
+    compared = add_comparison(tapes, rows) if len(tapes) > 1 else Comparison(None, [])
     page = Page(
         title=title or notes[0].get("model", {}).get("class") or " and ".join(tapes),
-        facts=_facts(first, rows),
-        remarks=[remark for run in range(len(tapes)) for remark in remarks(rows, run)],
+        facts=_facts(tape, rows),
+        remarks=[*compared.remarks, *(remark for run in range(len(tapes)) for remark in remarks(rows, run))],
+        first=compared.first,
         runs=list(tapes),
         tokens=[each.get("tokens", []) for each in notes],
         failures=[each.get("failure") for each in notes],
@@ -171,6 +176,7 @@ def render(page: Page) -> str:
         "tokens": list(page.tokens),
         "failures": list(page.failures),
         "points": list(page.points),
+        "first": page.first,
         "pictures": list(page.pictures),
         "figures": list(page.figures),
         "version": __version__,

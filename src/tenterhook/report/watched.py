@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tenterhook.report.page import Chart, Page
 from tenterhook.watch.table import table_of
 
 if TYPE_CHECKING:
+    from tenterhook.watch.finding_groups import FindingGroup
     from tenterhook.watch.results import Results
 
 __all__ = ["watch_page"]
@@ -24,7 +25,7 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
     """The page of a watch, before it is written."""
     rows = watch.rows()
     facts = {"model": type(watch.model).__name__, "steps": str(watch.steps), "findings": str(len(watch.findings))}
-    remarks = [{"text": str(finding), "kind": finding.kind} for finding in watch.findings]
+    remarks = [_remark(group) for group in watch.finding_groups]
     if watch.nonfinite is not None:
         remarks.insert(0, {"text": str(watch.nonfinite)})
     charts = []
@@ -37,6 +38,13 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
     heading = title or f"A watch over {type(watch.model).__name__}"
     return Page(heading, facts, charts=charts, tables=[table_of(watch, findings=False)], remarks=remarks)
+
+
+def _remark(group: FindingGroup) -> dict[str, Any]:
+    """An entry for all findings of a kind; more than one are listed below it."""
+    if len(group.details) == 1:
+        return {"text": str(group), "kind": group.kind}
+    return {"text": str(group), "kind": group.kind, "details": [str(each) for each in group.details]}
 
 
 def _spread(addresses: list[str]) -> list[str]:

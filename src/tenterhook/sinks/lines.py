@@ -24,10 +24,10 @@ NOT_FINITE = ("nan", "inf", "-inf")
 class JsonLines:
     """Writes a line of JSON for each watched step of ``th.watch(..., sinks=[th.JsonLines(path)])``.
 
-    A line has ``step``, ``time``, ``rows`` (kind, then address, then statistics), the ``findings`` that were new, and a
-    ``checksum`` over what stands before it. It is handed to the system at once, and whole: a line for which the disk
-    has no room is taken back. Numbers that are not finite are written as the text ``"nan"``, ``"inf"`` or ``"-inf"``,
-    since JSON has no word for them.
+    A line has ``step``, ``time``, ``rows`` (kind, then address, then statistics), the ``findings`` that were new, those
+    of one kind together, and a ``checksum`` over what stands before it. It is handed to the system at once, and whole:
+    a line for which the disk has no room is taken back. Numbers that are not finite are written as the text ``"nan"``,
+    ``"inf"`` or ``"-inf"``, since JSON has no word for them.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

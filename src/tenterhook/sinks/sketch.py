@@ -21,7 +21,7 @@ from tenterhook.sinks.sampling import spacing
 if TYPE_CHECKING:
     from tenterhook.sinks.stacks import Array
 
-__all__ = ["Places", "Sketch", "histogram", "quantiles"]
+__all__ = ["Places", "Sketch", "even_bins", "histogram", "quantiles"]
 
 SAMPLE = 32  # Elements that are taken of a tensor at a time.
 HALF, BINS = 512, 1024
@@ -30,6 +30,9 @@ SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits o
 INFINITE = 0x7F800000  # The bits of Inf, without its sign; those of NaN are more.
 BASE = (LOWEST + 127) << 3
 LOT = 12  # Matrices whose samples are counted together: more of them leave the processor's cache on the way.
+MOST_BARS, FEWEST_BARS = 32, 5
+TAIL = 0.01  # The share of the samples at each end that may be left out of a histogram with bars of equal width ...
+WIDE = 4  # ... where the range of all samples is so many times that of the others.
 LOTS = 32  # Lots whose rows are known at a time; steps that are alike have the same.
 
 
@@ -170,3 +173,53 @@ def histogram(bins: Array) -> tuple[list[float], list[int]]:
         return [], []
     low, high = int(held[0]), int(held[-1]) + 1
     return [float(bound) for bound in bounds[low : high + 1]], [int(count) for count in coarse[low:high]]
+
+
+def even_bins(bins: Array) -> tuple[float, float, Array]:
+    """Return a histogram whose bars have equal width: its two ends, and the counts.
+
+    The samples of a bin of the sketch are taken to be spread evenly over it, but for those near zero, which are zeros.
+    There are more bars the more samples there are. Where a few samples are far away from all others, the ends are those
+    of the others.
+
+    >>> sketch = Sketch()
+    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
+    >>> sketch.pour()
+    >>> even_bins(sketch.host(1)[0])
+    (1.0, 36.0, array([6.        , 5.66666667, 5.83333333, 5.83333333, 5.83333333,
+           2.83333333]))
+    """
+    total = int(bins.sum())
+    held = np.flatnonzero(bins)
+    if not total:
+        return 0.0, 0.0, np.zeros(0)
+    bounds = edges()
+    zeros = bins[HALF - 1] + bins[HALF]
+    below, above = bounds[:-1].copy(), bounds[1:].copy()
+    below[[HALF - 1, HALF]] = above[[HALF - 1, HALF]] = 0.0
+    low, high = _ends(bins, below, above)
+    if not low < high or len(held) == 1:  # All samples are one value, as far as the sketch can tell.
+        middle = (below[held[0]] + above[held[-1]]) / 2
+        reach = abs(middle) / 2 or 1.0
+        counts = np.zeros(FEWEST_BARS)
+        counts[FEWEST_BARS // 2] = total
+        return float(middle - reach), float(middle + reach), counts
+    number = int(np.clip(2 * total ** (1 / 3), FEWEST_BARS, MOST_BARS))
+    ends = np.linspace(low, high, number + 1)
+    spread = bins.astype(float)
+    spread[[HALF - 1, HALF]] = 0.0
+    counts = np.diff(np.interp(ends, bounds, np.concatenate([[0.0], np.cumsum(spread)])))
+    if zeros and low <= 0.0 <= high:
+        counts[min(int(np.searchsorted(ends, 0.0, side="right")) - 1, number - 1)] += zeros
+    return float(low), float(high), counts
+
+
+def _ends(bins: Array, below: Array, above: Array) -> tuple[float, float]:
+    """Return the range of the samples, without the outermost ones where these are far away from the others."""
+    held = np.flatnonzero(bins)
+    low, high = below[held[0]], above[held[-1]]
+    sums = np.cumsum(bins)
+    first, last = np.searchsorted(sums, [TAIL * sums[-1] + 1, (1 - TAIL) * sums[-1]])
+    inner = below[first], above[min(last, len(bins) - 1)]
+    width = inner[1] - inner[0]
+    return inner if 0 < width * WIDE < high - low else (low, high)

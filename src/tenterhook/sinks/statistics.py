@@ -41,6 +41,7 @@ __all__ = [
     "hosts",
     "measure",
     "measure_together",
+    "none_where_nothing_is_finite",
     "whole",
 ]
 
@@ -362,6 +363,19 @@ def _measure(wanted: Wanted, measured: Measured, sketch: Sketch | None, workspac
 
 
 @torch.no_grad()
+def none_where_nothing_is_finite(lines: Array) -> Array:
+    """Return lines of ``COLUMNS`` with NaN for the moments, extremes and norms of tensors without a finite element.
+
+    While steps are added up these are zeros, which add nothing. A reader would take them for measured zeros.
+    """
+    empty = (lines[..., COUNT] > 0) & (lines[..., NAN] + lines[..., INF] >= lines[..., COUNT])
+    if not empty.any():
+        return lines
+    told = lines.copy()
+    told[..., MEAN : NORM + 1][empty] = np.nan
+    return told
+
+
 def whole(tensor: Tensor) -> Array:
     """One row for a tensor that holds NaN or Inf: their numbers, and the statistics of everything else."""
     values = tensor.detach().reshape(-1)

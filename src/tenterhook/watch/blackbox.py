@@ -239,7 +239,7 @@ class Blackbox(Drawn):
             f"black box of {self.header.get('model')}: {len(rows)} step{'s' * (len(rows) != 1)}",
             columns,
             tuple(rows),
-            tuple(self.wrong),
+            tuple(line for text in self.wrong for line in text.splitlines()),
         )
 
 

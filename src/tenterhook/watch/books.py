@@ -13,7 +13,7 @@ import numpy as np
 
 from tenterhook.sinks.merging import Order, stacked
 from tenterhook.sinks.sketch import Sketch, histogram, quantiles
-from tenterhook.sinks.statistics import COLUMNS, INF, NAN, Array, Workspace
+from tenterhook.sinks.statistics import COLUMNS, INF, NAN, Array, Workspace, none_where_nothing_is_finite
 
 if TYPE_CHECKING:
     from tenterhook.watch.parcel import Layout
@@ -41,13 +41,14 @@ class Page:
 
     def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
         """Kind, address and statistics, row by row."""
-        for row, line in zip(self.rows.tolist(), self.table.tolist(), strict=True):
+        table = none_where_nothing_is_finite(self.table)
+        for row, line in zip(self.rows.tolist(), table.tolist(), strict=True):
             yield *self.names[row], dict(zip(COLUMNS, line, strict=True))
 
     def column(self, name: str, kind: Kind) -> dict[str, float]:
         """One statistic of all rows of a kind, by address, in the order in which they first came."""
         rows, table = self.of(kind)
-        numbers = table[:, COLUMNS.index(name)].tolist()
+        numbers = none_where_nothing_is_finite(table)[:, COLUMNS.index(name)].tolist()
         return {self.names[row][1]: number for row, number in zip(rows.tolist(), numbers, strict=True)}
 
     def of(self, kind: Kind) -> tuple[Array, Array]:
@@ -222,5 +223,5 @@ class Books:
 
 def _numbers(line: Array) -> dict[str, Any]:
     whole = ("count", "nan", "inf")
-    named = zip(COLUMNS, line.tolist(), strict=True)
+    named = zip(COLUMNS, none_where_nothing_is_finite(line).tolist(), strict=True)
     return {name: int(number) if name in whole and number == number else number for name, number in named}  # noqa: PLR0124

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tenterhook.errors import NonFinite, TenterhookWarning
 from tenterhook.sites.threads import current
+from tenterhook.watch.finding_groups import grouped
 from tenterhook.watch.observe import heal
 from tenterhook.watch.parcel import Parcel, read_together
 from tenterhook.watch.results import Results
@@ -151,11 +152,11 @@ class Delivery(Results):
         new = self._findings.judge(page, self._parameters.names, self._slots, self._books.alike)
         if self._ring is not None:
             self._ring.write(page)
-            for finding in new:
-                self._ring.say(str(finding))
+            for group in grouped(new):
+                self._ring.say(str(group))
         for sink in list(self._sinks):
             try:
-                sink.write(page, new, self._books)
+                sink.write(page, grouped(new), self._books)
             except Exception as error:  # noqa: BLE001 - whatever it is, a training run is worth more than its log
                 self._sinks.remove(sink)
                 self._warn_stopped(sink, f"was stopped at step {step}", error)

@@ -66,12 +66,25 @@ class Finding:
         return asdict(self)
 
 
+@dataclass
+class _Idle:
+    """How long the units of a layer have been idle: in so many steps before ``step``, and whether in that one."""
+
+    steps: Tensor
+    active: Tensor
+    step: int
+
+    def now(self) -> Tensor:
+        return self.steps.add(1).masked_fill_(self.active, 0)
+
+
 class Units:
     """What only the values themselves can tell, kept on their device until it is read: idle units, and saturation."""
 
     def __init__(self) -> None:
         self.choice = 0  # How often it was chosen who is looked at.
-        self._idle: dict[Slot, Tensor] = {}
+        self.step = 0  # The present step: in a step a unit is idle if it is in all calls.
+        self._idle: dict[Slot, _Idle] = {}
         self._near: dict[Slot, tuple[Tensor, int]] = {}
 
     def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
@@ -82,6 +95,8 @@ class Units:
             slot.looks = (rectifies and not isinstance(slot.module, MODULES_THAT_PASS_VALUES)) or bounds_of(
                 slot.module
             ) is not None
+            if not slot.looks:
+                self._idle.pop(slot, None)  # What it was is no longer known to be true.
 
     @torch.inference_mode()
     def look(self, slot: Slot, value: Tensor) -> None:
@@ -92,13 +107,24 @@ class Units:
             inside = value.sub(sum(bounds) / 2).abs_().ge(half * (1 - 2 * NEAR)).sum()
             before, count = self._near.get(slot, (None, 0))
             self._near[slot] = (inside if before is None else before + inside, count + value.numel())
-        elif value.dim() > 1:
-            unit = 1 if value.dim() >= CHANNELS_FIRST else value.dim() - 1
-            active = value.ne(0).any(dim=[d for d in range(value.dim()) if d != unit])
-            idle = self._idle.get(slot)
-            if idle is None or idle.shape != active.shape:
-                idle = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
-            self._idle[slot] = idle.add_(1).masked_fill_(active, 0)
+        else:
+            self.count_idle(slot, value)
+
+    @torch.inference_mode()
+    def count_idle(self, slot: Slot, value: Tensor) -> None:
+        """Count the steps in which units gave nothing but zero."""
+        if value.dim() <= 1:
+            return
+        unit = 1 if value.dim() >= CHANNELS_FIRST else value.dim() - 1
+        active = value.ne(0).any(dim=[d for d in range(value.dim()) if d != unit])
+        idle = self._idle.get(slot)
+        if idle is None or idle.active.shape != active.shape or idle.active.device != active.device:
+            none = torch.zeros(active.shape, dtype=torch.int32, device=active.device)
+            self._idle[slot] = _Idle(none, active, self.step)
+        elif idle.step == self.step:
+            idle.active |= active
+        else:
+            self._idle[slot] = _Idle(idle.now(), active, self.step)
 
     @property
     def looking(self) -> bool:
@@ -113,12 +139,12 @@ class Units:
         """The idle units of each layer beside all its units, and the share of each activation that is saturated."""
         idle = list(self._idle.items())
         near = list(self._near.items())
-        numbers = [tensor.ge(steps).sum() for _, tensor in idle] + [found for _, (found, _) in near]
+        numbers = [each.now().ge(steps).sum() for _, each in idle] + [found for _, (found, _) in near]
         if not numbers:
             return {}, {}
         read = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
         self._near = {}
-        dead = {slot: (int(read[i]), tensor.numel()) for i, (slot, tensor) in enumerate(idle)}
+        dead = {slot: (int(read[i]), each.active.numel()) for i, (slot, each) in enumerate(idle)}
         full = {slot: read[len(idle) + i] / count for i, (slot, (_, count)) in enumerate(near)}
         return dead, full
 

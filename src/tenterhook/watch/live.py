@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tenterhook._text import printable, printable_lines
-from tenterhook.sinks.sketch import HALF, edges
-from tenterhook.sinks.statistics import COLUMNS, COUNT, NORM, ZEROS, Array
+from tenterhook.sinks.sketch import even_bins
+from tenterhook.sinks.statistics import COLUMNS, COUNT, NORM, ZEROS, Array, none_where_nothing_is_finite
 from tenterhook.watch.books import KINDS
+from tenterhook.watch.finding_groups import grouped
 
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
@@ -33,7 +34,6 @@ MOST_FINDINGS = 20  # in one answer; the others come with the next ones
 HISTORY = 120  # steps in a sparkline
 HEIGHTS = "0123456789abcdef"
 SHOWN = tuple(COLUMNS.index(name) for name in ("mean", "std", "min", "max", "norm", "zeros", "nan", "inf"))
-OCTAVE = 8  # bins of a sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class Live:
     def _made(self, view: View) -> dict[str, Any]:
         watch, books = self._watch, self._watch._books
         names, kinds, latest, when, bad = books.latest()
+        latest = none_where_nothing_is_finite(latest)
         rows = _chosen(view, names, kinds, latest)
         shown = rows[view.first : view.first + view.count]
         lines = latest[shown].tolist()
@@ -155,7 +156,8 @@ def _findings(watch: Results, view: View) -> dict[str, Any]:
     told = [
         [first + place, each.kind, printable(each.address), printable(each.text)] for place, each in enumerate(some)
     ]
-    return {"findings": told, "found": len(every)}
+    groups = [[group.kind, printable(group.title)] for group in grouped(every)]
+    return {"findings": told, "found": len(every), "groups": groups}
 
 
 def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:
             index[page.rows] = np.arange(len(page.rows))
             places[id(page.rows)] = index[shown]
         at = places[id(page.rows)]
-        table[number, at >= 0] = page.table[at[at >= 0], NORM]
+        table[number, at >= 0] = none_where_nothing_is_finite(page.table[at[at >= 0]])[:, NORM]
     return {
         "steps": [page.step for page in pages],
         "norms": [[_short(each) for each in line] for line in table.T.tolist()],
@@ -176,16 +178,10 @@ def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:
 
 
 def _bars(bins: Array) -> list[Any]:
-    """A histogram as one digit for each power of two: below zero, zero, above; and its ends."""
-    counts = bins.reshape(-1, OCTAVE).sum(1)
-    held = np.flatnonzero(counts)
-    if not len(held):
-        return ["", 0, 0]
-    middle = HALF // OCTAVE
-    left, right = counts[held[0] : middle - 1], counts[middle + 1 : held[-1] + 1]
-    left = left[: np.flatnonzero(left)[-1] + 1] if left.any() else left[:0]
-    right = right[np.flatnonzero(right)[0] :] if right.any() else right[:0]
-    bars = np.concatenate([left, [0, counts[middle - 1 : middle + 1].sum(), 0], right])
-    heights = np.ceil(bars / bars.max() * (len(HEIGHTS) - 1)).astype(int)
-    bounds = edges()[::OCTAVE]
-    return ["".join(HEIGHTS[each] for each in heights.tolist()), float(bounds[held[0]]), float(bounds[held[-1] + 1])]
+    """Return a histogram with bars of equal width: a digit for each height, the two ends, and the share beyond."""
+    low, high, counts = even_bins(bins)
+    if not len(counts):
+        return ["", 0, 0, 0]
+    heights = np.ceil(counts / counts.max() * (len(HEIGHTS) - 1)).astype(int)
+    beyond = max(0.0, 1 - counts.sum() / bins.sum())
+    return ["".join(HEIGHTS[each] for each in heights.tolist()), _short(low), _short(high), _short(round(beyond, 4))]

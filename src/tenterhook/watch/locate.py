@@ -10,6 +10,7 @@ A mask of -Inf is no mishap, and is passed over by that: where NaN is looked for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,8 +22,9 @@ from tenterhook._text import printable
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
 from tenterhook.sinks.likeness import plain
-from tenterhook.sinks.statistics import COLUMNS, whole
+from tenterhook.sinks.statistics import COLUMNS, none_where_nothing_is_finite, whole
 from tenterhook.watch.log import Seen
+from tenterhook.watch.operands import range_of
 from tenterhook.watch.trace import Line, trace_backward, trace_forward
 
 __all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]
@@ -43,9 +45,12 @@ class NonFiniteReport:
     born: str | None = None
     """the address of the call in which it was born, None where that is not known or outside of the model"""
     reason: str = ""
-    inputs: dict[str, dict[str, float]] = field(default_factory=dict)
-    """the statistics of what that call was given"""
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """the statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
+    inputs_of: str = ""
+    """the address of the call whose arguments they are"""
     line: Line | None = None
+    """the line of the operation that made it; ``line.operands`` are the arguments of the operation"""
     note: str = ""
 
     def __str__(self) -> str:
@@ -66,10 +71,20 @@ class NonFiniteReport:
             text.append(f"  {self.reason}")
         if self.line is not None:
             text.append(f"  {self.line}")
+            text += [f"  {argument}" for argument in self.line.arguments()]
         if self.note:
             text.append(f"  {self.note}")
-        text += [f"  given {name}: {_shown(numbers)}" for name, numbers in self.inputs.items()]
+        text += [f"  {argument}" for argument in self._arguments()]
         return "\n".join(map(printable, text))
+
+    def _arguments(self) -> list[str]:
+        """The arguments of the call where the operation is not known, and the gradient of its output."""
+        shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
+        gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
+        told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
+        if self.line is None:
+            told += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
+        return told
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -83,29 +98,27 @@ def forward(log: Sequence[Seen], first: int, step: int, autocast: Any, *, late: 
     own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
     for place, call in (*own, *_around(log, first)):
         if call.args is None:
-            report.note = (
-                f"what {_name(log, call)!r} was given was not held, so that it cannot be told whether it came in."
-            )
+            report.note = f"the arguments of {_name(log, call)!r} were not held, so that nothing is known of them."
             return report
-        report.inputs = _inputs(call)
+        report.inputs, report.inputs_of = _inputs(call), _name(log, call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
             report.born = _name(log, call)
             _born_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
-    report.reason = "It came in with what the model was given." if report.inputs else ""
+    report.reason = "It was in the input of the model." if report.inputs else ""
     return report
 
 
 def _born_in(report: NonFiniteReport, call: Seen, *, same: bool, autocast: Any, late: bool) -> None:
-    what = "It was born here" if same else f"It was born inside {report.born!r}, between its modules"
-    report.reason = f"{what}: everything that came in was finite."
+    what = "It was made here" if same else f"It was made inside {report.born!r}, between its modules"
+    report.reason = f"{what}: all arguments were finite."
     if late:
         report.note = LATE
         return
     poisoned = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
     if poisoned:
         shown = ", ".join(poisoned[:3]) + (" …" if len(poisoned) > 3 else "")  # noqa: PLR2004
-        report.reason = f"What came in was finite; {len(poisoned)} of its parameters were not: {shown}."
+        report.reason = f"All arguments were finite; {len(poisoned)} of its parameters were not: {shown}."
         return
     report.line, report.note = trace_forward(call.slot.module, call.args, call.kwargs, autocast)
 
@@ -129,8 +142,11 @@ def backward(
         if not bool(torch.isfinite(gradient).all()):
             continue
         report.born = _name(log, call)
-        report.reason = f"It was born in the backward pass through {report.born!r}: what came back to that was finite."
-        report.inputs = {"gradient": measured(gradient), **_inputs(call)}
+        report.reason = (
+            f"It was made in the backward pass through {report.born!r}: the gradient of its output was finite."
+        )
+        report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
+        report.inputs_of = report.born
         if late:
             report.note = LATE
         else:
@@ -166,13 +182,13 @@ def call_of(log: Sequence[Seen], seen: Seen) -> int:
     return seen.call - min(other.call for other in log if other.slot is seen.slot)
 
 
-def _inputs(call: Seen) -> dict[str, dict[str, float]]:
+def _inputs(call: Seen) -> dict[str, dict[str, Any]]:
     """The statistics of every tensor among a call's arguments."""
     found = {}
     for path, tensor in tensors((call.args, call.kwargs)):
         real = plain(tensor)
         if real is not None and real.numel():
-            found[str(path[1]) + show_path(path[2:])] = measured(real)
+            found[str(path[1]) + show_path(path[2:])] = _described(tensor, measured(real))
     return found
 
 
@@ -190,15 +206,17 @@ def _name(log: Sequence[Seen], call: Seen) -> str:
 
 def measured(tensor: Tensor) -> dict[str, float]:
     """The statistics of one tensor, with NaN and Inf counted."""
-    return dict(zip(COLUMNS, whole(tensor).tolist(), strict=True))
+    return dict(zip(COLUMNS, none_where_nothing_is_finite(whole(tensor)).tolist(), strict=True))
 
 
-def _is_bad(numbers: dict[str, float]) -> bool:
+def _described(tensor: Tensor, numbers: dict[str, float]) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), **numbers}
+
+
+def _is_bad(numbers: dict[str, Any]) -> bool:
     return bool(numbers["nan"] or numbers["inf"])
 
 
-def _shown(numbers: dict[str, float]) -> str:
-    names = ("min", "max", "mean", "std")
-    told = ", ".join(f"{name} {numbers[name]:.3g}" for name in names)
-    bad = "".join(f", {int(numbers[name])} {name}" for name in ("nan", "inf") if numbers[name])
-    return f"{int(numbers['count'])} numbers, {told}{bad}"
+def _shown(numbers: dict[str, Any]) -> str:
+    low, high = (None if math.isnan(numbers[end]) else numbers[end] for end in ("min", "max"))
+    return range_of(numbers["dtype"], numbers["shape"], low, high, int(numbers["nan"]), int(numbers["inf"]))

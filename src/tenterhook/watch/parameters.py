@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
+from tenterhook.address.walk import first_names
 from tenterhook.sinks.likeness import are_plain, plain
 from tenterhook.sinks.snapshot import Snapshot
 from tenterhook.sinks.statistics import COLUMNS, Wanted, whole
@@ -191,5 +192,7 @@ def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]
     for module in model.modules():
         if id(module) in roots:
             wanted.update(id(tensor) for tensor in module.parameters())
-    usable = ((name, tensor) for name, tensor in model.named_parameters() if id(tensor) in wanted)
+    names = first_names(model)  # Those of the plain model, whatever wraps it.
+    every = ((names.get(id(tensor), name), tensor) for name, tensor in model.named_parameters())
+    usable = ((name, tensor) for name, tensor in every if id(tensor) in wanted)
     return {name: tensor for name, tensor in usable if plain(tensor) is not None}

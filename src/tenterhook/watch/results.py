@@ -12,6 +12,7 @@ from tenterhook._draw import Drawn, Table
 from tenterhook.address.suggest import nearest
 from tenterhook.errors import NotRecorded
 from tenterhook.watch.books import Books, Page
+from tenterhook.watch.finding_groups import FindingGroup, grouped
 from tenterhook.watch.findings import Finding, Findings
 from tenterhook.watch.locate import NonFiniteReport
 from tenterhook.watch.table import table_of
@@ -63,6 +64,11 @@ class Results(Drawn):
         return list(self._findings.all.values())
 
     @property
+    def finding_groups(self) -> list[FindingGroup]:
+        """The findings, those of one kind together."""
+        return grouped(self.findings)
+
+    @property
     def pages(self) -> list[Page]:
         """The last steps, one by one."""
         self._settle(wait=False)
@@ -100,7 +106,7 @@ class Results(Drawn):
             **about(self.model, self._options),
             "steps": self.steps,
             "rows": self._books.rows(),
-            "findings": [finding.to_dict() for finding in list(self._findings.all.values())],
+            "findings": [group.to_dict() for group in grouped(list(self._findings.all.values()))],
             "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
             "nonfinite_steps": self.nonfinite_steps,
         }

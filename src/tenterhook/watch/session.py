@@ -24,6 +24,7 @@ from tenterhook.record.cell import Cells
 from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.facts import facts
 from tenterhook.sites.module import can_be_called
+from tenterhook.watch.activations import Activation, activations
 from tenterhook.watch.blackbox import Ring
 from tenterhook.watch.books import Books
 from tenterhook.watch.delivery import Delivery
@@ -85,6 +86,7 @@ class Watch(Delivery, Session):
         for point in points:
             if point.site is not Site.PARAMETER:
                 self._add(point, bindings, careful=careful)
+                self._add_activations(point, bindings)
         self._findings.units.choose(self._slots, set())
         # The model's call is told before anything else is told of it, its return after everything else.
         root = Point(":return", Site.RETURN, model, "", None, None)
@@ -110,6 +112,13 @@ class Watch(Delivery, Session):
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
         bindings.append(Binding(point, gradient))
+
+    def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
+        """Count the idle units of activations that a module's forward calls as functions."""
+        if point.site is Site.RETURN and point.call is None and "values" in self._options.of:
+            for inner in activations(point):
+                slot = Slot(inner, careful=False)
+                bindings.append(Binding(inner, Activation(slot, self._ledger, self._findings.units)))
 
     # -- in and out ---------------------------------------------------------------------------------------------------
 
@@ -268,6 +277,7 @@ class Watch(Delivery, Session):
             self._take(*self._parameters.after())
             self._hand_in()
         self.steps += begun
+        self._findings.units.step = self.steps
         self._one_call = self._calls == 1
         self._calls = 0
         if partly:

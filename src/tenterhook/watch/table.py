@@ -36,7 +36,7 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
     values = [row for row in rows if row["kind"] in ("values", "parameters")]
     lone = [row for row in rows if row["kind"] == "gradients" and not _has_value(row["address"], by_key)]
     drawn = [_row(row, by_key) for row in (values + lone)[:SHOWN]]
-    footer = [f"⚠ {finding}" for finding in watch.findings[:SHOWN]] if findings else []
+    footer = [f"⚠ {group}" for group in watch.finding_groups] if findings else []
     if findings and watch.nonfinite is not None:
         footer = [*str(watch.nonfinite).splitlines(), *footer]
     if len(values) + len(lone) > SHOWN:

@@ -1,5 +1,7 @@
 """Making a call once more, looking at each operation, to find the line that made the first NaN or Inf.
 
+The operands of that operation are measured before it runs, so that they are what it was given if it works in place.
+
 The call is made on the arguments that were held, without foreign eyes: the random generators and the buffers are put
 back afterwards, and gradients are computed beside the parameters, not into them. Under other random numbers (dropout)
 a call may come out well the second time; then no line is told.
@@ -25,10 +27,12 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.pytorch.autograd import next_operation_number, operation_number
 from tenterhook.pytorch.modes import TorchDispatchMode
 from tenterhook.pytorch.python_code import frames_from, own_frame
+from tenterhook.watch.operands import Operand, operands_of
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
 
 AGAIN = "made once more, the call came out finite, so that the line is not known"
+UNSEEN = "the operation that made it could not be found"
 FAILED = "the call could not be made once more to find the line ({error})"
 WRITTEN = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "lift_fresh", "where", "_to_copy"}
 LIBRARY = str(Path(torch.__file__).parent)
@@ -44,9 +48,15 @@ class Line:
     source: str
     operation: str
     function: str
+    operands: tuple[Operand, ...] = ()
+    """the arguments of the operation, as they were before it"""
 
     def __str__(self) -> str:
         return printable(f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}")
+
+    def arguments(self) -> list[str]:
+        """Return a line for each operand, such as "argument 0 of `exp`: float16 [4, 4], min -1.56, max 713"."""
+        return [printable(f"argument {each.argument} of `{self.operation}`: {each}") for each in self.operands]
 
 
 def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> tuple[Line | None, str]:
@@ -57,8 +67,10 @@ def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> t
             out = module.forward(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever the model raises now, the report is made without the line
         return None, FAILED.format(error=_short(error))
-    line = operations.origin([tensor for _, tensor in tensors(out)])
-    return line, "" if line else f"{AGAIN}."
+    made = [tensor for _, tensor in tensors(out)]
+    line = operations.origin(made)
+    again = UNSEEN if any(_bad(tensor, nan=False) for tensor in made) else AGAIN
+    return line, "" if line else f"{again}."
 
 
 def trace_backward(
@@ -123,30 +135,65 @@ def _bad(tensor: Any, *, nan: bool) -> bool:
 
 
 @dataclass(frozen=True)
+class _Tensor:
+    """A tensor that an operation took or made, as it was then."""
+
+    tensor: Tensor
+    """held, so that no other tensor gets its memory"""
+    storage: int
+    nan: bool
+    bad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Tensor:
+        return cls(tensor, _storage(tensor), _bad(tensor, nan=True), _bad(tensor, nan=False))
+
+    def is_bad(self, *, nan: bool) -> bool:
+        return self.nan if nan else self.bad
+
+
+@dataclass(frozen=True)
 class _Step:
-    given: list[Tensor]
-    made: list[Tensor]
+    given: list[_Tensor]
+    made: list[_Tensor]
     line: Line | None
     written: bool
     """whether it only writes a number down: an Inf that it made was meant"""
 
 
+def _storage(tensor: Tensor) -> int:
+    """Return what views of one memory have in common."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # Sparse tensors and some subclasses have no storage.
+        return id(tensor)
+
+
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Every operation with what went in and what came out; what came out is held, so that no identity comes twice."""
+    """Every operation that makes a NaN or an Inf, with what went in and what came out."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module, self._steps = module, list[_Step]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = [tensor for _, tensor in tensors(out)]
-        if any(_bad(tensor, nan=False) for tensor in made):
-            given = [tensor for _, tensor in tensors((args, kwargs or {}))]
-            name = str(func).removeprefix("aten.").removesuffix(".default").split(".")[0]
-            line = _line(self._module, own_frame(1), name)
+        kwargs = kwargs or {}
+        name, _, overload = str(func).removeprefix("aten.").partition(".")
+        changes = name.endswith("_") or "out" in kwargs
+        before = self._given(args, kwargs, overload) if changes else None
+        out = func(*args, **kwargs)
+        made = [_Tensor.of(tensor) for _, tensor in tensors(out)]
+        if any(each.bad for each in made):
+            given, operands = before or self._given(args, kwargs, overload)
+            line = _line(self._module, own_frame(1), name, operands)
             self._steps.append(_Step(given, made, line, name.strip("_") in WRITTEN))
         return out
+
+    @staticmethod
+    def _given(args: Any, kwargs: Any, overload: str) -> tuple[list[_Tensor], tuple[Operand, ...]]:
+        # Whole numbers are operands of a sum or a product; elsewhere they are dimensions and the like.
+        found = operands_of(args, kwargs, numbers="Tensor" in overload or "Scalar" in overload)
+        return [_Tensor.of(tensor) for tensor, _ in found if tensor is not None], tuple(each for _, each in found)
 
     def origin(self, out: list[Tensor]) -> Line | None:
         """Follow a bad output back to the operation that made the first bad value of good ones.
@@ -157,30 +204,29 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         """
         if not any(_bad(tensor, nan=False) for tensor in out):
             own = (step for step in self._steps if not step.written)
-            return next((step.line for step in own if not any(_bad(tensor, nan=False) for tensor in step.given)), None)
+            return next((step.line for step in own if not any(each.bad for each in step.given)), None)
         nan = any(_bad(tensor, nan=True) for tensor in out)
-        found = self._first({id(tensor) for tensor in out if _bad(tensor, nan=nan)}, len(self._steps), nan=nan)
+        found = self._first({_storage(tensor) for tensor in out if _bad(tensor, nan=nan)}, len(self._steps), nan=nan)
         if found is None:
             return None
         step = self._steps[found]
-        infinite = {id(tensor) for tensor in step.given if _bad(tensor, nan=False)} if nan else set()
+        infinite = {each.storage for each in step.given if each.bad} if nan else set()
         before = self._first(infinite, found, nan=False) if infinite else None
         if before is not None and not self._steps[before].written:
             step = self._steps[before]
         return step.line
 
     def _first(self, wanted: set[int], end: int, *, nan: bool) -> int | None:
-        """The earliest operation before ``end`` on the way back from some tensors over bad ones."""
-        found = None
+        """Return the earliest operation before ``end`` on the way back from some tensors over bad ones."""
+        met = first = None
         for place in range(end - 1, -1, -1):
             step = self._steps[place]
-            if not wanted.isdisjoint(id(tensor) for tensor in step.made):
-                found = place
-                bad = {id(tensor) for tensor in step.given if _bad(tensor, nan=nan)}
-                if not bad:
-                    return found
+            if any(each.storage in wanted and each.is_bad(nan=nan) for each in step.made):
+                bad = {each.storage for each in step.given if each.is_bad(nan=nan)}
                 wanted |= bad
-        return found
+                met = place
+                first = first if bad else place
+        return met if first is None else first
 
 
 class _Lines(TorchFunctionMode):
@@ -192,11 +238,14 @@ class _Lines(TorchFunctionMode):
         self._spans: list[tuple[int, int, Line | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = operands_of(args, kwargs, numbers=False)
         begun = next_operation_number()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         ended = next_operation_number()
         if ended > begun:
-            line = _line(self._module, own_frame(1), getattr(func, "__name__", str(func)).strip("_"))
+            name = getattr(func, "__name__", str(func)).strip("_")
+            line = _line(self._module, own_frame(1), name, tuple(operand for _, operand in given))
             self._spans.append((begun, ended, line))
         return out
 
@@ -233,7 +282,7 @@ def _first_bad_node(start: Tensor, gradient: Tensor) -> int | None:
     return found[0] if found else None
 
 
-def _line(module: nn.Module, frame: FrameType | None, operation: str) -> Line | None:
+def _line(module: nn.Module, frame: FrameType | None, operation: str, operands: tuple[Operand, ...]) -> Line | None:
     """The innermost line of the model's own code inside the module's forward; of a PyTorch module, its forward's."""
     code = _code(module)
     chosen = None
@@ -242,7 +291,7 @@ def _line(module: nn.Module, frame: FrameType | None, operation: str) -> Line | 
         if chosen is None and not name.startswith((LIBRARY, OURS)) and not name.startswith("<frozen"):
             chosen = each
         if each.f_code is code:
-            return _told(chosen or each, operation)
+            return _told(chosen or each, operation, operands)
     return None
 
 
@@ -250,6 +299,7 @@ def _code(module: nn.Module) -> CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
-def _told(frame: FrameType, operation: str) -> Line:
+def _told(frame: FrameType, operation: str, operands: tuple[Operand, ...]) -> Line:
     file, line = frame.f_code.co_filename, frame.f_lineno
-    return Line(file, line, linecache.getline(file, line).strip(), operation, frame.f_code.co_qualname)
+    source = linecache.getline(file, line).strip()
+    return Line(file, line, source, operation, frame.f_code.co_qualname, operands)

@@ -150,7 +150,7 @@ TH.charts = (() => {
 
   // ---- the depth of the model ---------------------------------------------------------------------------------------
 
-  const PALETTES = { value: ["--value", "--third"], gradient: ["--gradient", "--fourth"], apart: ["--accent"] };
+  const PALETTES = { value: ["--value", "--third"], gradient: ["--gradient", "--fourth"], "value-difference": ["--accent"], "gradient-difference": ["--accent"] };
 
   const legend = (names, palette) =>
     names.map((name, run) => {
@@ -169,7 +169,7 @@ TH.charts = (() => {
     const palette = PALETTES[key].map(TH.css);
     const bad = steps.map((each) => {
       const part = each.parts.find(Boolean);
-      const seen = key === "value" ? part?.numbers : part?.gradient?.numbers;
+      const seen = key.startsWith("value") ? part?.numbers : part?.gradient?.numbers;
       return Boolean(seen && (seen.nans || seen.infs));
     });
     if (!series.some((ys) => ys.some((y) => y > 0)) && !bad.some(Boolean)) return null;

@@ -56,6 +56,18 @@ TH.callOf = (point, run, call) => (point.runs[run] || []).find((each) => each.ca
 
 TH.nameOf = (point, call) => (point.calls.length > 1 || call > 0 ? `${point.address}#${call}` : point.address);
 
+// How the values and the gradients of one call differ between two tapes.
+TH.compared = (point, call) => point.runs.map((_, run) => TH.callOf(point, run, call)?.compared).find(Boolean) || {};
+
+TH.differs = (point) => point.calls.some((call) => Object.values(TH.compared(point, call)).some(({ differs }) => differs));
+
+// The first difference between two tapes, if the page shows that call.
+TH.first = (() => {
+  const wanted = TH.data.first;
+  const point = wanted && TH.points.find(({ address }) => address === wanted.address);
+  return point && point.calls.includes(wanted.call) ? { ...wanted, point } : null;
+})();
+
 // Every call of every point in the order in which values passed: what the chart of the depth is drawn from.
 TH.passed = (() => {
   const found = [];
@@ -65,7 +77,7 @@ TH.passed = (() => {
       const seen = TH.runs.map((_, run) => TH.callOf(point, run, call));
       const first = seen.find(Boolean);
       const parts = seen.map((each) => (each && each.parts.find((part) => part.numbers)) || null);
-      if (parts.some(Boolean)) found.push({ point, call, rank: first.rank, parts, apart: first.apart });
+      if (parts.some(Boolean)) found.push({ point, call, rank: first.rank, parts, compared: TH.compared(point, call) });
     }
   }
   found.sort((a, b) => a.rank - b.rank);

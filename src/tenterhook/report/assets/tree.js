@@ -31,6 +31,17 @@ TH.tree = (() => {
     node.point = point;
     nodeOf.set(point, node);
   }
+  // What differs between two tapes is marked at its row, and at the rows above it while they are folded.
+  for (const [point, node] of nodeOf) {
+    const first = point === TH.first?.point;
+    if (!first && !TH.differs(point)) continue;
+    node.differs = true;
+    for (let each = node; each; each = each.parent) {
+      each.holdsDifference = true;
+      each.holdsFirst ||= first;
+    }
+  }
+
   // A small model is shown whole, a large one folded to its first levels.
   const unfold = (node, levels) => {
     node.open = levels > 0;
@@ -111,6 +122,15 @@ TH.tree = (() => {
     return [name.slice(0, at), TH.el("mark", {}, name.slice(at, at + wanted.length)), name.slice(at + wanted.length)];
   };
 
+  const differenceBadge = (node, isOpen) => {
+    if (!(node.differs || (node.holdsDifference && !isOpen))) return null;
+    if (node.holdsFirst && (node.point === TH.first.point || !isOpen)) {
+      const what = TH.first.gradient ? "gradients" : "values";
+      return TH.el("span", { class: "badge first", title: `The first difference between the two tapes: ${what}` }, "first difference");
+    }
+    return TH.el("span", { class: "badge differs", title: "The two tapes differ here", "aria-label": "differs" }, "≠");
+  };
+
   const bars = (part) =>
     TH.el(
       "span",
@@ -155,6 +175,7 @@ TH.tree = (() => {
       TH.el("span", { class: `name${point?.inner ? " inner" : ""}` }, marked(node.name), TH.el("small", {}, calls)),
       TH.el("span", { class: "kind" }, point ? (point.inner ? "" : point.kind) : ""),
       point?.failed ? TH.el("span", { class: "badge bad" }, "failed") : null,
+      differenceBadge(node, isOpen),
       bad ? TH.el("span", { class: "badge bad" }, bad) : null,
       TH.el("span", { class: "shape" }, part ? TH.shape(part) : ""),
       bars(part),

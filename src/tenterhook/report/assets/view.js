@@ -38,30 +38,15 @@
     );
   };
 
-  const remarkLine = ({ address = "", text }) => {
+  const remarkLine = ({ address = "", text, details = [] }) => {
     const [point] = TH.find(address);
     const name = point ? el("button", { class: "link", type: "button", onclick: () => TH.choose(point) }, address) : address;
-    return el("li", {}, address ? [name, ": "] : [], text);
+    const folded = details.length ? el("details", {}, el("summary", {}, text), el("ul", {}, details.map((each) => el("li", {}, each)))) : text;
+    return el("li", {}, address ? [name, ": "] : [], folded);
   };
 
-  const FEW = 3;
-
-  // Remarks of one kind stand together, where the first of them is; of many, the first few.
-  const remarksCard = () => {
-    if (!TH.data.remarks.length) return null;
-    const kinds = new Map();
-    TH.data.remarks.forEach((remark, at) => {
-      const kind = remark.kind || at;
-      kinds.set(kind, [...(kinds.get(kind) || []), remark]);
-    });
-    const lists = [...kinds.values()].map((remarks) => {
-      const cut = remarks.length > FEW + 1 ? FEW : remarks.length;
-      const rest = remarks.slice(cut);
-      const more = rest.length ? el("details", {}, el("summary", {}, `and ${TH.count(rest.length)} more: ${rest[0].kind}`), el("ul", {}, rest.map(remarkLine))) : null;
-      return [el("ul", {}, remarks.slice(0, cut).map(remarkLine)), more];
-    });
-    return el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), lists.flat());
-  };
+  const remarksCard = () =>
+    TH.data.remarks.length ? el("section", { class: "card remarks" }, el("h3", {}, "What stands out"), el("ul", {}, TH.data.remarks.map(remarkLine))) : null;
 
   const insideToggle = () =>
     TH.passed.length > TH.shownSteps().length || TH.everything
@@ -76,7 +61,10 @@
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
     const order = TH.everything ? "points, in the order in which values passed →" : "modules, in the order in which values passed →";
-    if (names.length > 1) TH.charts.depth(card, "apart, as a share of the size", "apart", (each) => each.apart ?? null, ["apart"]);
+    if (names.length > 1) {
+      TH.charts.depth(card, "relative difference of values", "value-difference", (each) => each.compared.value?.apart ?? null, ["difference"]);
+      TH.charts.depth(card, "relative difference of gradients", "gradient-difference", (each) => each.compared.gradient?.apart ?? null, ["difference"]);
+    }
     card.append(el("div", { class: "axis-title" }, order));
   };
 
@@ -248,7 +236,8 @@
       part.numbers ? { title: `${name} value`.trim(), seen: part.numbers, key: "value", run } : null,
       part.gradient?.numbers ? { title: `${name} gradient`.trim(), seen: part.gradient.numbers, key: "gradient", run } : null,
     ]).filter(Boolean);
-    const apart = runs[0]?.call.apart;
+    const compared = Object.entries(TH.compared(point, call));
+    const isFirst = (key) => TH.first && point === TH.first.point && call === TH.first.call && TH.first.gradient === (key === "gradient");
     const texts = seen.filter(({ part }) => part.text).map(({ part, name }) => el("p", { class: "text" }, name ? `${name}: ` : "", part.text));
     detail.replaceChildren(
       ...[
@@ -259,7 +248,7 @@
         point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
         seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
         ...texts,
-        apart !== undefined && apart !== null ? el("p", { class: "text" }, apart ? `The two runs are apart by ${TH.number(apart)} of the size of the first.` : "The two runs are equal here.") : null,
+        ...compared.map(([key, { differs, text }]) => el("p", { class: `text compared${differs ? " differs" : ""}` }, `${key === "gradient" ? "Gradients" : "Values"} of the two runs: ${text}.${isFirst(key) ? " This is the first difference." : ""}`)),
         columns.length ? el("div", { class: "cards" }, numbersCard(columns), histograms(columns.filter(({ seen: each }) => each.histogram.length))) : null,
         ...seen.map((each) => (each.part.shape ? tokensCard(point, each) : null)),
         pictureCards("Values", seen.map(({ part, name, run }) => ({ seen: part, name, run })), false),
@@ -298,8 +287,8 @@
   drawOverview();
   const [wanted, call] = TH.find(decodeURIComponent(location.hash.slice(1)));
   const failed = TH.points.find((point) => point.failed);
-  const start = wanted || failed || TH.passed.find(({ parts }) => parts.some((part) => part && part.shape.length === 4))?.point || TH.passed[0]?.point || TH.points[0];
-  if (start) TH.choose(start, call);
+  const start = wanted || TH.first?.point || failed || TH.passed.find(({ parts }) => parts.some((part) => part && part.shape.length === 4))?.point || TH.passed[0]?.point || TH.points[0];
+  if (start) TH.choose(start, wanted || start !== TH.first?.point ? call : TH.first.call);
   TH.tree.focus();
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 })();

@@ -1,0 +1,182 @@
+"""Errors of ``torch.compile`` in a session, as errors that name the point and the fix.
+
+Dynamo's own errors tell of its inner workings. They are replaced where the session is the cause; to all others a note
+is added that says which session was part of the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tenterhook.errors import EditError, GradientError, SessionError, TenterhookError
+from tenterhook.pytorch.python_code import code_of, lines_of
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.session import Session
+
+__all__ = ["CHANGED_KIND", "explained", "forget", "note_edit", "note_view"]
+
+UNTRACED = (
+    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
+    "alone, or let it run outside: th.edit(..., opaque=True)."
+)
+FAILS = (
+    "the edit {name} at {address!r} fails inside a compiled graph: {reason}\nCall it by itself on a value of that "
+    "shape to see why, or let it run outside of the graph: th.edit(..., opaque=True)."
+)
+VIEW = (
+    "the gradient of {points} cannot be recorded or edited inside a compiled graph: the value there is a view, or a "
+    "tensor that the module was given, and it is changed in place later{where}.\nReturn a copy of it from the module, "
+    ".clone(); name a point after the change; or run the model where it is not compiled: under "
+    "torch.compiler.set_stance('force_eager')."
+)
+WHOLE = (
+    "{what} cannot be part of a graph that must be whole (fullgraph=True).\nCompile the model without fullgraph=True, "
+    "and the graph is left there; or do this where it is not compiled: under torch.compiler.set_stance('force_eager')."
+)
+KIND = (
+    "{reason}, in a compiled graph that must be whole (fullgraph=True).\nReturn the same kind, or pass check=False to "
+    "th.edit if what follows can take it."
+)
+STOP = "the stop after {points}, which would leave the graph as an exception,"
+NOTE = (
+    "tenterhook: a session was part of this compiled model ({verb} at {points}). To see whether the error comes from "
+    "it, call the model without the session; to use the session without compiling, call it under "
+    "torch.compiler.set_stance('force_eager')."
+)
+IN_PLACE_ON_VIEW = "is a view and is being modified inplace"
+REASON = re.compile(r"tenterhook: ([^\n'\"]*(?:'[^'\n]*'[^\n'\"]*)*)")
+GOT = re.compile(r"(?:got|raised exception) (\w+\(.*\))\s*$", re.MULTILINE)
+CHANGED_KIND = "an edit changed the kind of a value"
+SHOWN = 5
+
+# What the graph that is being traced has come to: views whose gradients are wanted, and the last edit.
+_views: dict[str, None] = {}
+_edited: list[str] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_view(address: str) -> bool:
+    """Note, while a graph is traced, that the gradient of a view is wanted at a point: the value may not be changed."""
+    _views[address] = None
+    return True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_edit(address: str) -> bool:
+    """Note, while a graph is traced, that the edit at a point comes next."""
+    _edited[:] = [address]
+    return True
+
+
+def forget() -> None:
+    """Forget what earlier graphs have noted."""
+    _views.clear()
+    _edited.clear()
+
+
+def explained(session: Session, error: BaseException) -> TenterhookError | None:
+    """Return the error to raise in the place of one that came out of compiled code; None to leave it as it is."""
+    from tenterhook.pytorch.dynamo_tracing import DynamoError
+
+    _copy_notes(error)
+    text = str(error)
+    if isinstance(error, DynamoError):
+        found = _reason(text) or _edit(session, error) or _view(session, error, text) or _stop(session, text)
+        if found is None:
+            _add_note(session, error)
+        return found
+    return None
+
+
+def _edit(session: Session, error: Any) -> TenterhookError | None:
+    """The error that names the edit at which tracing failed, if it was at one."""
+    stack = getattr(error, "real_stack", None) or ()
+    found = [binding for binding in session.bindings if _is_on(binding, stack)]
+    if not found:
+        return None
+    binding = next((each for each in found if str(each.point) in _edited), found[0])
+    change: Any = binding.action
+    got = GOT.search(str(error))
+    reason = got[1] if got else str(error).strip().partition("\n")[0]
+    text = FAILS if got else UNTRACED
+    return EditError(text.format(name=change.change.name, address=binding.point.address, reason=reason))
+
+
+def _is_on(binding: Binding, stack: Any) -> bool:
+    """Tell whether the function of an edit is on the stack of what was traced."""
+    change = getattr(binding.action, "change", None)
+    function = getattr(change, "call", None)
+    if not isinstance(function, FunctionType):
+        return False
+    code = code_of(function)
+    lines = lines_of(code)
+    return any(
+        (frame.filename, frame.name) == (code.co_filename, code.co_name) and frame.lineno in lines for frame in stack
+    )
+
+
+def _view(session: Session, error: Any, text: str) -> TenterhookError | None:
+    if IN_PLACE_ON_VIEW not in text:
+        return None
+    own = {str(binding.point) for binding in session.bindings}
+    points = [address for address in _views if address in own]
+    if not points:
+        return None
+    frame = next(iter(reversed(getattr(error, "real_stack", None) or ())), None)
+    where = "" if frame is None else f", at {frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
+    which = repr(points[0]) if len(points) == 1 else f"one of {', '.join(map(repr, points))}"
+    return GradientError(VIEW.format(points=which, where=where))
+
+
+def _reason(text: str) -> TenterhookError | None:
+    """The reason for which this room has left the graph."""
+    found = REASON.search(text)
+    if found is None:
+        return None
+    reason = found[1].strip().rstrip(".")
+    if reason.startswith(CHANGED_KIND):
+        return EditError(KIND.format(reason=reason))
+    return SessionError(WHOLE.format(what=f"{reason}: this"))
+
+
+def _stop(session: Session, text: str) -> TenterhookError | None:
+    stops = [binding for binding in session.bindings if getattr(binding.action, "stops", False)]
+    if not stops or "Stopped" not in text:
+        return None
+    return SessionError(WHOLE.format(what=STOP.format(points=_listed(stops))))
+
+
+def _add_note(session: Session, error: BaseException) -> None:
+    note = NOTE.format(verb=session.verb, points=_listed(session.bindings))
+    if session.bindings and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _listed(bindings: list[Binding]) -> str:
+    names = list(dict.fromkeys(str(binding.point) for binding in bindings))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more
+
+
+def _copy_notes(error: BaseException) -> None:
+    """Copy the note that names an edit from the error that it raised to the one that a backend made of it."""
+    for before in _causes(error):
+        for note in getattr(before, "__notes__", ()):
+            if note.startswith("in the edit ") and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    found = error.__cause__ or error.__context__
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
