@@ -112,6 +112,7 @@ def test_tape_backward_reaches_the_points_and_leaves_the_parameters_alone():
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
+@needs_traced_hooks
 def test_a_run_without_gradients_says_so():
     call, target, at = made(outer)
     with th.record(target, f"{at}b1", grad=True) as tape, torch.no_grad():

@@ -53,17 +53,30 @@ def dressed(tap: Tap, function: Any, general: Callable[[Any], Any]) -> Any:
     """A forward of the engine's with what Dynamo shall see in its place."""
     from tenterhook.compiled.entry import entry
     from tenterhook.compiled.plan import is_uncompilable, traced_forward
-    from tenterhook.pytorch.dynamo_tracing import disabled
 
     engine = general(tap)
     if is_uncompilable(tap):
-        return disabled(engine)
+        return _uncompiled(tap, engine)
     inlined = traced_forward(tap, engine)
     if any(tap.module in lane.session.entries for lane in tap.lanes):
         prepared = any(hasattr(lane.guard, "prepare") for lane in tap.lanes)
         function = entry(tap, engine, traced_forward(tap, engine, begins=True) if prepared else inlined)
     inline(function, inlined)
     return function
+
+
+def _uncompiled(tap: Tap, engine: Callable[..., Any]) -> Any:
+    """Return a forward that runs without the compiler, and leaves the graph with the reason."""
+    from tenterhook.compiled.plan import traced_forward
+    from tenterhook.pytorch.dynamo_tracing import disabled
+
+    without_compiler = disabled(engine)
+
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return without_compiler(self, *args, **kwargs)
+
+    inline(forward, traced_forward(tap, engine))
+    return forward
 
 
 def end(session: Session) -> Compiled:
