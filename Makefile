@@ -61,7 +61,7 @@ test-slow: $(READY) .venv-s3/.ready ## the tests that take long
 	@$(PYTEST) -m "slow or zoo or soak" $(PYTEST_ARGS)
 
 test-kernels: $(READY) .venv-triton/.ready ## the kernels for GPUs, by Triton's interpreter
-	@PYTHONPATH=.venv-triton TRITON_INTERPRET=1 $(PYTEST) tests/sinks/test_fused.py $(PYTEST_ARGS)
+	@PYTHONPATH=.venv-triton TRITON_INTERPRET=1 $(PYTEST) tests/statistics/test_fused.py $(PYTEST_ARGS)
 
 # Apart, because PyTorch for the CPU has no use for it, and much code asks whether it is there.
 .venv-triton/.ready: constraints.txt

@@ -53,7 +53,7 @@ except ImportError:
     CHECKSUM = "crc32, because xxhash is not installed"
 
 import tenterhook as th  # noqa: E402
-from tenterhook.harvest.weights import weights_of  # noqa: E402
+from tenterhook.harvest.weights_digest import weights_of  # noqa: E402
 
 TINY = "--tiny" in sys.argv
 DEVICE = "cpu" if TINY else "cuda"

@@ -26,9 +26,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.sinks import fused
-from tenterhook.sinks.statistics import COLUMNS, MEAN, whole
-from tenterhook.sinks.statistics import measure as statistics
+from tenterhook.statistics import fused
+from tenterhook.statistics.measure import COLUMNS, MEAN, whole
+from tenterhook.statistics.measure import measure as statistics
 
 FIRST, STEPS = 15, 20  # Of these twenty, three take what changes slowly, and two are a tenth.
 FEW, MANY = 2, 6

@@ -23,9 +23,9 @@ import tenterhook as th
 from benchmarks import harvest_workers
 from benchmarks.harness import Goal, Opener, Row, Trial, Workload, always, measure
 from benchmarks.models import gpt2
-from tenterhook.sinks.shards import Column
-from tenterhook.sinks.shards_place import Directory
-from tenterhook.sinks.shards_write import Writer
+from tenterhook.store.format import StoredColumn
+from tenterhook.store.place import Directory
+from tenterhook.store.write import Writer
 
 SLOWER = 1 / 0.9
 ROUNDS = 12
@@ -52,7 +52,7 @@ def run(rounds: int) -> Iterator[Row]:
 def writing(root: Path) -> Workload:
     """The same bytes, plainly and as a committed shard."""
     pieces = [torch.randint(0, 255, (PIECE // WIDTH, WIDTH), dtype=torch.uint8) for _ in range(PIECES)]
-    column = Column("x", "value", "x", "U8", (WIDTH,))
+    column = StoredColumn("x", "value", "x", "U8", (WIDTH,))
     return Workload(
         f"write {PIECES * PIECE >> 20} MiB",
         {
@@ -85,7 +85,7 @@ def _plain(path: Path, pieces: list[Tensor]) -> None:
     os.close(descriptor)
 
 
-def _shard(path: Path, pieces: list[Tensor], column: Column) -> None:
+def _shard(path: Path, pieces: list[Tensor], column: StoredColumn) -> None:
     writer = Writer(Directory(path), 64 << 20)
     for piece in pieces:
         writer.put(0, column, piece)

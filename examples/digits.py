@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import tenterhook as th
 from tenterhook.report.page import write_tapes
-from tenterhook.report.terminal import maps
+from tenterhook.report.terminal_pictures import maps
 
 STEPS = 400
 SHOWN = 5

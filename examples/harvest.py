@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
-from tenterhook.sinks.shards_read import Store
+from tenterhook.harvest.verify import verify
+from tenterhook.store.read import Store
 
 WIDTH, LENGTH, BLOCKS, FEATURES = 64, 64, 3, 256
 STEPS, SAE_EPOCHS, SEQUENCES = 600, 3, 2000

@@ -15,13 +15,16 @@ ROOMS = [
     {"_tree", "_tensor_bytes", "_draw", "_fit", "_look"},
     {"address"},
     {"sites"},
-    {"engine", "compiled"},
-    {"record", "edit", "replay", "sinks", "watch"},
-    {"report", "recipes", "harvest"},
+    {"engine"},
+    {"compiled"},
+    {"call_trace"},
+    {"record", "edit", "statistics", "store"},
+    {"replay", "watch", "harvest", "audit"},
+    {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
 # What stands beside the line: the room after which it comes. The doctor uses less than its place allows, see below.
-BESIDE = {"hooks": "sites", "testing": "sites", "audit": "engine", "features": "record", "doctor": "_draw"}
+BESIDE = {"hooks": "sites", "testing": "sites", "features": "replay", "doctor": "_draw"}
 
 NAMES = """
     AddressError AmbiguousCall Audit ClosedSession Diagnosis DifferentHarvest EditError EditFileError Features
@@ -140,6 +143,22 @@ def test_code_depends_one_way_only(path):
 @pytest.mark.parametrize("path", sorted((SOURCE / "doctor").glob("*.py")), ids=lambda path: path.name)
 def test_the_doctor_works_where_the_rest_does_not(path):
     assert {room for room, _ in imports(path)} <= {"doctor", "pytorch", "_draw", "_version"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_of_one_level_form_no_circle(path):
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    beside = {room for room, _ in imports(path) if room != own and level(room) == level(own)}
+    for room in beside:
+        back = [each for each in FILES if each.relative_to(SOURCE).parts[0].removesuffix(".py") == room]
+        assert not [each for each in back if own in {found for found, _ in imports(each)} and room != "_fit" != own]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if "(Session)" in path.read_text()], ids=lambda path: path.name
+)
+def test_every_kind_of_session_loads_the_support_for_compiled_models(path):
+    assert "engine_api" in path.read_text() or "(Delivery, Session)" in path.read_text()
 
 
 def test_every_room_has_a_place_in_the_line():

@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from tenterhook.record.tape import Tape, load
     from tenterhook.record.verb import record
     from tenterhook.replay.cases import grid
-    from tenterhook.replay.result import Sweep
+    from tenterhook.replay.sweep_result import Sweep
     from tenterhook.replay.verb import replay, run_from, sweep
     from tenterhook.report.verb import page
-    from tenterhook.sinks.board import TensorBoard
-    from tenterhook.sinks.lines import JsonLines
+    from tenterhook.watch.json_lines import JsonLines
+    from tenterhook.watch.tensorboard import TensorBoard
     from tenterhook.watch.verb import blackbox, watch
 
 __all__ = [
@@ -157,12 +157,12 @@ load_on_use(
         "Audit": "tenterhook.audit.verb:Audit",
         "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
         "Features": "tenterhook.features:Features",
-        "JsonLines": "tenterhook.sinks.lines:JsonLines",
+        "JsonLines": "tenterhook.watch.json_lines:JsonLines",
         "Point": "tenterhook.address:Point",
         "Selection": "tenterhook.address:Selection",
-        "Sweep": "tenterhook.replay.result:Sweep",
+        "Sweep": "tenterhook.replay.sweep_result:Sweep",
         "Tape": "tenterhook.record.tape:Tape",
-        "TensorBoard": "tenterhook.sinks.board:TensorBoard",
+        "TensorBoard": "tenterhook.watch.tensorboard:TensorBoard",
         "add": "tenterhook.edit.ready:Add",
         "at": "tenterhook.edit.ready:at",
         "audit": "tenterhook.audit.verb:audit",

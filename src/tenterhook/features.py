@@ -8,18 +8,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import find
-from tenterhook.compiled.taking import Door, doors, several, traced
+from tenterhook.compiled.traced_features import Door, doors, several, traced
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
 from tenterhook.pytorch.dynamo import disable, mark_as_traced, resume_compiling, stop_compiling
 from tenterhook.pytorch.module_calls import load_state_as, same_state
 from tenterhook.pytorch.support import require
-from tenterhook.sites.facts import facts
+from tenterhook.sites.model_facts import facts
 
 __all__ = ["Features", "features"]
 
@@ -83,7 +84,7 @@ class Features(nn.Module):
                     session.run(*args, **kwargs)
                 values = {name: session.value(address, name) for address, name in self.points.items()}
             finally:
-                session.taps.clear()  # They know the session too, and nothing shall wait for the collector.
+                session.patches.clear()  # They know the session too, and nothing shall wait for the collector.
         finally:
             resume_compiling(compiling)
         self._counted = True
@@ -131,8 +132,8 @@ class _Taking(Session):
     verb = "features"
 
     def __init__(self, model: nn.Module, points: tuple[Point, ...], *, stop: bool) -> None:
-        self.taps = {str(point): _Tap(self, copy=facts(model).in_place) for point in points}
-        bindings = [Binding(point, self.taps[str(point)]) for point in points]
+        self.patches = {str(point): _Tap(self, copy=facts(model).in_place) for point in points}
+        bindings = [Binding(point, self.patches[str(point)]) for point in points]
         super().__init__(model, bindings, [[binding] for binding in bindings])
         self._stop, self._left = stop, len(points)
         self._modes: list[nn.Module] = []
@@ -170,12 +171,12 @@ class _Taking(Session):
 
     def value(self, address: str, name: str) -> Any:
         """The value at a point, which must be that of one call, and still be it."""
-        tap = self.taps[address]
-        if tap.calls > 1 and "#" not in address:
-            raise AmbiguousCall(several(address, name, tap.calls))
-        if any(tensor._version != version for tensor, version in tap.versions):
+        patch = self.patches[address]
+        if patch.calls > 1 and "#" not in address:
+            raise AmbiguousCall(several(address, name, patch.calls))
+        if any(tensor._version != version for tensor, version in patch.versions):
             raise ValueChanged(CHANGED.format(name=name, address=address))
-        return tap.value
+        return patch.value
 
 
 class _Tap:

@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 from tenterhook.errors import HookError, ReadonlyHook
 from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 from tenterhook.pytorch.support import require
-from tenterhook.sites.backward import BackwardHooks, backward_hooks, name_of, put_last
+from tenterhook.sites.backward_hooks import BackwardHooks, backward_hooks, name_of, put_last
 from tenterhook.sites.readonly import ReachableState
-from tenterhook.sites.tensor import hook_tensor
+from tenterhook.sites.tensor_hooks import hook_tensor
 
 __all__ = [
     "Handle",

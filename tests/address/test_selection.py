@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tenterhook.address import Selection, resolve, select
-from tenterhook.address.tree import Seen
+from tenterhook.address.tree import SeenValue
 from tenterhook.errors import SelectorError
 
 
@@ -152,12 +152,12 @@ def test_siblings_with_gaps_between_their_numbers_are_not_folded(deep):
 
 
 def test_siblings_that_ran_differently_are_not_folded(deep):
-    seen = {f"h.{index}": Seen(calls=1 + (index == 3), shape="[4, 2]") for index in range(4)}
+    seen = {f"h.{index}": SeenValue(calls=1 + (index == 3), shape="[4, 2]") for index in range(4)}
     assert names(deep, "h.*", seen=seen) == [":return", "h", "0", "1 … 2", "3"]
 
 
 def test_what_was_seen_adds_columns(mlp):
-    lines = tree(mlp, seen={"0": Seen(2, "[8, 3]"), ":return": Seen(1, "[8, 1]")})
+    lines = tree(mlp, seen={"0": SeenValue(2, "[8, 3]"), ":return": SeenValue(1, "[8, 1]")})
     assert lines[1].split() == ["name", "type", "params", "output", "calls"]
     assert lines[2].split() == [":return", "Sequential", "13", "[8,", "1]", "1"]
     assert lines[3].split()[-3:] == ["[8,", "3]", "2"]
@@ -201,7 +201,7 @@ def test_tied_parameters_are_counted_once_and_named(gpt2):
 
 
 def test_it_fits_a_terminal(gpt2):
-    assert max(map(len, tree(gpt2, seen={"transformer.h.0": Seen(1, "[1, 1024, 768]")}))) <= 100
+    assert max(map(len, tree(gpt2, seen={"transformer.h.0": SeenValue(1, "[1, 1024, 768]")}))) <= 100
 
 
 def test_a_lazy_module_can_be_drawn():

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tenterhook.cli.edits import read_edits
+from tenterhook.cli.errors import CommandError
 from tenterhook.cli.inputs import read_inputs
-from tenterhook.cli.trouble import Trouble
 
 MODEL = nn.Linear(1, 1)
 
@@ -39,7 +39,7 @@ def test_whole_numbers_are_below_their_end():
 
 @pytest.mark.parametrize("text", ["int:3", "3<5", "int:3<0", "bytes:3", "99999999x99999999"])
 def test_shapes_that_make_no_sense_are_explained(text):
-    with pytest.raises(Trouble, match=text.replace("<", "<")):
+    with pytest.raises(CommandError, match=text.replace("<", "<")):
         read(text)
 
 
@@ -62,7 +62,7 @@ def test_pickled_code_in_a_file_is_not_run(tmp_path):
     np.save(tmp_path / "x.npy", np.array([_Evil()], dtype=object), allow_pickle=True)
     torch.save(_Evil(), tmp_path / "x.pt")
     for name in ("x.npy", "x.pt"):
-        with pytest.raises(Trouble, match="could not be read"):
+        with pytest.raises(CommandError, match="could not be read"):
             read(str(tmp_path / name))
 
 
@@ -84,7 +84,7 @@ def test_an_image_has_the_channels_that_the_model_takes(tmp_path):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "x.csv").write_text("1,2")
-    with pytest.raises(Trouble, match=r"not from '\.csv'"):
+    with pytest.raises(CommandError, match=r"not from '\.csv'"):
         read(str(tmp_path / "x.csv"))
 
 
@@ -98,5 +98,5 @@ def test_edits_are_read_with_numbers_indices_and_files(tmp_path):
 
 @pytest.mark.parametrize("text", ["h.5", "h.5=zap()", "h.5=zero(open('x'))", "h.5=scale(at=at[f()])", "h.5=scale(("])
 def test_what_is_no_edit_is_not_run(text):
-    with pytest.raises(Trouble):
+    with pytest.raises(CommandError):
         read_edits((text,))

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tenterhook.cli.errors import CommandError
 from tenterhook.cli.inputs import read_inputs
 from tenterhook.cli.models import load_model
-from tenterhook.cli.trouble import Trouble
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 12, "n_positions": 16}
 
@@ -47,28 +47,28 @@ def test_a_text_is_read_with_the_models_own_tokenizer(folder):
 
 
 def test_a_text_without_a_tokenizer_says_so():
-    with pytest.raises(Trouble, match="needs a tokenizer"):
+    with pytest.raises(CommandError, match="needs a tokenizer"):
         read_inputs(("text:hello",), nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
 def test_a_directory_without_the_files_of_a_tokenizer_has_none(kind, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    with pytest.raises(Trouble, match="there is no tokenizer in "):
+    with pytest.raises(CommandError, match="there is no tokenizer in "):
         read_inputs(("text:the cat",), nn.Linear(1, 1), folder=tmp_path)
 
 
 def test_a_text_without_tokens_is_no_input(folder):
-    with pytest.raises(Trouble, match="the text '' has no tokens"):
+    with pytest.raises(CommandError, match="the text '' has no tokens"):
         read_inputs(("text:",), nn.Linear(1, 1), folder=folder)
 
 
 def test_a_directory_without_weights_is_no_model(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(Trouble, match=r"a config\.json and no weights"):
+    with pytest.raises(CommandError, match=r"a config\.json and no weights"):
         load_model(str(tmp_path), {})
     (tmp_path / "config.json").unlink()
-    with pytest.raises(Trouble, match=r"has no config\.json"):
+    with pytest.raises(CommandError, match=r"has no config\.json"):
         load_model(str(tmp_path), {})
 
 
@@ -83,7 +83,7 @@ def test_a_configuration_makes_a_model_with_the_head_it_is_used_with():
 
 
 def test_an_unknown_configuration_names_the_nearest():
-    with pytest.raises(Trouble, match="GPT2Config"):
+    with pytest.raises(CommandError, match="GPT2Config"):
         load_model("transformers:GTP2Config", {})
 
 
@@ -98,13 +98,13 @@ def test_timm_is_asked_for_random_weights(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", stub)
     load_model("timm:resnet18", {"num_classes": 3})
     assert asked == [("resnet18", False, {"num_classes": 3})]
-    with pytest.raises(Trouble, match="Did you mean resnet18"):
+    with pytest.raises(CommandError, match="Did you mean resnet18"):
         load_model("timm:resnet81", {})
 
 
 def test_a_missing_library_is_told_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(Trouble, match="pip install timm"):
+    with pytest.raises(CommandError, match="pip install timm"):
         load_model("timm:resnet18", {})
 
 
@@ -114,14 +114,16 @@ def test_weights_are_read_without_running_code(tmp_path):
     model = load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "good.pt")
     assert torch.equal(model.weight, source.weight)
     torch.save({"weight": _Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(Trouble, match="could not be read as weights: it holds objects that would run code") as told:
+    with pytest.raises(
+        CommandError, match="could not be read as weights: it holds objects that would run code"
+    ) as told:
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "evil.pt")
     assert "weights_only" not in str(told.value)
     (tmp_path / "text.pt").write_text("no pickle")
-    with pytest.raises(Trouble, match=r"torch\.save did not write it, or it is damaged"):
+    with pytest.raises(CommandError, match=r"torch\.save did not write it, or it is damaged"):
         read_inputs((str(tmp_path / "text.pt"),), model)
     torch.save({"weight": torch.zeros(3, 3)}, tmp_path / "other.pt")
-    with pytest.raises(Trouble, match="do not fit the model"):
+    with pytest.raises(CommandError, match="do not fit the model"):
         load_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, tmp_path / "other.pt")
 
 

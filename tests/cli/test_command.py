@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import tenterhook as th
 from tenterhook.cli.command import tenterhook
+from tenterhook.cli.errors import CommandError, Unreadable
 from tenterhook.cli.tapes import _open, read_tape
-from tenterhook.cli.trouble import Trouble, Unreadable
 
 SOURCE = """
 import torch
@@ -425,7 +425,7 @@ def test_a_tape_larger_than_the_memory_is_not_read(tmp_path, monkeypatch):
 
 
 def test_without_a_browser_the_path_is_told(tmp_path):
-    with pytest.raises(Trouble, match=r"no browser could be opened\. Open this file"):
+    with pytest.raises(CommandError, match=r"no browser could be opened\. Open this file"):
         _open(tmp_path / "page.html", lambda _: False)
     opened = []
     _open(tmp_path / "page.html", lambda address: opened.append(address) or True)

@@ -8,7 +8,7 @@ from compiled_toys import close, needs_traced_hooks
 from torch import nn
 
 import tenterhook as th
-from tenterhook.compiled import opaque
+from tenterhook.compiled import opaque_edits as opaque
 from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 
 # Dynamo's own, as it looks at tensors with a history and at functions of autograd.

@@ -5,7 +5,7 @@ import torch
 from compiled_toys import WAYS, X, child, close, function, inner, itself, net, outer
 
 import tenterhook as th
-from tenterhook.compiled.report import Compiled
+from tenterhook.engine.compile_counts import Compiled
 from tenterhook.testing import untouched
 
 # Dynamo's own, as it looks at tensors with a history and at functions of autograd.

@@ -7,7 +7,7 @@ import torch
 from compiled_toys import X, net
 
 import tenterhook as th
-from tenterhook.compiled import plan
+from tenterhook.compiled import trace_plan as plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 POINTS = ["b0", "b1.act", "b1:in", "b1:y", "b1.attend", "b0.attend:mix():scores", "head", "b0.a", ":return"]

@@ -16,9 +16,9 @@ from torch import nn
 import tenterhook as th
 from tenterhook.edit import saved as saved_edits
 from tenterhook.edit.ready import Edit
-from tenterhook.record import file as files
-from tenterhook.record.decode import Decoder
-from tenterhook.record.encode import Encoder
+from tenterhook.record import tensor_file as files
+from tenterhook.record.decode_values import Decoder
+from tenterhook.record.encode_values import Encoder
 
 EVERY = {
     "0": th.add(torch.arange(3.0), scale=0.5, at=th.at[:, -1]),

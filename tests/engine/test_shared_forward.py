@@ -1,4 +1,4 @@
-"""One forward for all modules of a class: what it records, and what it hands over to a lane."""
+"""One forward for all modules of a class: what it records, and what it hands over to a set of actions."""
 
 import copy
 import inspect
@@ -27,7 +27,7 @@ class Two(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compile_was_used(nothing_compiled):
-    """It was not: compiled code has to know of all points beforehand, and every module has a lane."""
+    """It was not: compiled code has to know of all points beforehand, and every module has a set of actions."""
 
 
 @pytest.fixture
@@ -212,9 +212,9 @@ def test_a_module_never_stands_without_a_forward_of_ours_while_it_is_handed_over
     """A call that another thread makes at that moment would not be recorded, and nobody would know."""
     put, seen = shared_forward.put, []
 
-    def looked(lane):
-        seen.append("forward" in lane.module.__dict__)
-        put(lane)
+    def looked(actions):
+        seen.append("forward" in actions.module.__dict__)
+        put(actions)
 
     monkeypatch.setattr(shared_forward, "put", looked)
     with th.record(model, "**") as tape:

@@ -20,8 +20,8 @@ import xxhash
 from torch import nn
 
 import tenterhook as th
-from tenterhook.record import file as record_file
-from tenterhook.record.store import TAPE
+from tenterhook.record import tensor_file as record_file
+from tenterhook.record.tape_file import TAPE
 from tenterhook.report.page import render, tapes_page
 from tenterhook.watch import blackbox
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
-from tenterhook.record.capture import value
+from tenterhook.record.kept_value import value
 from tenterhook.testing import no_leak, untouched
 
 X = torch.arange(12.0).view(4, 3) / 7 - 0.8

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.record.gradient import SMALL
+from tenterhook.record.recorded_gradients import SMALL
 
 
 @pytest.mark.parametrize("width", [8, SMALL])

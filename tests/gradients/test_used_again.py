@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.pytorch.autograd import Hooks
-from tenterhook.record.cell import Cell
-from tenterhook.sites.tensor import ALONE
+from tenterhook.pytorch.autograd import LightHookTable
+from tenterhook.record.gradient_slot import GradientSlot
+from tenterhook.sites.tensor_hooks import ALONE
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def same(tape, wanted):
 
 
 def test_the_interpreter_counts_references_so_that_one_more_can_be_told():
-    cell = Cell(None)
-    cell.hooks = Hooks()
+    cell = GradientSlot(None)
+    cell.hooks = LightHookTable()
     alone = getrefcount(cell.hooks)  # Not in an assert, which would hold them too.
     another = cell.hooks
     shared = getrefcount(cell.hooks)

@@ -21,9 +21,11 @@ from obstore.store import LocalStore
 from torch import nn
 
 import tenterhook as th
-from tenterhook.harvest import verifying
-from tenterhook.sinks import shards, shards_file, shards_read
-from tenterhook.sinks.shards_place import ObjectStore
+from tenterhook.harvest import verify as verifying
+from tenterhook.store import format as shards
+from tenterhook.store import read as shards_read
+from tenterhook.store import rows_file as shards_file
+from tenterhook.store.place import ObjectStore
 
 SAMPLES, BATCH, SHARD = 90, 10, 30
 SECONDS = 20  # for one input

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.sinks.shards_file import RowsFile
+from tenterhook.store.rows_file import RowsFile
 
 BATCHES, SIZE, WIDTH = 60, 16, 256
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
+from tenterhook.harvest.verify import verify
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
 

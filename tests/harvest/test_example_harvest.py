@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
+from tenterhook.harvest.verify import verify
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harvest.py"
 SMALL = {"STEPS": 450, "SAE_EPOCHS": 3, "SEQUENCES": 1400}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
-from tenterhook.sinks import shards
+from tenterhook.harvest.verify import verify
+from tenterhook.store import format as shards
 
 SCRIPT = Path(fuzz_stores.__file__)
 
@@ -101,7 +101,7 @@ def test_verify_needs_no_more_memory_for_a_large_shard(tmp_path):
     code = f"""
 import resource, torch, tenterhook as th
 from torch import nn
-from tenterhook.harvest.verifying import verify
+from tenterhook.harvest.verify import verify
 batch = torch.randn(256, 1024)
 class Many:
     def __init__(self, count): self.count = count
@@ -204,7 +204,7 @@ def test_a_point_with_a_long_or_a_hidden_name_has_a_name_for_its_file(tmp_path):
 
 
 def test_a_store_of_another_version_is_read(folder, monkeypatch):
-    from tenterhook.sinks import shards_file
+    from tenterhook.store import rows_file as shards_file
 
     monkeypatch.setattr(shards_file, "__version__", "99.1.2")
     monkeypatch.setattr(shards, "__version__", "99.1.2")

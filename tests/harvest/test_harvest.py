@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.harvest.weights import weights_of
-from tenterhook.sinks.shards_place import Directory
+from tenterhook.harvest.weights_digest import weights_of
+from tenterhook.store.place import Directory
 
 
 def net():
@@ -170,7 +170,7 @@ def test_a_model_that_uses_its_memory_again_is_noticed(tmp_path, monkeypatch):
             return hidden[0](self.out, x)
 
     # A slow disk: the next batch overwrites the memory of the one before, which is still to be written.
-    from tenterhook.sinks.shards_file import RowsFile
+    from tenterhook.store.rows_file import RowsFile
 
     plain = RowsFile.write
     monkeypatch.setattr(RowsFile, "write", lambda file, data: (time.sleep(0.05), plain(file, data))[1])
@@ -569,7 +569,7 @@ def test_two_harvests_into_one_place_are_kept_apart(tmp_path):
 
 
 def test_memory_in_flight_is_bounded_and_told(tmp_path, monkeypatch):
-    from tenterhook.sinks.shards_file import RowsFile
+    from tenterhook.store.rows_file import RowsFile
 
     plain = RowsFile.write
     monkeypatch.setattr(RowsFile, "write", lambda file, data: (time.sleep(0.002), plain(file, data))[1])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.harvest import source as sources
+from tenterhook.harvest import batch_source as sources
 
 ROWS = (5_000, 50_000, 500_000)
 

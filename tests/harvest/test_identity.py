@@ -22,7 +22,7 @@ import tenterhook as th
 from tenterhook.harvest.identity import identify
 from tenterhook.harvest.job import Job
 from tenterhook.harvest.resume import SAMPLED, _sampled
-from tenterhook.harvest.rows import Taking
+from tenterhook.harvest.rows import RowRule
 
 x = torch.randn(60, 4, generator=torch.Generator().manual_seed(2))
 LIMIT, SCALE = 0.5, 2.0
@@ -245,7 +245,7 @@ def test_models_that_compute_something_else_have_another_identity(seed):
         return nn.Sequential(linear(), *(cls(**options) for cls, options in spec)).eval()
 
     def identity(model):
-        found = identify(Job(model, (":return",), Taking()), {})
+        found = identify(Job(model, (":return",), RowRule()), {})
         return found.tree, found.values
 
     assert identity(built(spec)) == identity(built(spec))
@@ -533,7 +533,7 @@ def test_the_manifest_is_the_same_in_every_process(tmp_path):
 
 
 def test_a_store_of_the_older_format_is_read_and_goes_on_only_with_trust(tmp_path, monkeypatch):
-    from tenterhook.sinks import shards
+    from tenterhook.store import format as shards
 
     model = linear()
     run(tmp_path, model)

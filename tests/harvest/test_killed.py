@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
-from tenterhook.sinks.shards_place import Directory
+from tenterhook.harvest.verify import verify
+from tenterhook.store.place import Directory
 
 SCRIPT = Path(killed.__file__)
 
@@ -111,9 +111,10 @@ import os, signal, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import killed
 from pathlib import Path
-from tenterhook.sinks import shards_place, shards_file
-from tenterhook.sinks.shards_place import Directory
-from tenterhook.sinks.shards_file import RowsFile
+from tenterhook.store import rows_file as shards_file
+from tenterhook.store import place as shards_place
+from tenterhook.store.place import Directory
+from tenterhook.store.rows_file import RowsFile
 step, count = {step!r}, 0
 def die_at(owner, name, times):
     plain = getattr(owner, name)

@@ -15,13 +15,14 @@ import killed
 import pytest
 import torch
 from obstore.store import LocalStore
-from test_ranks import data_files, free_port
+from test_distributed import data_files, free_port
 
 import tenterhook as th
-from tenterhook.harvest.verifying import verify
-from tenterhook.sinks import shards_lock, shards_spool
-from tenterhook.sinks.shards import committed
-from tenterhook.sinks.shards_place import Directory, ObjectStore, place_of
+from tenterhook.harvest.verify import verify
+from tenterhook.store import lock as shards_lock
+from tenterhook.store import spool as shards_spool
+from tenterhook.store.format import committed
+from tenterhook.store.place import Directory, ObjectStore, place_of
 
 HERE = Path(__file__).parent
 SECONDS = 90

@@ -16,9 +16,9 @@ sys.path.insert(0, str(HARVEST))
 import killed  # noqa: E402
 
 import tenterhook as th  # noqa: E402
-from tenterhook.harvest.verifying import verify  # noqa: E402
-from tenterhook.sinks.shards import committed  # noqa: E402
-from tenterhook.sinks.shards_place import Directory  # noqa: E402
+from tenterhook.harvest.verify import verify  # noqa: E402
+from tenterhook.store.format import committed  # noqa: E402
+from tenterhook.store.place import Directory  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

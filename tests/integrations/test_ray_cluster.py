@@ -12,8 +12,8 @@ sys.path.insert(0, str(HARVEST))
 
 import killed  # noqa: E402
 
-from tenterhook.harvest.verifying import verify  # noqa: E402
-from tenterhook.sinks.shards_place import Directory  # noqa: E402
+from tenterhook.harvest.verify import verify  # noqa: E402
+from tenterhook.store.place import Directory  # noqa: E402
 
 SCRIPT = """
 import sys

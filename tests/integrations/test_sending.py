@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.harvest.harvest_plan import settle
 from tenterhook.harvest.job import Job
-from tenterhook.harvest.plan import settle
-from tenterhook.harvest.rows import Taking
-from tenterhook.harvest.runners import Options
+from tenterhook.harvest.rows import RowRule
+from tenterhook.harvest.runners import HarvestOptions
 from tenterhook.integrations.ray import _as_many_as_fit, _Maker, _to_send
-from tenterhook.sinks.shards import committed
-from tenterhook.sinks.shards_place import Directory
+from tenterhook.store.format import committed
+from tenterhook.store.place import Directory
 
 
 def test_parts_of_one_tensor_are_sent_without_the_rest_of_it():
@@ -63,8 +63,8 @@ def test_a_worker_that_failed_within_a_shard_makes_all_of_it_the_second_time(tmp
     batches = [torch.full((4, 3), float(number)) for number in range(12)]
     cutting = {"batch_size": None, "tokenizer": None, "length": 512}
     asked = {"shard_rows": 16, "shard_bytes": None}
-    options = Options(to=tmp_path, asked=asked, cutting=cutting, memory=1 << 20, engine="ray")
-    job = Job(Sometimes(), (":return",), Taking())
+    options = HarvestOptions(to=tmp_path, asked=asked, cutting=cutting, memory=1 << 20, engine="ray")
+    job = Job(Sometimes(), (":return",), RowRule())
     plan = settle(Directory(tmp_path), job, options.source(batches), options)
     maker = _Maker(lambda: job, batches, options, plan, job.found)
     assert maker({"item": [0]})["made"] == 1

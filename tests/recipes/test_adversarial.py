@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tenterhook as th
-from tenterhook.recipes._ball import Ball
+from tenterhook.recipes._norm_ball import Ball
 from tenterhook.testing import untouched
 
 recipes = th.recipes

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.report.limit import Limit, ends
 from tenterhook.report.page import tapes_page
+from tenterhook.report.value_limit import Limit, ends
 
 FASTER_THAN_LINEAR = 3  # Ten times the calls may take so many times ten times the time, and no more: memory is slower.
 
@@ -78,7 +78,7 @@ def test_a_hundred_thousand_calls_are_saved_loaded_shown_and_drawn(make, tmp_pat
 
 
 def test_a_page_of_many_calls_shows_the_first_and_the_last_and_says_so(monkeypatch):
-    monkeypatch.setattr("tenterhook.report.limit.MOST_VALUES", 100)
+    monkeypatch.setattr("tenterhook.report.value_limit.MOST_VALUES", 100)
     page = tapes_page({"tape": looped(1000)})
     calls = next(row for row in page.points if row["address"] == "step")["runs"][0]
     assert len(calls) == 62
@@ -89,7 +89,7 @@ def test_a_page_of_many_calls_shows_the_first_and_the_last_and_says_so(monkeypat
 
 
 def test_a_page_of_many_points_shows_the_first_and_the_last_and_says_so(monkeypatch):
-    monkeypatch.setattr("tenterhook.report.limit.MOST_VALUES", 100)
+    monkeypatch.setattr("tenterhook.report.value_limit.MOST_VALUES", 100)
     page = tapes_page({"tape": wide(1000)})
     assert len(page.points) == 100
     assert {":return", "0", "999"} <= {row["address"] for row in page.points}

@@ -343,7 +343,7 @@ class Drifting(nn.Module):
 
 
 def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatch):
-    from tenterhook.replay import serve
+    from tenterhook.replay import call_server as serve
 
     monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
     model = Drifting()
@@ -358,7 +358,7 @@ def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatc
 
 
 def test_comparisons_that_hold_cost_no_second_run(monkeypatch, gpt2):
-    from tenterhook.replay import serve
+    from tenterhook.replay import call_server as serve
 
     monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
     cases = th.grid(lambda layer, by: {f"transformer.h.{layer}": th.scale(by)}, layer=range(3), by=[0.5, 2.0, 3.0])
@@ -450,7 +450,7 @@ def test_groups_whose_values_are_added_to_what_was_there_before_have_batches_of_
 
 
 def test_what_comes_out_otherwise_for_those_that_joined_is_run_again(monkeypatch):
-    from tenterhook.replay import joining
+    from tenterhook.replay import growing_batch as joining
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(1, 4)
     cases = [{str(layer): th.scale(float(factor))} for layer in range(3) for factor in range(1, 5)]

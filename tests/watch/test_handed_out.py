@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.watch import measuring, observe, turns
-from tenterhook.watch.held import Held
+from tenterhook.watch import measuring
+from tenterhook.watch import observers as observe
+from tenterhook.watch import step_events as turns
+from tenterhook.watch.gradient_holders import HeldGradient
 from tenterhook.watch.session import Watch
 
 
@@ -299,7 +301,7 @@ def test_a_small_tensor_behind_a_large_one_does_not_hide_its_size(spilt):
 )  # fmt: skip
 def test_a_gradient_is_held_as_it_is_unless_that_would_alter_how_a_sum_lies(shape, stride, copied):
     gradient = torch.randn(12).as_strided(shape, stride)
-    held = Held()
+    held = HeldGradient()
     held.open, held.copies = True, False
     held.hold(gradient)
     assert (held.gradient is not gradient) is copied

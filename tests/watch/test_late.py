@@ -8,7 +8,7 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook.watch.delivery import AT_ONCE
-from tenterhook.watch.parcel import Parcel
+from tenterhook.watch.measured_batch import MeasuredBatch
 
 
 class Net(nn.Module):
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 def run(monkeypatch, *, arrives, bad=None, late=True):
-    monkeypatch.setattr(Parcel, "arrived", property(lambda _: arrives))
+    monkeypatch.setattr(MeasuredBatch, "arrived", property(lambda _: arrives))
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     published = []

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.testing import Attention, Cell, Mixed, Residual, no_leak, untouched
-from tenterhook.watch import observe
+from tenterhook.watch import observers as observe
 
 STATISTICS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
 

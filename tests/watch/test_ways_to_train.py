@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.watch import observe, turns
+from tenterhook.watch import observers as observe
+from tenterhook.watch import step_events as turns
 from tenterhook.watch.parameters import Parameters
 
 

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias, Union
 
 from torch import nn
 
-from tenterhook.address.found import FoundOutputs, remember
+from tenterhook.address.found_outputs import FoundOutputs, remember
 from tenterhook.address.globs import has_literal, path_regex
 from tenterhook.address.grammar import ESCAPED, Address, Pattern, Wild, escape, parse
-from tenterhook.address.inside import arguments, no_such_name, sites_inside
+from tenterhook.address.inner_points import arguments, no_such_name, sites_inside
 from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
 from tenterhook.address.walk import (

@@ -14,7 +14,7 @@ from tenterhook.pytorch.module_calls import buffers_of, parameters_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tenterhook.address.inside import Spot
+    from tenterhook.address.inner_points import InnerPlaces
 
 __all__ = ["Point", "Site", "own_tensor"]
 
@@ -54,7 +54,7 @@ class Point:
     call: Final[int | None] = None
     explicit: Final[bool] = False
     """named itself (by a literal address or as a module object), not found by a glob, class, regex or predicate"""
-    spot: Final[Spot | None] = None
+    spot: Final[InnerPlaces | None] = None
     """where it is inside ``forward``, at a variable or a call"""
 
     def __str__(self) -> str:

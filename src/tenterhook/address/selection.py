@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from torch import nn
 
-    from tenterhook.address.tree import Seen, TreeRow
+    from tenterhook.address.tree import SeenValue, TreeRow
 
 __all__ = ["Selection", "select"]
 
@@ -40,7 +40,9 @@ class Selection(Sequence[Point]):
 
     __slots__ = ("_keys", "_model", "_points", "_seen")
 
-    def __init__(self, model: nn.Module, points: Iterable[Point], *, seen: Mapping[str, Seen] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, points: Iterable[Point], *, seen: Mapping[str, SeenValue] | None = None
+    ) -> None:
         self._model = model
         self._points = canonical(model, tuple(points))
         self._keys = frozenset(self._points)
@@ -52,7 +54,7 @@ class Selection(Sequence[Point]):
         return self._model
 
     @property
-    def seen(self) -> Mapping[str, Seen]:
+    def seen(self) -> Mapping[str, SeenValue]:
         """What a run has shown of these points, by address without the call; empty if there was none."""
         return self._seen
 
@@ -106,7 +108,7 @@ class Selection(Sequence[Point]):
     def __hash__(self) -> int:
         return hash((id(self._model), self._keys))
 
-    def _like(self, points: Iterable[Point], seen: Mapping[str, Seen] | None = None) -> Selection:
+    def _like(self, points: Iterable[Point], seen: Mapping[str, SeenValue] | None = None) -> Selection:
         return Selection(self._model, points, seen=self._seen if seen is None else seen)
 
     def _of_same_model(self, other: object) -> Selection:
@@ -151,7 +153,7 @@ class Selection(Sequence[Point]):
         return as_html(self._table())
 
 
-def select(model: nn.Module, *selectors: Selector, seen: Mapping[str, Seen] | None = None) -> Selection:
+def select(model: nn.Module, *selectors: Selector, seen: Mapping[str, SeenValue] | None = None) -> Selection:
     """Select points of a model; without selectors, every module.
 
     >>> from torch import nn

@@ -20,7 +20,7 @@ from tenterhook.pytorch.wrappers import name_of_wrapper, unwrapped, wrappers_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Seen", "TreeRow", "table", "tree_rows"]
+__all__ = ["SeenValue", "TreeRow", "table", "tree_rows"]
 
 _COLUMNS = (
     Column(),
@@ -35,7 +35,7 @@ _KINDS = {Site.IN: "first argument", Site.ARGUMENT: "argument", Site.RETURN: "ou
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenValue:
     """What a run has shown of a point."""
 
     calls: int
@@ -51,7 +51,7 @@ class TreeRow:
     kind: str
     """a class, a shape, or the name of what this is the same as"""
     parameters: int = 0
-    seen: Seen | None = None
+    seen: SeenValue | None = None
     chosen: bool = False
 
 
@@ -70,10 +70,10 @@ class _Node:
 
 
 def tree_rows(
-    model: nn.Module, points: Sequence[Point], seen: Mapping[str, Seen], *, fold: bool = True
+    model: nn.Module, points: Sequence[Point], seen: Mapping[str, SeenValue], *, fold: bool = True
 ) -> list[TreeRow]:
     """The rows of the tree, top down; with ``fold``, equal siblings in a row are drawn once."""
-    root = _Builder(model, points, seen).node(model, "", ":return", 0)
+    root = _TreeBuilder(model, points, seen).node(model, "", ":return", 0)
     rows: list[TreeRow] = []
     _collect(root, rows, fold=fold)
     return rows
@@ -109,10 +109,10 @@ def _drawn(row: TreeRow, *, marked: bool) -> Row:
     return Row(cells, row.depth, "dim" if not row.chosen else "strong" if marked else "")
 
 
-class _Builder:
+class _TreeBuilder:
     """Holds what every node of one tree needs."""
 
-    def __init__(self, model: nn.Module, points: Sequence[Point], seen: Mapping[str, Seen]) -> None:
+    def __init__(self, model: nn.Module, points: Sequence[Point], seen: Mapping[str, SeenValue]) -> None:
         self.seen = seen
         self.firsts = first_names(model)
         self.points: dict[str, list[Point]] = {}

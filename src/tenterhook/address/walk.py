@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tenterhook.address.found import Remembered
+    from tenterhook.address.found_outputs import Remembered
     from tenterhook.address.point import Point
 
 __all__ = [

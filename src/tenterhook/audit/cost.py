@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address.walk import named_tensors, walk
-from tenterhook.audit.found import CALL_KINDS, Cost, Found, Kind
+from tenterhook.audit.rows import CALL_KINDS, AuditRow, HookCost, HookKind
 from tenterhook.audit.tables import global_tables, tensor_tables
 from tenterhook.pytorch.module_calls import children_of
 
@@ -24,15 +24,16 @@ __all__ = ["measure"]
 PASSES = 5
 BACKWARD = frozenset(
     {
-        Kind.BACKWARD_PRE, Kind.FULL_BACKWARD, Kind.LEGACY_BACKWARD, Kind.OUR_BACKWARD_PRE, Kind.OUR_BACKWARD,
-        Kind.GRADIENT, Kind.GLOBAL_BACKWARD_PRE, Kind.GLOBAL_FULL_BACKWARD, Kind.GLOBAL_LEGACY_BACKWARD,
+        HookKind.BACKWARD_PRE, HookKind.FULL_BACKWARD, HookKind.LEGACY_BACKWARD, HookKind.OUR_BACKWARD_PRE,
+        HookKind.OUR_BACKWARD,
+        HookKind.GRADIENT, HookKind.GLOBAL_BACKWARD_PRE, HookKind.GLOBAL_FULL_BACKWARD, HookKind.GLOBAL_LEGACY_BACKWARD,
     }
 )  # fmt: skip
 # Hooks after accumulation are left out: they are there to change what is trained, and no gradient is accumulated here.
-TIMED = CALL_KINDS | BACKWARD | {Kind.GLOBAL_FORWARD_PRE, Kind.GLOBAL_FORWARD}
+TIMED = CALL_KINDS | BACKWARD | {HookKind.GLOBAL_FORWARD_PRE, HookKind.GLOBAL_FORWARD}
 
 
-class Clock:
+class HookClock:
     """A hook that counts and times the one that it stands for."""
 
     __slots__ = ("calls", "hook", "seconds")
@@ -52,11 +53,11 @@ class Clock:
         self.calls, self.seconds = 0, 0.0
 
     @property
-    def cost(self) -> Cost:
-        return Cost(round(self.calls / PASSES), self.seconds / self.calls * 1e6 if self.calls else 0.0)
+    def cost(self) -> HookCost:
+        return HookCost(round(self.calls / PASSES), self.seconds / self.calls * 1e6 if self.calls else 0.0)
 
 
-class Pass(nn.Module):
+class TimedPass(nn.Module):
     """One forward and backward pass, inside which the buffers of the model are exchanged for copies.
 
     Its own call is no module's call, so that global hooks do not see it.
@@ -80,9 +81,9 @@ class Pass(nn.Module):
         return True
 
 
-def measure(model: nn.Module, inputs: Any, rows: list[Found]) -> dict[Found, Cost]:
+def measure(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> dict[AuditRow, HookCost]:
     """What each hook costs in a pass with these inputs. Backward hooks are left out if there is no backward pass."""
-    clocks = {row: Clock(row.hook) for row in rows if row.kind in TIMED and row.table is not None}
+    clocks = {row: HookClock(row.hook) for row in rows if row.kind in TIMED and row.table is not None}
     backward = True
     with contextlib.ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model))
@@ -104,7 +105,7 @@ def _one_pass(model: nn.Module, inputs: Any) -> bool:
     args = () if isinstance(mine, Mapping) else mine if isinstance(mine, tuple) else (mine,)
     kwargs = dict(mine) if isinstance(mine, Mapping) else {}
     buffers = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return bool(torch.func.functional_call(Pass(model), buffers, args, kwargs))
+    return bool(torch.func.functional_call(TimedPass(model), buffers, args, kwargs))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _ticking(clocks: dict[Found, Clock]) -> Iterator[None]:
+def _ticking(clocks: dict[AuditRow, HookClock]) -> Iterator[None]:
     """Clocks in the places of the hooks; assigning to a key that is there keeps its place in line."""
     for row, clock in clocks.items():
         if row.table is not None:
@@ -141,9 +142,9 @@ def _same_random_numbers(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _eager(rows: list[Found]) -> Iterator[None]:
+def _eager(rows: list[AuditRow]) -> Iterator[None]:
     """Without the compiler where parts are compiled: clocks in their hooks would have them compiled again."""
-    if any(row.kind is Kind.COMPILED for row in rows):
+    if any(row.kind is HookKind.COMPILED for row in rows):
         with torch.compiler.set_stance("force_eager"):
             yield
     else:
@@ -151,7 +152,7 @@ def _eager(rows: list[Found]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, rows: list[Found]) -> Iterator[None]:
+def _as_it_was(model: nn.Module, rows: list[AuditRow]) -> Iterator[None]:
     """Put back what hooks and modules change as they run: attributes, tables, lists, gradients, weights."""
     containers = [(container, copy.copy(container)) for container in _containers(model)]
     gradients: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in model.parameters()]
@@ -193,7 +194,7 @@ def _refill(container: Any, was: Any) -> None:
         container.extend(was) if isinstance(container, list) else container.update(was)
 
 
-def _in_reach(rows: list[Found]) -> list[Tensor]:
+def _in_reach(rows: list[AuditRow]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for row in rows:
         if row.kind in TIMED and row.module is not None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tenterhook.address import escape
 from tenterhook.address.walk import walk
-from tenterhook.audit.found import CALL_KINDS, Found, Kind, Risk
-from tenterhook.audit.who import can_be_pickled, held
+from tenterhook.audit.owner import can_be_pickled, held
+from tenterhook.audit.rows import CALL_KINDS, AuditRow, HookKind, HookRisk
 from tenterhook.pytorch.dynamo import is_compiled_wrapper
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.sites.inplace import changes_in_place
@@ -23,86 +23,86 @@ from tenterhook.sites.module import can_be_called, compiled_call
 
 __all__ = ["NEVER_CALLED", "NOT_FIRED", "with_risks"]
 
-LEGACY = Risk(
+LEGACY = HookRisk(
     "legacy backward",
     "it sees the gradients of the module's last operation only, which are wrong for a module of several operations.",
     "Use tenterhook.hooks.register_backward_hook, or register_full_backward_hook.",
 )
-IN_PLACE = Risk(
+IN_PLACE = HookRisk(
     "in-place neighbour",
     "PyTorch's backward hooks hand on views that no in-place operation may touch, so the call may raise.",
     "Use tenterhook.hooks.register_backward_hook, or make the operation out of place.",
 )
-GRAPH = Risk(
+GRAPH = HookRisk(
     "holds a graph",
     "a tensor with a history that the hook can reach keeps its whole graph, with every saved activation, alive.",
     "Keep tensor.detach(), or record with tenterhook.record.",
 )
-OWN_TENSOR = Risk(
+OWN_TENSOR = HookRisk(
     "never freed",
     "the hook reaches the tensor that it is on, through autograd, where the garbage collector cannot follow.",
     "Use the argument that the hook is given, or a weakref.",
 )
-PARALLEL = Risk(
+PARALLEL = HookRisk(
     "data parallel",
     "replicas run the hook in several threads at once, with the replica as its module; what it sets there is lost.",
     "Use DistributedDataParallel, or make the hook safe for threads.",
 )
-COMPILED = Risk(
+COMPILED = HookRisk(
     "compiled",
     "a hook that comes after the first compiled call may be ignored without a word.",
     "Register hooks before the first call, or call torch.compiler.reset() after.",
 )
-FAST_PATH = Risk(
+FAST_PATH = HookRisk(
     "leaves the fast path",
     "a forward hook at or below an nn.TransformerEncoderLayer makes it take its slower path in eval mode.",
     "Remove it when you no longer need it; expect the last bits of the output to change as well.",
 )
-NO_PICKLE = Risk(
+NO_PICKLE = HookRisk(
     "does not pickle",
     "a lambda or local function has no name to be pickled by, so torch.save(model) and spawned workers fail.",
     "Define the function at the top of a file, or save the state_dict.",
 )
-NEVER_CALLED = Risk(
+NEVER_CALLED = HookRisk(
     "never called",
     "the module is not called itself, so its hooks do not run.",
     "Hook the module around it, or its children.",
 )
-TWICE = Risk(
+TWICE = HookRisk(
     "registered twice",
     "the same function is on this module more than once, and runs each time.",
     "Remove one, and keep the handle of the other.",
 )
-ELSEWHERE = Risk(
+ELSEWHERE = HookRisk(
     "bound elsewhere",
     "this forward runs another module's, with that one's weights, as it happens after a deepcopy.",
     "Delete the instance's forward, and patch the copy by itself.",
 )
-EVERYWHERE = Risk(
+EVERYWHERE = HookRisk(
     "global",
     "it runs at each call of every module of every model in the process, and all of them lose PyTorch's short way.",
     "Register it on the modules that you mean.",
 )
-ANOMALY = Risk(
+ANOMALY = HookRisk(
     "anomaly mode",
     "every operation records a stack trace, and the backward pass is checked for NaN.",
     "Switch it off outside debugging: torch.autograd.set_detect_anomaly(False).",
 )
-NO_EFFECT = Risk(
+NO_EFFECT = HookRisk(
     "no effect",
     "Python looks __call__ up on the class, so that an instance's own is never called.",
     "Set forward, or register a hook.",
 )
-NOT_FIRED = Risk(
+NOT_FIRED = HookRisk(
     "did not fire",
     "the model ran with the given inputs, and the hook was not called.",
     "Look whether the module is part of that run, and whether its output is a tensor or a tuple of them.",
 )
 
-NATIVE_BACKWARD = (Kind.FULL_BACKWARD, Kind.BACKWARD_PRE)
+NATIVE_BACKWARD = (HookKind.FULL_BACKWARD, HookKind.BACKWARD_PRE)
 GLOBAL_CALLS = (
-    Kind.GLOBAL_FORWARD_PRE, Kind.GLOBAL_FORWARD, Kind.GLOBAL_BACKWARD_PRE, Kind.GLOBAL_FULL_BACKWARD,
-    Kind.GLOBAL_LEGACY_BACKWARD,
+    HookKind.GLOBAL_FORWARD_PRE, HookKind.GLOBAL_FORWARD, HookKind.GLOBAL_BACKWARD_PRE, HookKind.GLOBAL_FULL_BACKWARD,
+    HookKind.GLOBAL_LEGACY_BACKWARD,
 )  # fmt: skip
 
 
@@ -127,13 +127,13 @@ class Surroundings:
         return cls(above, after)
 
 
-def with_risks(model: nn.Module, rows: list[Found]) -> list[Found]:
+def with_risks(model: nn.Module, rows: list[AuditRow]) -> list[AuditRow]:
     """The same rows, each with its risks."""
     around = Surroundings.of(model)
     return [replace(row, risks=tuple(_risks(row, around))) for row in rows]
 
 
-def _risks(row: Found, around: Surroundings) -> Iterator[Risk]:
+def _risks(row: AuditRow, around: Surroundings) -> Iterator[HookRisk]:
     if row.session:  # Sessions of ours have met these risks already, and go by themselves.
         return
     yield from _by_kind(row)
@@ -143,25 +143,25 @@ def _risks(row: Found, around: Surroundings) -> Iterator[Risk]:
         yield from _by_place(row, row.module, around)
         if row.table is not None and sum(_same(row.hook, other) for other in row.table.hooks.values()) > 1:
             yield TWICE
-    if row.kind is Kind.OWN_FORWARD and row.module is not None:
+    if row.kind is HookKind.OWN_FORWARD and row.module is not None:
         yield from _elsewhere(row.module, row.hook)
 
 
-def _by_kind(row: Found) -> Iterator[Risk]:
-    if row.kind in (Kind.LEGACY_BACKWARD, Kind.GLOBAL_LEGACY_BACKWARD):
+def _by_kind(row: AuditRow) -> Iterator[HookRisk]:
+    if row.kind in (HookKind.LEGACY_BACKWARD, HookKind.GLOBAL_LEGACY_BACKWARD):
         yield LEGACY
     if row.kind in GLOBAL_CALLS:
         yield EVERYWHERE
-    if row.kind is Kind.ANOMALY:
+    if row.kind is HookKind.ANOMALY:
         yield ANOMALY
-    if row.kind is Kind.OWN_CALL and row.key == "__call__":
+    if row.kind is HookKind.OWN_CALL and row.key == "__call__":
         yield NO_EFFECT
 
 
 # --- the function -----------------------------------------------------------------------------------------------------
 
 
-def _by_function(row: Found) -> Iterator[Risk]:
+def _by_function(row: AuditRow) -> Iterator[HookRisk]:
     for label, value in held(row.hook):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             yield replace(GRAPH, detail=label)
@@ -172,9 +172,9 @@ def _by_function(row: Found) -> Iterator[Risk]:
         yield NO_PICKLE
 
 
-def _holds_for_ever(row: Found, tensor: Tensor) -> bool:
+def _holds_for_ever(row: AuditRow, tensor: Tensor) -> bool:
     # The collector does see through the gradient hooks of a leaf, and through nothing else on a tensor.
-    if row.kind is Kind.GRADIENT and tensor.grad_fn is None:
+    if row.kind is HookKind.GRADIENT and tensor.grad_fn is None:
         return False
     return any(value is tensor or _has(value, tensor) for _, value in held(row.hook))
 
@@ -191,7 +191,7 @@ def _same(one: Any, other: Any) -> bool:
 # --- the place --------------------------------------------------------------------------------------------------------
 
 
-def _by_place(row: Found, module: nn.Module, around: Surroundings) -> Iterator[Risk]:
+def _by_place(row: AuditRow, module: nn.Module, around: Surroundings) -> Iterator[HookRisk]:
     above = around.above.get(id(module), [])
     if row.kind in NATIVE_BACKWARD and (detail := _in_place(module, around)):
         yield replace(IN_PLACE, detail=detail)
@@ -199,7 +199,7 @@ def _by_place(row: Found, module: nn.Module, around: Surroundings) -> Iterator[R
         yield PARALLEL
     if any(_compiles_calls(each) for each in above) or compiled_call(module) is not None:
         yield COMPILED
-    native_forward = row.kind in (Kind.FORWARD, Kind.FORWARD_PRE)
+    native_forward = row.kind in (HookKind.FORWARD, HookKind.FORWARD_PRE)
     if native_forward and any(isinstance(each, nn.TransformerEncoderLayer) for each in (module, *above)):
         yield FAST_PATH
     if detail := _why_never_called(module, above):
@@ -245,7 +245,7 @@ def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:
 # --- an instance's own forward ----------------------------------------------------------------------------------------
 
 
-def _elsewhere(module: nn.Module, forward: Any) -> Iterator[Risk]:
+def _elsewhere(module: nn.Module, forward: Any) -> Iterator[HookRisk]:
     for other in _bound_to(forward):
         # A wrapper may well go through a module of another class; a module's twin is what a copy leaves behind.
         if other is not module and type(other) is type(module):

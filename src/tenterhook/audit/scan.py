@@ -14,11 +14,11 @@ from torch.nn.utils import parametrize
 
 from tenterhook.address import escape
 from tenterhook.address.walk import Named, all_names, named_tensors, walk
-from tenterhook.audit.found import Found, Kind, Table
+from tenterhook.audit.owner import HookOwner, held, innermost, who
+from tenterhook.audit.rows import AuditRow, HookKind, HookTable
 from tenterhook.audit.tables import global_tables, is_ours, module_tables, tensor_tables
-from tenterhook.audit.who import Who, held, innermost, who
 from tenterhook.engine.action import Context
-from tenterhook.engine.install import Tap
+from tenterhook.engine.install import ForwardPatch
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
@@ -40,14 +40,14 @@ REPARAMETRIZED = {
     ),
 }
 # What sessions of ours put on tensors comes from these; what users register through tenterhook.hooks does not.
-SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.sinks")
-OURS = Who("tenterhook")
+SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.watch")
+OURS = HookOwner("tenterhook")
 COPIED = "of a session on the module that this is a copy of; it does nothing here"
 END_BLOCK = "leave the `with` block that switched it on"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HookPlace:
     """Where a row stands."""
 
     address: str = ""
@@ -55,13 +55,13 @@ class Place:
     module: nn.Module | None = None
     tensor: Tensor | None = None
 
-    def row(self, kind: Kind, hook: Any, order: int = 0, **more: Any) -> Found:
+    def row(self, kind: HookKind, hook: Any, order: int = 0, **more: Any) -> AuditRow:
         """A row at this place."""
         more |= {"aliases": self.aliases, "module": self.module, "tensor": self.tensor}
-        return Found(self.address, kind, order, more.pop("who", None) or who(hook), hook, **more)
+        return AuditRow(self.address, kind, order, more.pop("who", None) or who(hook), hook, **more)
 
 
-def scan(model: nn.Module) -> list[Found]:
+def scan(model: nn.Module) -> list[AuditRow]:
     """Every row, without costs and risks: the process first, then the model in its own order."""
     walked = walk(model, as_built=True)
     further = _further_names(walked)
@@ -69,14 +69,14 @@ def scan(model: nn.Module) -> list[Found]:
     done: set[int] = set()
     for path, module in walked[0]:
         address = escape(path) or ":return"
-        place = Place(address, further.get(id(module), ()), module)
+        place = HookPlace(address, further.get(id(module), ()), module)
         rows += [*_hooks(place, module_tables(module)), *_own(place, module), *_parametrizations(place, module)]
         for entry in named_tensors([(path, module)]):
             if id(entry.tensor) not in done:
                 done.add(id(entry.tensor))
                 named = escape(entry.full)
                 others = tuple(name for name in further.get(id(entry.tensor), ()) if name != named)
-                rows += _hooks(Place(named, others, module, entry.tensor), tensor_tables(entry.tensor))
+                rows += _hooks(HookPlace(named, others, module, entry.tensor), tensor_tables(entry.tensor))
     return rows
 
 
@@ -94,7 +94,7 @@ def _further_names(walked: tuple[list[Named], list[Named]]) -> dict[int, tuple[s
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def _hooks(place: Place, tables: Iterator[Table]) -> Iterator[Found]:
+def _hooks(place: HookPlace, tables: Iterator[HookTable]) -> Iterator[AuditRow]:
     everywhere = _global_counts() if place.module is not None and place.tensor is None else {}
     for table in tables:
         # What tenterhook itself keeps there is shown by the hooks that it serves.
@@ -137,86 +137,91 @@ def _session_of(hook: Any) -> str:
 # --- what else a module can carry -------------------------------------------------------------------------------------
 
 
-def _own(place: Place, module: nn.Module) -> Iterator[Found]:
+def _own(place: HookPlace, module: nn.Module) -> Iterator[AuditRow]:
     state = vars(module)
     if is_compiled_wrapper(module):
-        yield place.row(Kind.COMPILED, module, who=Who("torch.compile"), instead="use the module's _orig_mod")
+        yield place.row(HookKind.COMPILED, module, who=HookOwner("torch.compile"), instead="use the module's _orig_mod")
     elif "forward" in state and not isinstance(module, torch.jit.ScriptModule):
         yield _own_forward(place, state["forward"])
     call = compiled_call(module)
     if call is not None:
         instead = "set the module's _compiled_call_impl to None"
-        yield place.row(Kind.COMPILED, call, who=Who("Module.compile"), instead=instead)
+        yield place.row(HookKind.COMPILED, call, who=HookOwner("Module.compile"), instead=instead)
     for name in REPLACEABLE_CALLS:
         if name in state:
             instead = f"del module.__dict__[{name!r}]"
-            yield place.row(Kind.OWN_CALL, state[name], key=name, note=name, instead=instead)
+            yield place.row(HookKind.OWN_CALL, state[name], key=name, note=name, instead=instead)
 
 
-def _own_forward(place: Place, forward: Any) -> Found:
+def _own_forward(place: HookPlace, forward: Any) -> AuditRow:
     function = getattr(forward, "__func__", None)
-    tap, shared = getattr(function, "tap", None), getattr(function, "shared", None)
+    patch, shared = getattr(function, "patch", None), getattr(function, "shared", None)
     if isinstance(shared, SharedForwards):
         here, sessions = place.module in shared.modules, repr(shared)
-    elif isinstance(tap, Tap):
-        here = tap.module is place.module
-        sessions = ", ".join(dict.fromkeys(repr(lane.session) for lane in tap.lanes)) or "<open tenterhook session>"
+    elif isinstance(patch, ForwardPatch):
+        here = patch.module is place.module
+        sessions = (
+            ", ".join(dict.fromkeys(repr(actions.session) for actions in patch.action_sets))
+            or "<open tenterhook session>"
+        )
     else:
         return _foreign_forward(place, forward)
     if not here:
-        return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=COPIED, instead="del module.forward")
-    return place.row(Kind.OWN_FORWARD, forward, who=OURS, note=sessions, session=sessions, instead="close the session")
+        return place.row(HookKind.OWN_FORWARD, forward, who=OURS, note=COPIED, instead="del module.forward")
+    return place.row(
+        HookKind.OWN_FORWARD, forward, who=OURS, note=sessions, session=sessions, instead="close the session"
+    )
 
 
-def _foreign_forward(place: Place, forward: Any) -> Found:
+def _foreign_forward(place: HookPlace, forward: Any) -> AuditRow:
     state = vars(place.module) if place.module is not None else {}
     if "_hf_hook" in state:
         hook = type(state["_hf_hook"]).__name__
         instead = "accelerate.hooks.remove_hook_from_module(module)"
-        return place.row(Kind.OWN_FORWARD, forward, note=f"runs the accelerate hook {hook}", instead=instead)
+        return place.row(HookKind.OWN_FORWARD, forward, note=f"runs the accelerate hook {hook}", instead=instead)
     how = "a partial" if isinstance(forward, functools.partial) else "a method" if _is_method(forward) else "a function"
     note = f"{how} over _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
-    return place.row(Kind.OWN_FORWARD, forward, note=note, instead="del module.forward")
+    return place.row(HookKind.OWN_FORWARD, forward, note=note, instead="del module.forward")
 
 
 def _is_method(forward: Any) -> bool:
     return isinstance(forward, MethodType)
 
 
-def _parametrizations(place: Place, module: nn.Module) -> Iterator[Found]:
+def _parametrizations(place: HookPlace, module: nn.Module) -> Iterator[AuditRow]:
     if not parametrize.is_parametrized(module):
         return
     prefix = "" if place.address == ":return" else f"{place.address}."
     for name, steps in module.parametrizations.items():  # type: ignore[operator, union-attr]
         instead = f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r})"
-        at = Place(f"{prefix}parametrizations.{escape(name)}", (), steps)
+        at = HookPlace(f"{prefix}parametrizations.{escape(name)}", (), steps)
         for order, step in enumerate(steps, 1):
-            kind = Kind.PARAMETRIZATION
+            kind = HookKind.PARAMETRIZATION
             yield at.row(kind, step, order, who=_class(step), note=f"computes {name!r}", instead=instead)
 
 
-def _class(thing: Any) -> Who:
+def _class(thing: Any) -> HookOwner:
     """An object by its class, with the place of its forward where it has one."""
     kind = type(thing)
     found = who(getattr(kind, "forward", kind))
-    return Who(kind.__qualname__, kind.__module__, found.file, found.line)
+    return HookOwner(kind.__qualname__, kind.__module__, found.file, found.line)
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def _process() -> Iterator[Found]:
-    everywhere = Place()
+def _process() -> Iterator[AuditRow]:
+    everywhere = HookPlace()
     yield from _hooks(everywhere, global_tables())
     if nn.Module.__call__.__module__ != nn.Module.__module__:
         instead = "put nn.Module.__call__ back"
-        yield everywhere.row(Kind.PATCHED_CALL, nn.Module.__call__, note="nn.Module.__call__", instead=instead)
+        yield everywhere.row(HookKind.PATCHED_CALL, nn.Module.__call__, note="nn.Module.__call__", instead=instead)
     saved: Any = saved_tensor_hooks()
     if saved is not None:
-        yield everywhere.row(Kind.SAVED_TENSORS, saved[0], note="the innermost pair", instead=END_BLOCK)
+        yield everywhere.row(HookKind.SAVED_TENSORS, saved[0], note="the innermost pair", instead=END_BLOCK)
     stacks = (
-        (Kind.FUNCTION_MODE, function_modes()),
-        (Kind.DISPATCH_MODE, dispatch_modes()),
+        (HookKind.FUNCTION_MODE, function_modes()),
+        (HookKind.DISPATCH_MODE, dispatch_modes()),
     )
     for kind, stack in stacks:
         # The innermost mode, which stands last, is the first to see a call.
@@ -224,4 +229,6 @@ def _process() -> Iterator[Found]:
             yield everywhere.row(kind, mode, order, who=_class(mode), instead=END_BLOCK)
     if torch.is_anomaly_enabled():
         instead = "torch.autograd.set_detect_anomaly(False)"
-        yield everywhere.row(Kind.ANOMALY, None, who=Who("torch.autograd.set_detect_anomaly"), instead=instead)
+        yield everywhere.row(
+            HookKind.ANOMALY, None, who=HookOwner("torch.autograd.set_detect_anomaly"), instead=instead
+        )

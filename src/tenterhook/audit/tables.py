@@ -7,69 +7,72 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tenterhook.audit.found import Kind, Table
+from tenterhook.audit.rows import HookKind, HookTable
 from tenterhook.pytorch import hook_tables as names
-from tenterhook.sites.backward import KEY, BackwardHooks
+from tenterhook.sites.backward_hooks import KEY, BackwardHooks
 
 __all__ = ["global_tables", "is_ours", "module_tables", "tensor_tables"]
 
 Sides = dict[str, str]
 
-MODULE: tuple[tuple[Kind, str, Sides], ...] = (
-    (Kind.FORWARD_PRE, names.FORWARD_PRE, {"with_kwargs": names.FORWARD_PRE_WITH_KWARGS}),
+MODULE: tuple[tuple[HookKind, str, Sides], ...] = (
+    (HookKind.FORWARD_PRE, names.FORWARD_PRE, {"with_kwargs": names.FORWARD_PRE_WITH_KWARGS}),
     (
-        Kind.FORWARD,
+        HookKind.FORWARD,
         names.FORWARD,
         {"with_kwargs": names.FORWARD_WITH_KWARGS, "always_call": names.FORWARD_ALWAYS_CALLED},
     ),
-    (Kind.BACKWARD_PRE, names.BACKWARD_PRE, {}),
-    (Kind.FULL_BACKWARD, names.BACKWARD, {}),
-    (Kind.STATE_DICT_PRE, names.STATE_DICT_PRE, {}),
-    (Kind.STATE_DICT, names.STATE_DICT, {}),
-    (Kind.LOAD_STATE_DICT_PRE, names.LOAD_STATE_DICT_PRE, {}),
-    (Kind.LOAD_STATE_DICT_POST, names.LOAD_STATE_DICT_POST, {}),
+    (HookKind.BACKWARD_PRE, names.BACKWARD_PRE, {}),
+    (HookKind.FULL_BACKWARD, names.BACKWARD, {}),
+    (HookKind.STATE_DICT_PRE, names.STATE_DICT_PRE, {}),
+    (HookKind.STATE_DICT, names.STATE_DICT, {}),
+    (HookKind.LOAD_STATE_DICT_PRE, names.LOAD_STATE_DICT_PRE, {}),
+    (HookKind.LOAD_STATE_DICT_POST, names.LOAD_STATE_DICT_POST, {}),
 )
-GLOBAL: tuple[tuple[Kind, str, Sides], ...] = (
-    (Kind.GLOBAL_FORWARD_PRE, names.GLOBAL_FORWARD_PRE, {}),
+GLOBAL: tuple[tuple[HookKind, str, Sides], ...] = (
+    (HookKind.GLOBAL_FORWARD_PRE, names.GLOBAL_FORWARD_PRE, {}),
     (
-        Kind.GLOBAL_FORWARD,
+        HookKind.GLOBAL_FORWARD,
         names.GLOBAL_FORWARD,
         {"with_kwargs": names.GLOBAL_FORWARD_WITH_KWARGS, "always_call": names.GLOBAL_FORWARD_ALWAYS_CALLED},
     ),
-    (Kind.GLOBAL_BACKWARD_PRE, names.GLOBAL_BACKWARD_PRE, {}),
-    (Kind.GLOBAL_FULL_BACKWARD, names.GLOBAL_BACKWARD, {}),
-    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_MODULE_REGISTRATION, {}),
-    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_PARAMETER_REGISTRATION, {}),
-    (Kind.GLOBAL_REGISTRATION, names.GLOBAL_BUFFER_REGISTRATION, {}),
+    (HookKind.GLOBAL_BACKWARD_PRE, names.GLOBAL_BACKWARD_PRE, {}),
+    (HookKind.GLOBAL_FULL_BACKWARD, names.GLOBAL_BACKWARD, {}),
+    (HookKind.GLOBAL_REGISTRATION, names.GLOBAL_MODULE_REGISTRATION, {}),
+    (HookKind.GLOBAL_REGISTRATION, names.GLOBAL_PARAMETER_REGISTRATION, {}),
+    (HookKind.GLOBAL_REGISTRATION, names.GLOBAL_BUFFER_REGISTRATION, {}),
 )
-TENSOR = ((Kind.GRADIENT, names.TENSOR_BACKWARD), (Kind.POST_ACCUMULATE, names.TENSOR_ACCUMULATED))
+TENSOR = ((HookKind.GRADIENT, names.TENSOR_BACKWARD), (HookKind.POST_ACCUMULATE, names.TENSOR_ACCUMULATED))
 
 # A module, and the process, has backward hooks of one sort only, and a flag that says which.
-LEGACY = {Kind.FULL_BACKWARD: Kind.LEGACY_BACKWARD, Kind.GLOBAL_FULL_BACKWARD: Kind.GLOBAL_LEGACY_BACKWARD}
+LEGACY = {
+    HookKind.FULL_BACKWARD: HookKind.LEGACY_BACKWARD,
+    HookKind.GLOBAL_FULL_BACKWARD: HookKind.GLOBAL_LEGACY_BACKWARD,
+}
 SORT = {names.BACKWARD: names.BACKWARD_IS_FULL, names.GLOBAL_BACKWARD: names.GLOBAL_BACKWARD_IS_FULL}
 
 
-def module_tables(module: nn.Module) -> Iterator[Table]:
+def module_tables(module: nn.Module) -> Iterator[HookTable]:
     """The tables of a module that hold anything, in the order in which a run comes to them."""
     yield from _tables(vars(module), MODULE)
     way_in: Any = vars(module).get(names.FORWARD_PRE, {}).get(KEY)
     manager = getattr(way_in, "__self__", None)
     if isinstance(manager, BackwardHooks):
-        for kind, which in ((Kind.OUR_BACKWARD_PRE, "before"), (Kind.OUR_BACKWARD, "after")):
-            yield Table(kind, getattr(manager, which), {}, _discarding(manager, module, which))
+        for kind, which in ((HookKind.OUR_BACKWARD_PRE, "before"), (HookKind.OUR_BACKWARD, "after")):
+            yield HookTable(kind, getattr(manager, which), {}, _discarding(manager, module, which))
 
 
-def global_tables() -> Iterator[Table]:
+def global_tables() -> Iterator[HookTable]:
     """The tables of the process."""
     yield from _tables(names.process_tables(), GLOBAL)
 
 
-def tensor_tables(tensor: Tensor) -> Iterator[Table]:
+def tensor_tables(tensor: Tensor) -> Iterator[HookTable]:
     """The tables of a parameter or buffer."""
     for kind, name in TENSOR:
         hooks = getattr(tensor, name, None)
         if hooks:
-            yield Table(kind, hooks, {}, lambda key, hooks=hooks: hooks.pop(key, None))  # type: ignore[misc]
+            yield HookTable(kind, hooks, {}, lambda key, hooks=hooks: hooks.pop(key, None))  # type: ignore[misc]
 
 
 def is_ours(key: Any) -> bool:
@@ -77,13 +80,13 @@ def is_ours(key: Any) -> bool:
     return isinstance(key, str) and key.startswith("tenterhook-")
 
 
-def _tables(state: dict[str, Any], known: tuple[tuple[Kind, str, Sides], ...]) -> Iterator[Table]:
+def _tables(state: dict[str, Any], known: tuple[tuple[HookKind, str, Sides], ...]) -> Iterator[HookTable]:
     for kind, name, sides in known:
         hooks = state.get(name)
         if hooks:
             legacy = name in SORT and state.get(SORT[name]) is False
             beside = {flag: state[side] for flag, side in sides.items() if side in state}
-            yield Table(LEGACY[kind] if legacy else kind, hooks, beside, _removing(state, name, hooks, beside))
+            yield HookTable(LEGACY[kind] if legacy else kind, hooks, beside, _removing(state, name, hooks, beside))
 
 
 def _removing(

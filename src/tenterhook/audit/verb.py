@@ -17,11 +17,11 @@ from tenterhook.pytorch.support import require
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from tenterhook.audit.found import Found, Kind, Risk
+    from tenterhook.audit.rows import AuditRow, HookKind, HookRisk
 
 __all__ = ["Audit", "audit"]
 
-Chosen: TypeAlias = "Selector | Found | Callable[[Found], object]"
+Chosen: TypeAlias = "Selector | AuditRow | Callable[[AuditRow], object]"
 
 NOTHING_NAMED = (
     "remove() without a selector removes nothing. Name what is to go: remove('h.3'), remove('**') for the hooks of all "
@@ -29,7 +29,7 @@ NOTHING_NAMED = (
 )
 
 
-class Audit(Sequence["Found"]):
+class Audit(Sequence["AuditRow"]):
     """What was found on a model and in the process at one moment; printing it draws a table.
 
     ``select`` gives a part of it, ``remove`` takes hooks away, ``risks`` lists what can go wrong.
@@ -37,7 +37,7 @@ class Audit(Sequence["Found"]):
 
     __slots__ = ("_model", "_rows")
 
-    def __init__(self, model: nn.Module, rows: Iterable[Found]) -> None:
+    def __init__(self, model: nn.Module, rows: Iterable[AuditRow]) -> None:
         self._model, self._rows = model, tuple(rows)
 
     @property
@@ -46,21 +46,21 @@ class Audit(Sequence["Found"]):
         return self._model
 
     @property
-    def risks(self) -> tuple[tuple[Found, Risk], ...]:
+    def risks(self) -> tuple[tuple[AuditRow, HookRisk], ...]:
         """Each risk with the row that has it."""
         return tuple((row, risk) for row in self._rows for risk in row.risks)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[AuditRow]:
         return iter(self._rows)
 
     @overload
-    def __getitem__(self, index: int) -> Found: ...
+    def __getitem__(self, index: int) -> AuditRow: ...
     @overload
     def __getitem__(self, index: slice) -> Audit: ...
-    def __getitem__(self, index: int | slice) -> Found | Audit:
+    def __getitem__(self, index: int | slice) -> AuditRow | Audit:
         return Audit(self._model, self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
     def select(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> Audit:
@@ -79,10 +79,10 @@ class Audit(Sequence["Found"]):
             rows = [row for row in rows if id(row) in wanted]
         return Audit(self._model, rows)
 
-    def _chosen(self, selector: Chosen) -> list[Found]:
-        from tenterhook.audit.found import Found
+    def _chosen(self, selector: Chosen) -> list[AuditRow]:
+        from tenterhook.audit.rows import AuditRow
 
-        if isinstance(selector, Found):
+        if isinstance(selector, AuditRow):
             return [row for row in self._rows if row is selector]
         if callable(selector) and not isinstance(selector, nn.Module | type):
             ask: Callable[[Any], object] = selector  # type: ignore[assignment]
@@ -92,7 +92,7 @@ class Audit(Sequence["Found"]):
         }
         return [row for row in self._rows if id(_subject(row)) in subjects and row.address]
 
-    def remove(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> tuple[Found, ...]:
+    def remove(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> tuple[AuditRow, ...]:
         """Take the hooks that ``select`` would give away, as their handles would, and give back what was removed.
 
         Nothing is removed if one of them belongs to an open session, or if there is no plain hook among them: an
@@ -116,7 +116,7 @@ class Audit(Sequence["Found"]):
         return tuple(gone)
 
     def _table(self) -> Table:
-        from tenterhook.audit.picture import table
+        from tenterhook.audit.audit_table import table
 
         return table(self._model, self._rows)
 
@@ -164,7 +164,7 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
         return Audit(model, [_with_silence(row) for row in with_risks(model, rows)])
 
 
-def _with_costs(model: nn.Module, inputs: Any, rows: list[Found]) -> list[Found]:
+def _with_costs(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> list[AuditRow]:
     session = next((row.session for row in rows if row.session), None)
     if session is not None:
         text = f"{session} would take the passes that measure costs for the user's own"
@@ -175,7 +175,7 @@ def _with_costs(model: nn.Module, inputs: Any, rows: list[Found]) -> list[Found]
     return [replace(row, cost=costs.get(row)) for row in rows]
 
 
-def _with_silence(row: Found) -> Found:
+def _with_silence(row: AuditRow) -> AuditRow:
     """The row, with the risk that its hook did not run where it should have and no other risk explains it."""
     from tenterhook.audit.risks import NEVER_CALLED, NOT_FIRED
 
@@ -184,21 +184,21 @@ def _with_silence(row: Found) -> Found:
     return replace(row, risks=(*row.risks, NOT_FIRED)) if silent else row
 
 
-def _subject(row: Found) -> object:
+def _subject(row: AuditRow) -> object:
     return row.module if row.tensor is None else row.tensor
 
 
-def _named(row: Found) -> str:
+def _named(row: AuditRow) -> str:
     return f"the {row.kind} of {row.address!r}" if row.address else f"the {row.kind}"
 
 
-def _kinds(kind: str | Iterable[str] | None) -> set[Kind] | None:
+def _kinds(kind: str | Iterable[str] | None) -> set[HookKind] | None:
     if kind is None:
         return None
     names = [kind] if isinstance(kind, str) else list(kind)
-    from tenterhook.audit.found import Kind
+    from tenterhook.audit.rows import HookKind
 
-    known = {each.value: each for each in Kind}
+    known = {each.value: each for each in HookKind}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SelectorError(f"there is no kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")

@@ -12,13 +12,13 @@ from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
 from tenterhook.cli.doctor import doctor
+from tenterhook.cli.errors import run_command
 from tenterhook.cli.harvesting import harvest, verify
-from tenterhook.cli.options import FORMS, Asked, model_options, print_json, print_table
+from tenterhook.cli.options import FORMS, AskedPoints, model_options, print_json, print_table
 from tenterhook.cli.recording import record
-from tenterhook.cli.runs import calling
+from tenterhook.cli.run import calling
 from tenterhook.cli.signature import check_call
 from tenterhook.cli.tapes import diff, page, show
-from tenterhook.cli.trouble import run_command
 from tenterhook.record.points import points as points_of
 
 __all__ = ["tenterhook"]
@@ -54,7 +54,7 @@ class Tenterhook(click.Group):
     """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
-        """Run, and end the process with one of the codes that :mod:`tenterhook.cli.trouble` lists."""
+        """Run, and end the process with one of the codes that :mod:`tenterhook.cli.errors` lists."""
         given = list(options["args"] if options.get("args") is not None else (args[0] if args else sys.argv[1:]))
         debug = "--debug" in given[: given.index("--") if "--" in given else None]
         run_command(functools.partial(super().main, *args, **{**options, "standalone_mode": False}), debug=debug)
@@ -90,7 +90,7 @@ Examples:
 @click.argument("selectors", nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Write out equal siblings, which are otherwise drawn once.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
-def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool) -> None:
+def points(asked: AskedPoints, selectors: tuple[str, ...], *, every: bool, json_: bool) -> None:
     """The tree of MODEL, or the points that SELECTORS stand for.
 
     With --input it is called once, and the tree shows shapes and numbers of calls. Points inside a forward (SELECTOR
@@ -104,7 +104,7 @@ def points(asked: Asked, selectors: tuple[str, ...], *, every: bool, json_: bool
         print_table(found._table(fold=not every))  # drawn here, so that a pipe gets plain text
 
 
-def _inputs(asked: Asked) -> Any:
+def _inputs(asked: AskedPoints) -> Any:
     if not asked.inputs:
         return None
     check_call(asked.model, asked.inputs)
@@ -140,7 +140,7 @@ Examples:
 )
 @model_options
 @click.option("--json", "json_", is_flag=True, help="For programs.")
-def audit(asked: Asked, *, json_: bool) -> None:
+def audit(asked: AskedPoints, *, json_: bool) -> None:
     """Every hook on MODEL and in the process: who put it there, in which order they run, what can go wrong.
 
     With --input it is run a few times, and the cost of each hook is measured.

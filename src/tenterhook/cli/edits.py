@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from tenterhook.address import Selector
+from tenterhook.cli.errors import CommandError, speaking
 from tenterhook.cli.inputs import READERS
-from tenterhook.cli.trouble import Trouble, speaking
 from tenterhook.edit import ready
 from tenterhook.edit.saved import load_edits
 
@@ -34,7 +34,7 @@ def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
     for text in texts:
         found = TEXT.fullmatch(text)
         if found is None:
-            raise Trouble(f"{text!r} is no edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
+            raise CommandError(f"{text!r} is no edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
         changes.setdefault(found["selector"], []).append(_edit(found["edit"]))
     return changes
 
@@ -55,10 +55,10 @@ def _edit(text: str) -> Any:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         why = error.msg if isinstance(error, SyntaxError) else error
-        raise Trouble(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
+        raise CommandError(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
     call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
-        raise Trouble(f"{text!r} is no edit.\n{FORM}")
+        raise CommandError(f"{text!r} is no edit.\n{FORM}")
     args = [_value(argument, text) for argument in call.args]
     kwargs = {str(word.arg): _value(word.value, text) for word in call.keywords}
     with speaking(f"{text} cannot be made", debug=False):
@@ -71,7 +71,7 @@ def _value(node: ast.expr, text: str) -> Any:
     try:
         value = ast.literal_eval(node)
     except UNREADABLE:
-        raise Trouble(
+        raise CommandError(
             f"{ast.unparse(node)!r} in {text!r}: an edit takes numbers, at[...] and names of files."
         ) from None
     if isinstance(value, str) and Path(value).suffix in READERS:
@@ -89,4 +89,6 @@ def _index(node: ast.expr) -> Any:
             return slice(*(None if part is None else ast.literal_eval(part) for part in ends))
         return ast.literal_eval(node)
     except UNREADABLE:
-        raise Trouble(f"at[{ast.unparse(node)}]: an index is made of numbers, slices and lists of numbers.") from None
+        raise CommandError(
+            f"at[{ast.unparse(node)}]: an index is made of numbers, slices and lists of numbers."
+        ) from None

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from torch import Tensor
 
+from tenterhook.cli.errors import DIFFERENT, CommandError, missing_package, speaking
 from tenterhook.cli.models import FORMS, python_object, tokenizer_of
-from tenterhook.cli.options import DTYPES, Asked, model_alone, print_json, print_table, size_of
-from tenterhook.cli.runs import LOSSES, Loss, calling, loss_of
-from tenterhook.cli.trouble import DIFFERENT, Trouble, missing_package, speaking
+from tenterhook.cli.options import DTYPES, AskedPoints, model_alone, print_json, print_table, size_of
+from tenterhook.cli.run import LOSSES, Loss, calling, loss_of
 from tenterhook.harvest.verb import harvest as harvest_of
 
 if TYPE_CHECKING:
-    from tenterhook.harvest.meter import Harvest
-    from tenterhook.harvest.verifying import Report
+    from tenterhook.harvest.progress import Harvest
+    from tenterhook.harvest.verify import Report
 
 __all__ = ["harvest", "verify"]
 
@@ -67,7 +67,7 @@ Examples:
 @click.option("--wait", is_flag=True, help="Wait for another job that harvests into the same place.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
 def harvest(  # noqa: PLR0913  # each is an option
-    asked: Asked,
+    asked: AskedPoints,
     selectors: tuple[str, ...],
     data: str,
     to: str,
@@ -89,7 +89,7 @@ def harvest(  # noqa: PLR0913  # each is an option
     tokenizer = _tokenizer(asked, data)
     nbytes = size_of(memory)
     if nbytes < LEAST:
-        raise Trouble(f"--memory is a number of bytes, {LEAST} at least; got {memory}")
+        raise CommandError(f"--memory is a number of bytes, {LEAST} at least; got {memory}")
     with calling(asked.model), speaking():  # Files and places first; what remains is the model's.
         done = harvest_of(
             asked.again if options["engine"] == "ray" else asked.model,
@@ -111,7 +111,7 @@ def harvest(  # noqa: PLR0913  # each is an option
 
 def _check(to: str, shard_size: str | None, options: dict[str, Any]) -> None:
     if shard_size is not None and options["shard_rows"] is not None:
-        raise Trouble("give --shard-rows or --shard-size, not both.")
+        raise CommandError("give --shard-rows or --shard-size, not both.")
     if options["engine"] == "ray" and importlib.util.find_spec("ray") is None:
         raise missing_package("ray", "ray")
     _check_store(to)
@@ -129,11 +129,11 @@ def _data(text: str) -> Any:
     return python_object(text, lambda text: f"{text!r} is no data.\n{DATA}")
 
 
-def _tokenizer(asked: Asked, data: str) -> Any:
+def _tokenizer(asked: AskedPoints, data: str) -> Any:
     if Path(data).suffix not in {".txt", ".md", ".text"}:
         return None
     if asked.folder is None:
-        raise Trouble(
+        raise CommandError(
             f"{data} is text, which needs a tokenizer: use a model directory that has one, or --tokenizer DIR."
         )
     return tokenizer_of(asked.folder)
@@ -173,7 +173,7 @@ def verify(place: str, *, drop: bool, json_: bool) -> None:
 
     The exit code is 0 if all is whole, or was dropped, and 1 if something is damaged.
     """
-    from tenterhook.harvest.verifying import verify as verify_store
+    from tenterhook.harvest.verify import verify as verify_store
 
     _check_store(place)
     with speaking():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import map_tensors
+from tenterhook.cli.errors import CommandError, Unreadable, missing_package, speaking
 from tenterhook.cli.limits import check_archive, check_array, check_bytes, check_file
 from tenterhook.cli.models import tokenizer_of, torch_file
-from tenterhook.cli.trouble import Trouble, Unreadable, missing_package, speaking
 
 __all__ = ["FORMS", "Inputs", "read_inputs"]
 
@@ -66,7 +66,7 @@ class Inputs:
     def whole(self) -> Any:
         """As ``th.points`` and ``th.audit`` take it."""
         if self.args and self.kwargs:
-            raise Trouble("give the inputs either all by keyword (name=INPUT) or none of them.")
+            raise CommandError("give the inputs either all by keyword (name=INPUT) or none of them.")
         return self.kwargs or tuple(self.args)
 
     def needing_gradients(self) -> Inputs:
@@ -113,12 +113,14 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
         return _text(text.removeprefix("text:"), made, folder)
     file = Path(text)
     if not file.is_file():
-        raise Trouble(f"{text!r} is no input: there is no such file, and it is no shape.\n{FORMS}")
+        raise CommandError(f"{text!r} is no input: there is no such file, and it is no shape.\n{FORMS}")
     if file.suffix.lower() in IMAGES:
         return _image(file, model, size)
     read = READERS.get(file.suffix.lower())
     if read is None:
-        raise Trouble(f"{file}: inputs are read from {', '.join(READERS)} and from images, not from {file.suffix!r}.")
+        raise CommandError(
+            f"{file}: inputs are read from {', '.join(READERS)} and from images, not from {file.suffix!r}."
+        )
     with speaking(f"{file} could not be read", kind=Unreadable):
         return read(file)
 
@@ -126,17 +128,17 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
 def _random(text: str, found: re.Match[str]) -> Tensor:
     kind, below = found["kind"] or "float", found["below"]
     if kind not in RANDOM:
-        raise Trouble(f"{text!r}: there is no kind {kind!r} of random values; there is {', '.join(RANDOM)}.")
+        raise CommandError(f"{text!r}: there is no kind {kind!r} of random values; there is {', '.join(RANDOM)}.")
     if (kind == "int") != (below is not None):
-        raise Trouble(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
+        raise CommandError(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
     shape = () if found["shape"] == "scalar" else tuple(map(int, found["shape"].split("x")))
     if (count := math.prod(shape)) > LARGEST:
-        raise Trouble(f"{text!r} has {count:,} values, which is more than can be meant.")
+        raise CommandError(f"{text!r} has {count:,} values, which is more than can be meant.")
     check_bytes(f"{text!r} takes", count * (8 if kind == "int" else 4), "Give a smaller shape.")
     if int(below or 0) >= LARGEST_INTEGER:
-        raise Trouble(f"{text!r}: whole numbers are below {LARGEST_INTEGER:,}.")
+        raise CommandError(f"{text!r}: whole numbers are below {LARGEST_INTEGER:,}.")
     if below == "0":
-        raise Trouble(f"{text!r}: there is no whole number below 0 to choose from.")
+        raise CommandError(f"{text!r}: there is no whole number below 0 to choose from.")
     return RANDOM[kind](shape, int(below or 0))
 
 
@@ -203,11 +205,11 @@ def _channels(model: nn.Module) -> int:
 
 def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
     if folder is None:
-        raise Trouble("a text needs a tokenizer: use a model directory that has one, or --tokenizer DIR.")
+        raise CommandError("a text needs a tokenizer: use a model directory that has one, or --tokenizer DIR.")
     tokenizer = tokenizer_of(folder)
     with speaking("the tokenizer failed"):
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
     if not made.tokens:
-        raise Trouble(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
+        raise CommandError(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
     return found

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
-from tenterhook.cli.trouble import Unreadable
+from tenterhook.cli.errors import Unreadable
 
 __all__ = ["check_archive", "check_array", "check_bytes", "check_file", "memory"]
 

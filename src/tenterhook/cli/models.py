@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from tenterhook.address.suggest import listed, nearest
+from tenterhook.cli.errors import CommandError, Unreadable, missing_package, speaking
 from tenterhook.cli.limits import check_archive, check_file
-from tenterhook.cli.trouble import Trouble, Unreadable, missing_package, speaking
 
 __all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
@@ -61,7 +61,7 @@ def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise Trouble(f"--set takes KEY=VALUE, for example --set n_layer=2; got {pair!r}")
+            raise CommandError(f"--set takes KEY=VALUE, for example --set n_layer=2; got {pair!r}")
         try:
             made[key] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -76,13 +76,13 @@ def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
     """What ``package.module:name`` or ``file.py:name`` stands for; ``otherwise`` words what is neither."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise Trouble(otherwise(text))
+        raise CommandError(otherwise(text))
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
     found: Any = module
     reached = where
     for number, part in enumerate(name.split(".")):
         if not hasattr(found, part):
-            raise Trouble(_no_name(reached, part, found))
+            raise CommandError(_no_name(reached, part, found))
         found, reached = getattr(found, part), f"{reached}{'.' if number else ':'}{part}"
     return found
 
@@ -91,10 +91,12 @@ def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
     found = python_object(text, _no_model)
     if isinstance(found, nn.Module):
         if given:
-            raise Trouble(f"{text} is a model already, so that --set has nothing to be given to; name what makes it.")
+            raise CommandError(
+                f"{text} is a model already, so that --set has nothing to be given to; name what makes it."
+            )
         return found
     if not callable(found):
-        raise Trouble(f"{text} is a {type(found).__name__}. Name a model, or a class or function that makes one.")
+        raise CommandError(f"{text} is a {type(found).__name__}. Name a model, or a class or function that makes one.")
     return _made(text, found, given)
 
 
@@ -102,16 +104,16 @@ def _made(text: str, make: Callable[..., Any], given: Mapping[str, Any]) -> nn.M
     with speaking(f"{text} could not be made"):
         made = make(**given)
     if not isinstance(made, nn.Module):
-        raise Trouble(f"{text} gave a {type(made).__name__}, and a model is a torch.nn.Module.")
+        raise CommandError(f"{text} gave a {type(made).__name__}, and a model is a torch.nn.Module.")
     return made
 
 
 def _run_file(file: Path) -> ModuleType:
     if not file.is_file():
-        raise Trouble(f"there is no file {file}")
+        raise CommandError(f"there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise Trouble(f"{file} cannot be run as Python")
+        raise CommandError(f"{file} cannot be run as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # As an import would: dataclasses look themselves up there.
     sys.path.insert(0, str(file.resolve().parent))  # As `python file.py` does.
@@ -128,7 +130,7 @@ def _import(name: str) -> ModuleType:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise Trouble(f"there is no module {name!r} to import.\n{FORMS}")
+        raise CommandError(f"there is no module {name!r} to import.\n{FORMS}")
     with speaking(f"{name} could not be imported"):
         return importlib.import_module(name)
 
@@ -169,13 +171,13 @@ def _timm(name: str, given: Mapping[str, Any]) -> nn.Module:
     try:
         with speaking("timm could not be imported"):
             import timm
-    except Trouble as trouble:
+    except CommandError as trouble:
         if isinstance(trouble.__cause__, ModuleNotFoundError) and trouble.__cause__.name == "timm":
-            raise Trouble("timm is not installed: pip install timm") from None
+            raise CommandError("timm is not installed: pip install timm") from None
         raise
     known = timm.list_models()
     if name.partition(".")[0] not in known:
-        raise Trouble(f"timm has no model {name!r}.\nDid you mean {listed(nearest(name, known) or known[:5])}?")
+        raise CommandError(f"timm has no model {name!r}.\nDid you mean {listed(nearest(name, known) or known[:5])}?")
     return _made(f"timm:{name}", lambda **more: timm.create_model(name, pretrained=False, **more), given)
 
 
@@ -183,10 +185,10 @@ def _transformers(name: str, given: Mapping[str, Any]) -> nn.Module:
     found: Any = getattr(_hugging_face(), name, None)
     if found is None or not isinstance(found, type):
         names = [each for each in dir(_hugging_face()) if each.endswith("Config")]
-        raise Trouble(f"transformers has no {name!r}.\nDid you mean {listed(nearest(name, names) or names[:5])}?")
+        raise CommandError(f"transformers has no {name!r}.\nDid you mean {listed(nearest(name, names) or names[:5])}?")
     config = found if name.endswith("Config") else getattr(found, "config_class", None)
     if config is None:
-        raise Trouble(f"transformers:{name} is neither a configuration nor a model class.")
+        raise CommandError(f"transformers:{name} is neither a configuration nor a model class.")
     with speaking(f"{config.__name__} could not be made"):
         made = config(**given)
     if config is not found:
@@ -206,14 +208,14 @@ def _of_config(config: Any) -> Any:
 
 def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
     if not (folder / "config.json").is_file():
-        raise Trouble(f"{folder} has no config.json, so that it is no Hugging Face model.\n{FORMS}")
+        raise CommandError(f"{folder} has no config.json, so that it is no Hugging Face model.\n{FORMS}")
     library = _hugging_face()
     with speaking(f"{folder} could not be read"):
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **given)
         names = [name for name in config.architectures or () if hasattr(library, name)]
         cls = getattr(library, names[0]) if names else library.AutoModel
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise Trouble(
+            raise CommandError(
                 f"{folder} has a config.json and no weights. For random weights: "
                 f"transformers:{type(config).__name__}, with --set for what differs from its defaults."
             )
@@ -227,7 +229,7 @@ def tokenizer_of(folder: Path) -> Any:
         made = _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Where there are no files, transformers makes one that knows no word, or nothing but its special tokens.
     if made.vocab_files_names and not any(found for kind in WORDS for found in folder.glob(kind)):
-        raise Trouble(f"there is no tokenizer in {folder}; give --tokenizer DIR")
+        raise CommandError(f"there is no tokenizer in {folder}; give --tokenizer DIR")
     return made
 
 
@@ -270,6 +272,6 @@ def _fill(model: nn.Module, file: Path) -> None:
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
     if not isinstance(state, Mapping):
-        raise Trouble(f"{file} holds a {type(state).__name__}; weights are a dict of names to tensors.")
+        raise CommandError(f"{file} holds a {type(state).__name__}; weights are a dict of names to tensors.")
     with speaking(f"the weights in {file} do not fit the model", debug=False):
         model.load_state_dict(state)

@@ -17,18 +17,18 @@ from torch import nn
 
 from tenterhook._draw import Table, as_rich, as_text
 from tenterhook._text import printable_json
-from tenterhook.cli.advice import for_a_shell
 from tenterhook.cli.completing import complete_model
+from tenterhook.cli.errors import CommandError, speaking, write
 from tenterhook.cli.inputs import FORMS as INPUTS
 from tenterhook.cli.inputs import Inputs, read_inputs
 from tenterhook.cli.models import FORMS as MODELS
 from tenterhook.cli.models import load_model, settings
-from tenterhook.cli.trouble import Trouble, speaking, write
+from tenterhook.cli.shell_advice import for_a_shell
 
 __all__ = [
     "DTYPES",
     "FORMS",
-    "Asked",
+    "AskedPoints",
     "as_json",
     "make_model",
     "model_alone",
@@ -48,7 +48,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPoints:
     """The model that was named, made; and what it is to be called with."""
 
     text: str
@@ -61,7 +61,7 @@ class Asked:
 
 
 def model_options(function: F) -> F:
-    """MODEL, what belongs to it, and its inputs; the command gets an :class:`Asked` in their place."""
+    """MODEL, what belongs to it, and its inputs; the command gets an :class:`AskedPoints` in their place."""
     with_size = click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
     with_inputs = click.option(
         "--input",
@@ -75,7 +75,7 @@ def model_options(function: F) -> F:
 
 
 def model_alone(function: F) -> F:
-    """MODEL and what belongs to it, without inputs; the command gets an :class:`Asked` in their place."""
+    """MODEL and what belongs to it, without inputs; the command gets an :class:`AskedPoints` in their place."""
 
     @click.argument("model", shell_complete=complete_model)
     @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
@@ -104,14 +104,16 @@ READING: dict[str, Any] = {"inputs": (), "tokenizer": None, "image_size": None}
 """what is not known of a command that takes no inputs"""
 
 
-def _asked(making: dict[str, Any], *, inputs: tuple[str, ...], tokenizer: Path | None, image_size: str | None) -> Asked:
+def _asked(
+    making: dict[str, Any], *, inputs: tuple[str, ...], tokenizer: Path | None, image_size: str | None
+) -> AskedPoints:
     text, device, dtype = making["model"], making["device"], making["dtype"]
     made = make_model(**making)
     torch.manual_seed(making["seed"])  # So that the inputs do not depend on how the model was made.
     folder = tokenizer or (Path(text) if Path(text).is_dir() else None)
     read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
     again = functools.partial(make_model, **making)
-    return Asked(text, made, read.to(device, DTYPES.get(dtype or "")), folder, again)
+    return AskedPoints(text, made, read.to(device, DTYPES.get(dtype or "")), folder, again)
 
 
 def make_model(
@@ -138,7 +140,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", text)
     if found is None:
-        raise Trouble(f"--image-size is HEIGHTxWIDTH, for example 224x224; got {text!r}")
+        raise CommandError(f"--image-size is HEIGHTxWIDTH, for example 224x224; got {text!r}")
     return int(found[1]), int(found[2] or found[1])
 
 
@@ -150,7 +152,7 @@ def size_of(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)b?", text.strip().lower())
     if found is None:
-        raise Trouble(f"a size is a number of bytes, for example 10MB; got {text!r}")
+        raise CommandError(f"a size is a number of bytes, for example 10MB; got {text!r}")
     return int(float(found[1]) * UNITS[found[2]])
 
 

@@ -14,12 +14,12 @@ from tenterhook._draw import short_number
 from tenterhook._look.progress import bar
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
-from tenterhook.cli.options import FORMS, Asked, model_options, print_json
-from tenterhook.cli.runs import LOSSES, Run, run
+from tenterhook.cli.errors import FAILED, WRONG, CommandError, say
+from tenterhook.cli.options import FORMS, AskedPoints, model_options, print_json
+from tenterhook.cli.run import LOSSES, RunRequest, run
 from tenterhook.cli.signature import check_call
-from tenterhook.cli.trouble import FAILED, WRONG, Trouble, say
-from tenterhook.record.table import failed
 from tenterhook.record.tape import Tape
+from tenterhook.record.tape_table import failed
 
 __all__ = ["record"]
 
@@ -60,7 +60,7 @@ Examples:
 @click.option("--keep", default="all", show_default=True, metavar="all|last|N", help="Of a module's calls.")
 @click.option("--json", "json_", is_flag=True, help="For programs.")
 def record(  # noqa: PLR0913  # each is an option
-    asked: Asked,
+    asked: AskedPoints,
     selectors: tuple[str, ...],
     file: Path,
     loss: Any,
@@ -78,11 +78,13 @@ def record(  # noqa: PLR0913  # each is an option
     exit code is then 3. A run that recorded nothing leaves a file that is there already as it was.
     """
     if stop and grad:
-        raise Trouble("--stop ends the run before there is a loss, so that --grad would have nothing to go back from.")
+        raise CommandError(
+            "--stop ends the run before there is a loss, so that --grad would have nothing to go back from."
+        )
     changes = edits_of_files(files, asked.model)
     for selector, made in read_edits(edits).items():
         changes.setdefault(selector, []).extend(made)
-    wanted = Run(list(selectors), grad, loss, changes, stop, _keep(keep))
+    wanted = RunRequest(list(selectors), grad, loss, changes, stop, _keep(keep))
     check_call(asked.model, asked.inputs)
     _check_place(file)
     with _progress(asked, wanted) as passed, warnings.catch_warnings(record=True) as said:
@@ -104,9 +106,9 @@ def record(  # noqa: PLR0913  # each is an option
 def _check_place(file: Path) -> None:
     """What cannot be written is told before the run, which may be long."""
     if file.is_dir():
-        raise Trouble(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
+        raise CommandError(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
     if not file.parent.is_dir():
-        raise Trouble(f"{file} cannot be written: there is no directory {file.parent}. Make it first.")
+        raise CommandError(f"{file} cannot be written: there is no directory {file.parent}. Make it first.")
 
 
 def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
@@ -133,7 +135,7 @@ def _tell_failure(tape: Tape) -> None:
         say(line, err=True)
 
 
-def _about(asked: Asked) -> dict[str, Any]:
+def _about(asked: AskedPoints) -> dict[str, Any]:
     model = asked.model
     return {
         "name": asked.text,
@@ -147,12 +149,12 @@ def _keep(text: str) -> Any:
     if text in ("all", "last"):
         return text
     if not text.isdigit() or not int(text):
-        raise Trouble(f"--keep is all, last, or a number of calls; got {text!r}")
+        raise CommandError(f"--keep is all, last, or a number of calls; got {text!r}")
     return int(text)
 
 
 @contextlib.contextmanager
-def _progress(asked: Asked, wanted: Run) -> Iterator[Callable[[str], None]]:
+def _progress(asked: AskedPoints, wanted: RunRequest) -> Iterator[Callable[[str], None]]:
     """A bar that moves as points are passed for the first time."""
     points = len(resolve(asked.model, wanted.selectors or "**"))
     seen: set[str] = set()

@@ -7,8 +7,8 @@ import inspect
 from torch import nn
 
 from tenterhook.address.suggest import listed, nearest
+from tenterhook.cli.errors import CommandError
 from tenterhook.cli.inputs import Inputs
-from tenterhook.cli.trouble import Trouble
 from tenterhook.pytorch.module_calls import forward_pre_hooks_of
 
 __all__ = ["check_call"]
@@ -27,7 +27,7 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
         signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError:
         lines = [_takes(signature), *_missing(signature, inputs), *_too_many(signature, inputs)]
-        raise Trouble("\n".join(lines)) from None
+        raise CommandError("\n".join(lines)) from None
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:

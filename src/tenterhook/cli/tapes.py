@@ -15,14 +15,14 @@ from tenterhook._look.numbers import numbers
 from tenterhook._look.progress import bar
 from tenterhook._tree import describe, show_path, tensors
 from tenterhook.cli.differences import Compared, difference_table
+from tenterhook.cli.errors import DIFFERENT, INCOMPARABLE, CommandError, missing_package, say, speaking
 from tenterhook.cli.limits import check_file
 from tenterhook.cli.options import print_json, print_table, size_of
-from tenterhook.cli.trouble import DIFFERENT, INCOMPARABLE, Trouble, missing_package, say, speaking
 from tenterhook.errors import TenterhookError
-from tenterhook.record.table import table
 from tenterhook.record.tape import Tape, load
+from tenterhook.record.tape_table import table
 from tenterhook.report.compare import Tolerance, compare, first_difference
-from tenterhook.report.order import chosen
+from tenterhook.report.execution_order import chosen
 
 __all__ = ["diff", "page", "show"]
 
@@ -96,7 +96,7 @@ def _draw_maps(tape: Tape, address: str, count: int) -> None:
     from rich.console import Console
 
     from tenterhook._look.layout import lay_out
-    from tenterhook.report.terminal import maps
+    from tenterhook.report.terminal_pictures import maps
 
     console = Console()
     for path, tensor in tensors(tape[address]):
@@ -133,12 +133,12 @@ Examples:
 def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, title: str | None, *, open_: bool) -> None:
     """Write one HTML page of the tape FILES, one or two, that opens from disk without any network."""
     if len(files) > len(("left", "right")):
-        raise Trouble(f"a page shows one tape, or two side by side; got {len(files)}")
+        raise CommandError(f"a page shows one tape, or two side by side; got {len(files)}")
     target = target or files[0].with_suffix(".html")
     if target.is_dir():
-        raise Trouble(f"{target} is a directory; name a file in it: -o {target / f'{files[0].stem}.html'}")
+        raise CommandError(f"{target} is a directory; name a file in it: -o {target / f'{files[0].stem}.html'}")
     if target.suffix.lower() not in (".html", ".htm"):
-        raise Trouble(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
+        raise CommandError(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
         import PIL  # noqa: F401  # asked for here, so that what is missing is told at once
 
@@ -148,7 +148,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     with speaking():
         most = size_of(size)
         if most < LEAST:
-            raise Trouble(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
+            raise CommandError(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
         tapes = {_name(file, files): read_tape(file) for file in files}
         with bar("pictures") as progress, _told_as_trouble():
             written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
@@ -163,7 +163,7 @@ def _told_as_trouble() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise Trouble(str(error)) from None
+        raise CommandError(str(error)) from None
 
 
 def _name(file: Path, files: tuple[Path, ...]) -> str:
@@ -173,7 +173,7 @@ def _name(file: Path, files: tuple[Path, ...]) -> str:
 
 def _open(target: Path, browse: Callable[[str], bool] = webbrowser.open) -> None:
     if not browse(target.resolve().as_uri()):
-        raise Trouble(
+        raise CommandError(
             f"the page was written, but no browser could be opened. Open this file in one: {target.resolve()}"
         )
 

@@ -2,8 +2,8 @@
 
 A forward of the engine's carries the function made here under the name by which Dynamo asks for something else to
 inline; where nobody compiles, nothing is the slower for it. What stands here is traced: plain loops over tuples that
-unroll, no state but the reel, and nothing read that a guard would then hold to one session. So a second session with
-the same plan finds the code of the first.
+unroll, no state but the graph outputs, and nothing read that a guard would then hold to one session. So a second
+session with the same plan finds the code of the first.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook.compiled.explain import CHANGED_KIND, note_edit, note_view
-from tenterhook.compiled.gradient import Catch, ChangeGradient, changed_gradient
-from tenterhook.compiled.opaque import opaque
+from tenterhook.compiled.explain_errors import CHANGED_KIND, note_edit, note_view
+from tenterhook.compiled.opaque_edits import opaque
+from tenterhook.compiled.traced_gradients import ChangeGradient, TracedGradientHook, changed_gradient
 from tenterhook.errors import Stopped
 from tenterhook.pytorch.dynamo_tracing import graph_break, view_base
 from tenterhook.pytorch.tracing import is_exporting
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
-    from tenterhook.compiled.plan import Part, Step
+    from tenterhook.compiled.trace_plan import Step, TracedPart
 
 __all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
 
@@ -74,9 +74,9 @@ def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any
     return forward
 
 
-def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Callable[..., Any]:
+def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
     """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
-    reel, key = part.reel, part.key
+    graph_outputs, key = part.graph_outputs, part.key
     call = unbound(module, original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -85,9 +85,9 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: Part) -> Cal
         if is_exporting():
             graph_break(msg=EXPORTED)
         value = call(module, *args, **kwargs)
-        chain = reel.chain
-        reel.chain = (chain, key, "one", own_copy(value), counted(chain))
-        reel.bell = None
+        chain = graph_outputs.chain
+        graph_outputs.chain = (chain, key, "one", own_copy(value), counted(chain))
+        graph_outputs.bell = None
         return value
 
     return forward
@@ -104,7 +104,7 @@ def unbound(module: nn.Module, original: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...]) -> Callable[..., Any]:
+def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[TracedPart, ...]) -> Callable[..., Any]:
     """A forward that does what the parts say: one for each session that has something here."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[Part, ...])
     return forward
 
 
-def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
+def income(parts: tuple[TracedPart, ...], args: Any, kwargs: Any) -> Any:
     """The arguments after the edits; then what observes sees them. Of gradients, as in ``outcome``."""
     pending: list[Any] = []
     done: list[Any] = []
@@ -148,7 +148,7 @@ def income(parts: tuple[Part, ...], args: Any, kwargs: Any) -> Any:
     return through(pending, args, kwargs)
 
 
-def look_in(part: Part, flags: Any, args: Any, kwargs: Any) -> Any:
+def look_in(part: TracedPart, flags: Any, args: Any, kwargs: Any) -> Any:
     """What observes sees the arguments; one whose gradient is caught is handed on."""
     seen: list[Any] = []
     for place, look in part.looks_in:
@@ -174,7 +174,7 @@ def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def outcome(parts: tuple[Part, ...], value: Any, given: Any) -> Any:
+def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
     """Return the output after the edits; what observes sees it then. ``given`` are the arguments of the call.
 
     Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. Functions
@@ -212,7 +212,7 @@ def outcome(parts: tuple[Part, ...], value: Any, given: Any) -> Any:
     return with_gradients(pending, value, given)
 
 
-def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
+def at_place(part: TracedPart, index: int, step: Step, value: Any) -> Any:
     """A place inside a forward."""
     if not step.observes:
         new, applied = changed(step, value)
@@ -229,11 +229,11 @@ def at_place(part: Part, index: int, step: Step, value: Any) -> Any:
     return value
 
 
-def emit(part: Part, phase: str, values: Any, more: int = 0) -> None:
-    """Put something on the reel. Assignments are made in the order of the first ones, so the bell rings last."""
-    reel = part.reel
-    reel.chain = (reel.chain, part.key, phase, values, counted(reel.chain) + more)
-    reel.bell = None
+def emit(part: TracedPart, phase: str, values: Any, more: int = 0) -> None:
+    """Add to the graph outputs. Assignments keep the order of the first ones, so the done signal is the last."""
+    graph_outputs = part.graph_outputs
+    graph_outputs.chain = (graph_outputs.chain, part.key, phase, values, counted(graph_outputs.chain) + more)
+    graph_outputs.bell = None
 
 
 def counted(chain: Any) -> int:
@@ -241,12 +241,12 @@ def counted(chain: Any) -> int:
     return chain[4] if chain else 0
 
 
-def stop_after(part: Part, look: Step) -> None:
+def stop_after(part: TracedPart, look: Step) -> None:
     if not look.stops:
         return
-    reel = part.reel
-    left = tuple([address for address in reel.left if address != look.address])
-    reel.left = left
+    graph_outputs = part.graph_outputs
+    left = tuple([address for address in graph_outputs.left if address != look.address])
+    graph_outputs.left = left
     if not left:
         raise Stopped
 
@@ -381,12 +381,12 @@ def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = (), given: Any
     return value
 
 
-def caught(part: Part, value: Any, address: str, given: Any = None) -> tuple[Any, Any]:
+def caught(part: TracedPart, value: Any, address: str, given: Any = None) -> tuple[Any, Any]:
     """Return a value whose gradient will be caught; its shape, the numbers of its gradients, and why there is none."""
-    reel = part.reel
+    graph_outputs = part.graph_outputs
     numbers: list[Any] = []
     if torch.is_grad_enabled():
-        value = each_caught((reel.token, counted(reel.chain), address), value, (), numbers, given)
+        value = each_caught((graph_outputs.token, counted(graph_outputs.chain), address), value, (), numbers, given)
         emit(part, "gradients", (), len(numbers))
         why = "" if numbers else "no need"
     else:
@@ -417,7 +417,7 @@ def one_caught(run: Any, value: Tensor, path: tuple[Any, ...], numbers: list[Any
         value.register_hook(lambda gradient: torch.ops.tenterhook.caught(gradient, token, number))
         return value
     note_view(address)
-    return Catch.apply(value, token, number)  # type: ignore[no-untyped-call]
+    return TracedGradientHook.apply(value, token, number)  # type: ignore[no-untyped-call]
 
 
 def shape_of(value: Any) -> Any:
@@ -434,7 +434,7 @@ def shape_of(value: Any) -> Any:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def enter_swap(part: Part, index: int, swap: Any) -> None:
+def enter_swap(part: TracedPart, index: int, swap: Any) -> None:
     """Put another tensor in a parameter's place, unless an outer call has."""
     if swap.swap.depth == 0:
         table, key = swap.places[0]

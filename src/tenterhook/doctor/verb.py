@@ -55,7 +55,7 @@ class Diagnosis:
         }
 
     def _tables(self) -> list[Table]:
-        from tenterhook.doctor.picture import tables
+        from tenterhook.doctor.doctor_table import tables
 
         return tables(self)
 

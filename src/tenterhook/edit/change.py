@@ -15,7 +15,7 @@ from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
 from tenterhook.pytorch.python_code import has_one_argument
-from tenterhook.sites.wrapped import is_spread
+from tenterhook.sites.tensor_wrappers import is_spread
 
 __all__ = ["Change", "as_change", "check_same_kind"]
 

@@ -19,7 +19,7 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
 from tenterhook.pytorch.autograd import is_older, own_alias
 from tenterhook.sites.inplace import model_changes_in_place
-from tenterhook.sites.tensor import (
+from tenterhook.sites.tensor_hooks import (
     TIED,
     WHY,
     Counter,
@@ -55,7 +55,7 @@ RETURNED = (
 )
 
 
-class Applied:
+class AppliedEdit:
     """A change as hooks apply it. The hooks hold this and no action, because an action may hold tensors."""
 
     __slots__ = ("change", "check", "reached")
@@ -84,7 +84,7 @@ class _Base:
 
     def __init__(self, change: Change, *, check: bool) -> None:
         self.why = NOTHING_FLOWED
-        self._apply = Applied(change, check=check)
+        self._apply = AppliedEdit(change, check=check)
 
     @property
     def reached(self) -> bool:
@@ -146,7 +146,7 @@ class InputGradientEdit(_Base):
 
     def __init__(self, change: Change, *, check: bool) -> None:
         super().__init__(change, check=check)
-        self._given: dict[int, list[_Given]] = {}
+        self._given: dict[int, list[_GivenGradient]] = {}
 
     @property
     def written_back(self) -> _WriteBack:
@@ -159,14 +159,14 @@ class InputGradientEdit(_Base):
             if is_own(tensor, context.module):  # By an edit that came before this one.
                 self._hook(tensor, context)
                 continue
-            mine = _Given(tensor, context.address, copy=model_changes_in_place(context.module.modules()))
+            mine = _GivenGradient(tensor, context.address, copy=model_changes_in_place(context.module.modules()))
             mark_own(mine.new, context.module)
             self._hook_given(mine, context)
             given.append(mine)
             value = replace_at(value, path, mine.new)
         return value
 
-    def _hook_given(self, mine: _Given, context: Context) -> None:
+    def _hook_given(self, mine: _GivenGradient, context: Context) -> None:
         after, address = mine.after, context.address
 
         def unbroken(_: Tensor) -> None:
@@ -189,7 +189,7 @@ class InputGradientEdit(_Base):
                 mine.after.append(Counter(mine.new))
 
 
-class _Given:
+class _GivenGradient:
     """An argument's tensor, and what the module gets in its place: an alias, or a copy if it may be changed there."""
 
     __slots__ = ("_version", "address", "after", "is_copy", "new", "tensor")

@@ -19,7 +19,7 @@ from torch import Tensor
 from tenterhook._tree import Path, describe, replace_at, tensors
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
-from tenterhook.sites.wrapped import gathered, is_spread, spread_like
+from tenterhook.sites.tensor_wrappers import gathered, is_spread, spread_like
 
 __all__ = ["Add", "At", "Clamp", "Edit", "Mean", "Noise", "Project", "Scale", "Set", "Zero", "at", "fit"]
 

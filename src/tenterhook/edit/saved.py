@@ -87,8 +87,8 @@ def save_edits(
         edits: as for ``th.edit``, with ready edits alone: address or glob to an edit, or to a list of them.
         notes: what else should be known, in plain JSON; the notes of ``load_edits`` if they are not given.
     """
-    from tenterhook.record.encode import Encoder  # safetensors is loaded only when it is needed.
-    from tenterhook.record.file import target_of, write
+    from tenterhook.record.encode_values import Encoder  # safetensors is loaded only when it is needed.
+    from tenterhook.record.tensor_file import target_of, write
 
     target = target_of(_kind(), path)
     encoder = Encoder()
@@ -114,8 +114,8 @@ def load_edits(
         device: where the tensors go; the CPU if it is not given.
         dtype: what floating-point tensors are converted to, such as the model's own.
     """
-    from tenterhook.record.decode import Decoder, restore
-    from tenterhook.record.file import MALFORMED, read
+    from tenterhook.record.decode_values import Decoder, restore
+    from tenterhook.record.tensor_file import MALFORMED, read
 
     file = Path(path)
     texts, tensors = read(_kind(), file)
@@ -133,10 +133,10 @@ def load_edits(
 
 
 def _kind() -> Any:
-    from tenterhook.record.file import Kind
+    from tenterhook.record.tensor_file import FileKind
 
     one, no = "a set of edits", "no set of edits"
-    return Kind(FORMAT, FORMAT_VERSION, one, no, "run.edits", EditFileError)
+    return FileKind(FORMAT, FORMAT_VERSION, one, no, "run.edits", EditFileError)
 
 
 # -- what is written --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tenterhook.address import Point
 from tenterhook.address.functions import callees, places_of
 from tenterhook.address.grammar import Wild, escape, parse
 from tenterhook.address.places import Place, call_name, walk
-from tenterhook.address.reads import is_dropped_by_caller, is_read_again, only_returned_at
+from tenterhook.address.read_analysis import is_dropped_by_caller, is_read_again, only_returned_at
 from tenterhook.address.source import read_source
 from tenterhook.address.walk import find
 from tenterhook.errors import AmbiguousCall, NoSource, TenterhookWarning

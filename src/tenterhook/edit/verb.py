@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.edit.change import Change, as_change, check_same_kind
 from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit

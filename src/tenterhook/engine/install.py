@@ -1,8 +1,8 @@
-"""Putting a session's lanes into modules and taking them out again.
+"""Putting a session's sets of actions into modules and taking them out again.
 
-A :class:`Tap` stands in a touched module's ``__dict__["forward"]`` and serves every session that is open on that
-module; a :class:`Lane` is one session's part of it. The attribute is a bound method, so that a copy of the module
-rebinds it to itself and a pickle of it names the class's own ``forward``.
+A :class:`ForwardPatch` stands in a touched module's ``__dict__["forward"]`` and serves every session that is open on
+that module; a :class:`ModuleActions` is one session's part of it. The attribute is a bound method, so that a copy of
+the module rebinds it to itself and a pickle of it names the class's own ``forward``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import nn
 
-from tenterhook.compiled import begin as compiled
-from tenterhook.engine.around import HookedAttributes, around
-from tenterhook.engine.bound import bind
+from tenterhook.engine.bound_method import bind
+from tenterhook.engine.call_override import HookedAttributes, around
+from tenterhook.engine.compiled_support import compiled_support
 from tenterhook.engine.dispatch import general, stop_at
-from tenterhook.engine.inside import inside
-from tenterhook.engine.lane import Lane
-from tenterhook.engine.short import watched, within
+from tenterhook.engine.fast_path import watched, within
+from tenterhook.engine.inner_values import inside
+from tenterhook.engine.module_actions import ModuleActions
 from tenterhook.errors import SessionError, TenterhookWarning, UnsupportedModel, UnsupportedTorch
 from tenterhook.pytorch.dynamo import disable
 from tenterhook.pytorch.module_calls import (
@@ -44,8 +44,8 @@ from tenterhook.sites.module import can_be_called
 __all__ = [
     "OPEN",
     "SCRIPT",
-    "Lane",
-    "Tap",
+    "ForwardPatch",
+    "ModuleActions",
     "allow_script",
     "attach",
     "attach_all",
@@ -78,24 +78,35 @@ locked = threading.RLock()  # Held while forwards go in and out.
 _keys = itertools.count()
 
 
-class Tap:
+class ForwardPatch:
     """The instance ``forward`` of one touched module."""
 
-    __slots__ = ("attributes", "bodies", "call", "lanes", "method", "module", "next", "original", "own", "waiting")
+    __slots__ = (
+        "action_sets",
+        "attributes",
+        "bodies",
+        "call",
+        "method",
+        "module",
+        "next",
+        "original",
+        "own",
+        "waiting",
+    )
 
     def __init__(self, module: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         self.module, self.own, self.original = module, own, original
-        self.lanes: tuple[Lane, ...] = ()
+        self.action_sets: tuple[ModuleActions, ...] = ()
         self.method: Any = None
         self.next: Any = None  # What is being put in place of the method, noted because an interrupt may come.
         self.call: Any = None  # What stands before it, for the whole call; see engine.around.
         self.waiting: set[str] = set()
         self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
-        self.bodies: dict[tuple[Lane, ...], Callable[..., Any]] = {}
+        self.bodies: dict[tuple[ModuleActions, ...], Callable[..., Any]] = {}
 
-    def body(self, lanes: tuple[Lane, ...]) -> Callable[..., Any]:
-        """The module's own forward, with what these lanes ask for inside it."""
-        inner = tuple(lane for lane in lanes if lane.inner)
+    def body(self, action_sets: tuple[ModuleActions, ...]) -> Callable[..., Any]:
+        """The module's own forward, with what these sets of actions ask for inside it."""
+        inner = tuple(actions for actions in action_sets if actions.inner)
         if not inner:
             return self.original
         made = self.bodies.get(inner)
@@ -104,33 +115,33 @@ class Tap:
         return made
 
     def refresh(self) -> None:
-        """Put in what the present lanes need."""
+        """Put in what the present sets of actions need."""
         compiles = False
-        for lane in self.lanes:
-            compiles = compiles or lane.session.reel is not None
+        for actions in self.action_sets:
+            compiles = compiles or actions.session.graph_outputs is not None
         self.take_out(forward=False)
         self.call = None
         short: Any = self._short()
         function: Any = general(self) if short is None else short
         if compiles:
-            function = compiled.dressed(self, function, general)
+            function = compiled_support().dressed(self, function, general)
         # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
-        function.tap = self
+        function.patch = self
         self.next = bind(function, self.module)
         if self._has_edited_parameters(compiles=compiles):
             whole: Any = around(self)
             # A pickle names a method, and that one does as it should.
-            whole.tap, whole.__name__ = self, USUAL_CALL.__name__
+            whole.patch, whole.__name__ = self, USUAL_CALL.__name__
             disable(whole, OPEN)
             self.call = bind(whole, self.module)
         self.put_in()
 
     def _has_edited_parameters(self, *, compiles: bool) -> bool:
         """Whether edited parameters have to be in place before the forward: pre-hooks may compute weights of them."""
-        if not any(lane.before_hooks for lane in self.lanes):
+        if not any(actions.before_hooks for actions in self.action_sets):
             return False
         if can_override_call(self.module):
             return not compiles or bool(forward_pre_hooks_of(self.module) or GLOBAL_FORWARD_PRE_HOOKS)
@@ -163,18 +174,18 @@ class Tap:
             state["forward"] = self.own
 
     def _short(self) -> Any:
-        """The short one that is enough for the present lanes, if there is one."""
-        lane = self.lanes[0]
-        if len(self.lanes) > 1:
+        """The short one that is enough for the present sets of actions, if there is one."""
+        actions = self.action_sets[0]
+        if len(self.action_sets) > 1:
             return None
-        if lane.only_inside:
-            return within(self, lane, self.body((lane,)))
-        alone = lane.alone
+        if actions.only_inside:
+            return within(self, actions, self.body((actions,)))
+        alone = actions.alone
         if alone is None:
             return None
-        if lane.direct is None:
-            lane.direct = watched(self, lane, *alone)
-        return lane.direct
+        if actions.direct is None:
+            actions.direct = watched(self, actions, *alone)
+        return actions.direct
 
     @property
     def in_place(self) -> bool:
@@ -195,14 +206,14 @@ class Tap:
         self.method = self.next = self.call = None
 
     def silence(self) -> None:
-        """Make a ``direct`` forward that others may hold ask for the present lanes, as it does in a module's copy."""
+        """Make a ``direct`` forward that others may hold look up the present actions, as in a module's copy."""
         function: Any = self.method.__func__ if self.method is not None else None
         if function is not None:
             set_free_variable(function, "module", None)
 
     def outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is no session's business."""
-        if any(swap.changes and swap.active for lane in self.lanes for swap in lane.swaps):
+        if any(swap.changes and swap.active for actions in self.action_sets for swap in actions.swaps):
             warnings.warn(SHARED.format(kind=type(self.module).__name__), TenterhookWarning, stacklevel=2)
         # Our own forward, that of a compiled entry, and dispatch, at most, stand between PyTorch's frame and this one.
         module = module_being_called(own_frame(2), within=4)
@@ -212,14 +223,14 @@ class Tap:
         return self.original(*args, **kwargs)
 
     def unbound(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of a copy of the module, which carries this tap because its original had it."""
+        """The call of a copy of the module, which carries this patch because its original had it."""
         return self.let_go(module)(*args, **kwargs)
 
     def let_go(self, module: nn.Module) -> Any:
         """Give a copy of the module the forward that it would have, had there been no session as it was made."""
         state = module.__dict__
-        carries = getattr(getattr(state.get("forward"), "__func__", None), "tap", None) is self
-        if getattr(getattr(state.get(CALL_OVERRIDE), "__func__", None), "tap", None) is self:
+        carries = getattr(getattr(state.get("forward"), "__func__", None), "patch", None) is self
+        if getattr(getattr(state.get(CALL_OVERRIDE), "__func__", None), "patch", None) is self:
             del state[CALL_OVERRIDE]
         if self.own is None:
             if carries:
@@ -235,87 +246,89 @@ class Tap:
         return f"tenterhook-{next(_keys)}"
 
 
-def attach_all(lanes: Iterable[Lane]) -> None:
-    """Let lanes see the calls of their modules, those of modules that are never called left out."""
+def attach_all(action_sets: Iterable[ModuleActions]) -> None:
+    """Let sets of actions see the calls of their modules, those of modules that are never called left out."""
     with locked:
-        for lane in lanes:
-            if lane.tap is None and can_be_called(lane.module):  # Another thread's session may have woken it already.
-                attach(lane)
+        for actions in action_sets:
+            if actions.patch is None and can_be_called(
+                actions.module
+            ):  # Another thread's session may have woken it already.
+                attach(actions)
 
 
-def attach(lane: Lane) -> None:
-    """Let a lane see its module's calls."""
+def attach(actions: ModuleActions) -> None:
+    """Let a set of actions see its module's calls."""
     with locked:
-        module = lane.module
-        tap = _tap_of(module)
-        if tap is None:
+        module = actions.module
+        patch = _patch_of(module)
+        if patch is None:
             own = module.__dict__.get("forward")
-            tap = Tap(module, own, own if own is not None else module.forward)
-        lane.tap = tap  # First: an interrupt finds what to detach.
-        tap.lanes = (*tap.lanes, lane)
-        tap.refresh()
-        if lane.inner and not tap.bodies:
-            tap.body((lane,))  # What cannot be rewritten is said now, not in the middle of a run.
+            patch = ForwardPatch(module, own, own if own is not None else module.forward)
+        actions.patch = patch  # First: an interrupt finds what to detach.
+        patch.action_sets = (*patch.action_sets, actions)
+        patch.refresh()
+        if actions.inner and not patch.bodies:
+            patch.body((actions,))  # What cannot be rewritten is said now, not in the middle of a run.
 
 
-def put(lane: Lane) -> None:
-    """Let a lane, the first of its module, see its calls; whatever forward the module has now is not called by it."""
-    module = lane.module
-    lane.tap = tap = Tap(module, None, MethodType(type(module).forward, module))
-    tap.lanes = (lane,)
-    tap.refresh()
+def put(actions: ModuleActions) -> None:
+    """Install the first actions of a module. The forward that the module has now is not called by them."""
+    module = actions.module
+    actions.patch = patch = ForwardPatch(module, None, MethodType(type(module).forward, module))
+    patch.action_sets = (actions,)
+    patch.refresh()
 
 
-def detach(lane: Lane) -> bool:
-    """Take a lane out; the last one takes the tap with it. False if someone has replaced the module's forward since."""
+def detach(actions: ModuleActions) -> bool:
+    """Remove actions, and the patch with the last ones. Return False if the forward was replaced by others."""
     with locked:
-        tap, lane.over = lane.tap, True
-        if tap is None or lane.borrowed:
+        patch, actions.over = actions.patch, True
+        if patch is None or actions.borrowed:
             return True
-        if tap.bodies:
-            tap.bodies.clear()
-        tap.lanes = tuple([other for other in tap.lanes if other is not lane])
-        in_place = tap.in_place
-        if not tap.lanes:
-            tap.restore()
+        if patch.bodies:
+            patch.bodies.clear()
+        patch.action_sets = tuple([other for other in patch.action_sets if other is not actions])
+        in_place = patch.in_place
+        if not patch.action_sets:
+            patch.restore()
         elif in_place:
-            tap.refresh()
+            patch.refresh()
         else:
-            tap.silence()
-        lane.tap = None  # Last: if an interrupt comes before, all this is done again.
+            patch.silence()
+        actions.patch = None  # Last: if an interrupt comes before, all this is done again.
         return in_place
 
 
-def borrow(lane: Lane) -> None:
-    """Have a lane in place for a recomputation, whether its session is still open or not."""
+def borrow(actions: ModuleActions) -> None:
+    """Have a set of actions in place for a recomputation, whether its session is still open or not."""
     with locked:
-        if lane.tap is None:
-            attach(lane)
-        lane.borrowed += 1
+        if actions.patch is None:
+            attach(actions)
+        actions.borrowed += 1
 
 
-def give_back(lane: Lane) -> None:
+def give_back(actions: ModuleActions) -> None:
     """Undo a :func:`borrow`."""
     with locked:
-        lane.borrowed -= 1
-        if lane.over:
-            detach(lane)
+        actions.borrowed -= 1
+        if actions.over:
+            detach(actions)
 
 
-def _tap_of(module: nn.Module) -> Tap | None:
-    """The tap in a module's forward; what a copy has brought along from its original is taken away."""
+def _patch_of(module: nn.Module) -> ForwardPatch | None:
+    """The patch in a module's forward; what a copy has brought along from its original is taken away."""
     forward = module.__dict__.get("forward")
     shared = getattr(getattr(forward, "__func__", None), "shared", None)
     if shared is not None:
         shared.other(module)
         forward = module.__dict__.get("forward")
-    tap = getattr(getattr(forward, "__func__", None), "tap", None)
-    if not isinstance(tap, Tap):
+    patch = getattr(getattr(forward, "__func__", None), "patch", None)
+    if not isinstance(patch, ForwardPatch):
         return None
-    if tap.module is not module:
-        tap.let_go(module)
+    if patch.module is not module:
+        patch.let_go(module)
         return None
-    return tap if forward is tap.method else None
+    return patch if forward is patch.method else None
 
 
 def allow_script(module: nn.Module) -> None:
@@ -336,7 +349,7 @@ def refuse(module: nn.Module) -> Any:
 
 def _is_touched(module: nn.Module) -> bool:
     """Whether a session has touched this module, or one inside it."""
-    return any(_shared_of(each) or _tap_of(each) is not None for each in module.modules())
+    return any(_shared_of(each) or _patch_of(each) is not None for each in module.modules())
 
 
 def _shared_of(module: nn.Module) -> bool:

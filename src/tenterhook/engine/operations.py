@@ -17,7 +17,7 @@ from tenterhook.pytorch.dynamo import without_compiling
 from tenterhook.pytorch.python_code import frames_from, own_frame
 
 if TYPE_CHECKING:
-    from tenterhook.engine.inside import Node
+    from tenterhook.engine.inner_values import RewrittenFunction
 
 __all__ = ["watched"]
 
@@ -25,21 +25,21 @@ __all__ = ["watched"]
 OFFERED_BY = {"torch.nn.functional", "torch.functional", "torch.overrides", "torch._tensor", "torch._jit_internal"}
 
 
-def watched(node: Node, original: Callable[..., Any]) -> Callable[..., Any]:
+def watched(node: RewrittenFunction, original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, its own operations passing through the node."""
     code = node.function.__code__
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Operations(node, code):
+        with _OperationMode(node, code):
             return without_compiling(original, *args, **kwargs)  # In a graph no operation is seen.
 
     return forward
 
 
-class _Operations(TorchFunctionMode):
+class _OperationMode(TorchFunctionMode):
     """Hands the results of operations that a function makes to its node."""
 
-    def __init__(self, node: Node, code: CodeType) -> None:
+    def __init__(self, node: RewrittenFunction, code: CodeType) -> None:
         super().__init__()
         self._node, self._code = node, code
 

@@ -11,14 +11,14 @@ from torch import nn
 from tenterhook._text import printable
 from tenterhook.address.match import Site
 from tenterhook.address.walk import Structure, find, structure, walk
-from tenterhook.compiled import begin as compiled
-from tenterhook.compiled.report import Compiled
 from tenterhook.engine.action import Binding, Context
-from tenterhook.engine.block import BlockEnd
+from tenterhook.engine.compile_counts import Compiled
+from tenterhook.engine.compiled_support import compiled_support
 from tenterhook.engine.install import attach_all, detach, locked
-from tenterhook.engine.lane import Lane
-from tenterhook.engine.reasons import never_reached
+from tenterhook.engine.module_actions import ModuleActions
+from tenterhook.engine.never_reached import never_reached
 from tenterhook.engine.shared_forward import SharedForwards
+from tenterhook.engine.with_block import BlockEnd
 from tenterhook.errors import (
     ClosedSession,
     ModelChanged,
@@ -33,12 +33,12 @@ from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.pytorch.support import require
 from tenterhook.pytorch.wrappers import unwrapped, wrappers_of
-from tenterhook.sites.facts import facts
-from tenterhook.sites.fused import FUSED, unfused
+from tenterhook.sites.fused_layers import FUSED, unfused
+from tenterhook.sites.model_facts import facts
 from tenterhook.sites.parameter import Exchange, Swap, is_offloaded, own_update
 from tenterhook.sites.readers import Readers, refuse_outside_owners
+from tenterhook.sites.tensor_wrappers import is_spread
 from tenterhook.sites.threads import current
-from tenterhook.sites.wrapped import is_spread
 
 __all__ = ["Session", "open_here"]
 
@@ -90,7 +90,7 @@ class Session:
         self.stopped = False
         self.tape: Any = None
         self.owner = current.token
-        self._lanes: dict[nn.Module, Lane] = {}
+        self._action_sets: dict[nn.Module, ModuleActions] = {}
         self._shared_forwards: SharedForwards | None = None
         self._readers: Readers | None = None
         self._swaps: list[Exchange] = []
@@ -100,7 +100,7 @@ class Session:
         self.depth = 0  # Of `with` blocks.
         self._planned: Structure | None = None  # What the model was like as its points were found, if that is known.
         self._structure: Structure | None = None
-        self.reel: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
+        self.graph_outputs: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
         self._told = Compiled()
@@ -118,10 +118,10 @@ class Session:
             self._plan()
             self._check_torch()
             if has_compiled_anything():
-                compiled.begin(self)
+                compiled_support().begin(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
-            attach_all(self._lanes.values())
+            attach_all(self._action_sets.values())
             self.on_start()
             self._state = "open"
             self._neighbours = _local.open  # Of the thread that starts it; another one may close it.
@@ -144,7 +144,7 @@ class Session:
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
             else:
-                self._lane(point.module, point.path).add(binding)
+                self._actions_of(point.module, point.path).add(binding)
         self._leave_fast_paths()
         self._check_model()
         for wrapper in wrappers_of(self.model):
@@ -158,7 +158,7 @@ class Session:
                 self._structure = structure(self.model)
             if self._structure is self._planned:
                 return
-        places = [(lane.path, module) for module, lane in self._lanes.items()]
+        places = [(actions.path, module) for module, actions in self._action_sets.items()]
         if self._shared_forwards is not None:
             places += [(path, module) for module, path in self._shared_forwards.modules.items()]
         if self.is_explicit:
@@ -172,7 +172,7 @@ class Session:
 
     def _check_torch(self) -> None:
         """Raise if this release of PyTorch lacks something that only this model needs."""
-        modules = [*self._lanes, *(self._shared_forwards.modules if self._shared_forwards is not None else ())]
+        modules = [*self._action_sets, *(self._shared_forwards.modules if self._shared_forwards is not None else ())]
         hooked = GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules)
         if hooked:
             require("hooks of other libraries")
@@ -182,19 +182,19 @@ class Session:
             require_fsdp(self.model)
 
     @property
-    def lanes(self) -> dict[nn.Module, Lane]:
+    def action_sets(self) -> dict[nn.Module, ModuleActions]:
         """What is done at each module."""
         if self._shared_forwards is not None:
             self._shared_forwards.hand_over_all()
-        return self._lanes
+        return self._action_sets
 
-    def _lane(self, module: nn.Module, path: str) -> Lane:
-        lane = self._lanes.get(module)
-        if lane is None:
-            lane = self._lanes[module] = Lane(self, module, path)
+    def _actions_of(self, module: nn.Module, path: str) -> ModuleActions:
+        actions = self._action_sets.get(module)
+        if actions is None:
+            actions = self._action_sets[module] = ModuleActions(self, module, path)
             if self._shared_forwards is not None:
                 self._shared_forwards.hand_over(module)
-        return lane
+        return actions
 
     def _plan_parameter(self, binding: Binding) -> None:
         """Exchange an edited parameter around every call of the modules that can read it."""
@@ -219,10 +219,10 @@ class Session:
         reaching = {id(point.module)} if spread else readers.reaching(point.tensor)
         for path, module in walk(self.model)[0]:
             if id(module) in reaching:
-                lane = self._lane(module, path)
-                lane.swaps += (swap, *own_update(swap, module))
-                lane.again = True
-                lane.before_hooks = lane.before_hooks or not spread  # FSDP puts it together in a hook.
+                actions = self._actions_of(module, path)
+                actions.swaps += (swap, *own_update(swap, module))
+                actions.again = True
+                actions.before_hooks = actions.before_hooks or not spread  # FSDP puts it together in a hook.
 
     def _leave_fast_paths(self) -> None:
         """Let fused layers call their children, where one of those is wanted."""
@@ -231,20 +231,22 @@ class Session:
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
                 exchange = unfused(layer)
                 self._swaps.append(exchange)
-                self._lane(layer, path).swaps += (exchange,)
+                self._actions_of(layer, path).swaps += (exchange,)
 
     def _wants_inside(self, path: str, layer: nn.Module) -> bool:
         inside = f"{path}." if path else ""
-        for lane in self._lanes.values():
-            if lane.module is layer or not lane.path.startswith(inside):
+        for actions in self._action_sets.values():
+            if actions.module is layer or not actions.path.startswith(inside):
                 continue
             # The layers of an encoder are called on its fast path too; what is inside them is not.
-            if not isinstance(layer, nn.TransformerEncoder) or not isinstance(lane.module, nn.TransformerEncoderLayer):
+            if not isinstance(layer, nn.TransformerEncoder) or not isinstance(
+                actions.module, nn.TransformerEncoderLayer
+            ):
                 return True
         return False
 
-    def needs_lanes(self) -> bool:
-        """Return whether each module needs a lane.
+    def needs_action_sets(self) -> bool:
+        """Return whether each module needs a set of actions.
 
         Compiled code, and layers that may bypass their children, have to know of all points beforehand.
         """
@@ -260,12 +262,12 @@ class Session:
 
     def has_calls(self) -> bool:
         """Return whether any call was seen to begin."""
-        return any(lane.calls for lane in self._lanes.values())
+        return any(actions.calls for actions in self._action_sets.values())
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module the session has seen begin."""
-        lane = self._lanes.get(module)
-        return lane.calls if lane is not None else 0
+        actions = self._action_sets.get(module)
+        return actions.calls if actions is not None else 0
 
     def on_start(self) -> None:
         """For a verb that has more to put in; what it raises undoes the start."""
@@ -285,7 +287,7 @@ class Session:
 
     def _let_go(self) -> None:
         """Drop what refers back to this session, so that it and its tape go when the last reference does."""
-        self._lanes, self.bindings, self.required, self.entries, self.reel = {}, [], [], {}, None
+        self._action_sets, self.bindings, self.required, self.entries, self.graph_outputs = {}, [], [], {}, None
         self._shared_forwards, self._readers, self._swaps = None, None, []
 
     def _undo(self) -> list[str]:
@@ -294,16 +296,18 @@ class Session:
             self._neighbours.remove(self)
         replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
         try:
-            with locked:  # Another thread that makes a forward for all lanes of a module finds none half gone.
-                for lane in reversed(self._lanes.values()):
-                    lane.rest()
-                    if not detach(lane):
-                        replaced.append(lane.path or ":return")
+            with (
+                locked
+            ):  # Another thread that makes a forward for all sets of actions of a module finds none half gone.
+                for actions in reversed(self._action_sets.values()):
+                    actions.rest()
+                    if not detach(actions):
+                        replaced.append(actions.path or ":return")
         finally:
             for swap in reversed(self._swaps):  # Of a call that was interrupted as it put them in or back.
                 swap.put_back()
             self.on_close()
-        self._told = compiled.end(self)
+        self._told = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
@@ -316,8 +320,8 @@ class Session:
             warnings.warn(REPLACED.format(path=path), TenterhookWarning, stacklevel=4)
 
     def _say_what_was_missed(self) -> None:
-        if self.reel is not None and self.reel.error is not None:
-            raise self.reel.error
+        if self.graph_outputs is not None and self.graph_outputs.error is not None:
+            raise self.graph_outputs.error
         if self._structure is not None and structure(self.model) is not self._structure:
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
@@ -357,7 +361,7 @@ class Session:
             self.stopped = mine
             self.close()
         else:
-            named = compiled.explained(self, error)
+            named = compiled_support().explained(self, error)
             replaced = self._undo()
             self._let_go()
             self._say_what_was_replaced(replaced)
@@ -384,7 +388,7 @@ class Session:
     @property
     def compiled(self) -> Compiled:
         """What torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
-        return compiled.told(self) if self.is_open else self._told
+        return compiled_support().told(self) if self.is_open else self._told
 
     def without_tape(self) -> Self:
         """What stands for a session that is over, in recomputations of what ran in it."""

@@ -2,8 +2,8 @@
 
 Most sessions only record what modules return. Nothing has to be made for each module then: every touched module gets
 the same function, bound to it, and the function knows the module by its ``self``. What it cannot do itself, because
-another session or another library's hook is there too, it hands over: the module then gets a lane and a tap of its own
-(see :mod:`tenterhook.engine.install`) for the rest of the session.
+another session or another library's hook is there too, it hands over: the module then gets a set of actions and a patch
+of its own (see :mod:`tenterhook.engine.install`) for the rest of the session.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tenterhook.engine.bound import bind, shows_attributes
+from tenterhook.engine.bound_method import bind, shows_attributes
 from tenterhook.engine.dispatch import OWN_FILES, leave
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
 from tenterhook.pytorch.dynamo import disable
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
-    from tenterhook.engine.lane import Lane
+    from tenterhook.engine.module_actions import ModuleActions
     from tenterhook.engine.session import Session
 
 __all__ = ["SharedForwards"]
@@ -43,7 +43,7 @@ class SharedForwards:
     """The modules of one session that have a shared ``forward``.
 
     ``make`` makes the function for a class, from that class's own ``forward`` and this object; ``bindings`` gives what
-    the session does at a module, and how many calls of it have begun, where a lane takes over.
+    the session does at a module, and how many calls of it have begun, where a set of actions takes over.
     """
 
     __slots__ = ("_bindings", "_make", "_methods", "_scripted", "_session", "modules")
@@ -98,13 +98,13 @@ class SharedForwards:
     # -- what the functions ask for -----------------------------------------------------------------------------------
 
     def other(self, module: nn.Module) -> Forward:
-        """Hand a module over to a lane; return the forward to call there now, for a copy of a module its own."""
+        """Give a module actions of its own; return the forward to call now, for a copy of a module its own."""
         with locked:
             if module in self.modules:
                 self._hand_over(module)
-            lane = self._lane(module)
-            if lane is not None and lane.tap is not None and lane.tap.method is not None:
-                method: Forward = lane.tap.method
+            actions = self._actions_of(module)
+            if actions is not None and actions.patch is not None and actions.patch.method is not None:
+                method: Forward = actions.patch.method
                 return method
             # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
             state = module.__dict__
@@ -118,29 +118,29 @@ class SharedForwards:
         with locked:
             if module in self.modules:
                 self._hand_over(module)
-            lane = self._lane(module)
-        if lane is None or lane.tap is None:
+            actions = self._actions_of(module)
+        if actions is None or actions.patch is None:
             return value
-        return leave(lane.tap, [(lane, call)], value)
+        return leave(actions.patch, [(actions, call)], value)
 
-    def _lane(self, module: nn.Module) -> Lane | None:
-        return self._session._lanes.get(module) if self._session is not None else None
+    def _actions_of(self, module: nn.Module) -> ModuleActions | None:
+        return self._session._action_sets.get(module) if self._session is not None else None
 
     def _hand_over(self, module: nn.Module) -> None:
         path = self.modules.pop(module)
         method = next((method for method in self._methods if method.__self__ is module), None)
         assert self._session is not None  # noqa: S101  There are no modules after its end.
         bindings, calls = self._bindings(module)
-        lane = self._session._lane(module, path)
+        actions = self._session._actions_of(module, path)
         for binding in bindings:
-            lane.add(binding)
-        lane.begin_at(calls)
-        if method is None:  # Nothing is in place yet; the session attaches the lane.
+            actions.add(binding)
+        actions.begin_at(calls)
+        if method is None:  # Nothing is in place yet; the session attaches the actions.
             return
         self._methods.remove(method)
         state = module.__dict__
         theirs = state.get("forward")
-        put(lane)  # At once in place of the shared one: another thread may be calling the module now.
+        put(actions)  # At once in place of the shared one: another thread may be calling the module now.
         if theirs is None:
             del state["forward"]
         elif theirs is not method:  # Somebody has put this one around ours, which is reached through it alone.

@@ -13,14 +13,14 @@ import xxhash
 from torch import Tensor
 
 from tenterhook.errors import HarvestError
-from tenterhook.harvest.source import Cut, Source
+from tenterhook.harvest.batch_source import BatchSource, Cut
 
 __all__ = ["as_batch", "source_of_dataset", "source_of_file"]
 
 READ = 16 << 20
 
 
-def source_of_file(path: str | os.PathLike[str], size: int, tokenizer: Any, length: int) -> Source:
+def source_of_file(path: str | os.PathLike[str], size: int, tokenizer: Any, length: int) -> BatchSource:
     """The samples of a file, by its ending."""
     file = Path(path)
     if not file.is_file():

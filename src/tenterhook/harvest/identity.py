@@ -18,7 +18,7 @@ from tenterhook.engine.session import open_here
 from tenterhook.errors import HarvestError
 from tenterhook.harvest import identity_code as code
 from tenterhook.harvest.identity_values import ADDRESS, SKIPPED, Describer, Tree, differences
-from tenterhook.harvest.weights import digest_of, weights_of
+from tenterhook.harvest.weights_digest import digest_of, weights_of
 from tenterhook.pytorch.hook_tables import BACKWARD, BACKWARD_PRE, FORWARD, FORWARD_PRE
 from tenterhook.pytorch.module_calls import buffers_of, non_persistent_buffers_of
 

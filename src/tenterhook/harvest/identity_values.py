@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tenterhook.harvest import identity_code as code
-from tenterhook.harvest.weights import digest_of
+from tenterhook.harvest.weights_digest import digest_of
 
 __all__ = ["ADDRESS", "SKIPPED", "Describer", "Tree", "differences"]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from tenterhook._tree import map_tensors
 from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
-from tenterhook.harvest.ahead import Ahead, Begin
-from tenterhook.harvest.rows import Taking, tensor_at
-from tenterhook.harvest.source import digest
+from tenterhook.harvest.batch_source import digest
+from tenterhook.harvest.early_rows import Begin, EarlyRows
+from tenterhook.harvest.rows import RowRule, tensor_at
 from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
-from tenterhook.record.capture import Copy
+from tenterhook.record.kept_value import Copy
 from tenterhook.record.verb import record
-from tenterhook.sinks.pinned import Piece
+from tenterhook.store.device_copy import Piece
 
 __all__ = ["Batch", "Job"]
 
@@ -58,7 +58,7 @@ class Job:
 
     model: nn.Module
     selectors: tuple[Selector, ...]
-    taking: Taking
+    taking: RowRule
     grad: Loss | None = None
     stop: bool = True
     copy: Copy = "auto"
@@ -100,7 +100,7 @@ class Job:
     def run(self, batch: Any, first_sample: int, begin: Begin | None = None) -> Batch:
         """Run the model once, and make the rows of what passed. ``begin`` takes rows while the model still runs."""
         picked = self.taking.pick(batch, first_sample)
-        ahead = Ahead(begin, self.taking, picked) if begin is not None and self._may_begin() else None
+        ahead = EarlyRows(begin, self.taking, picked) if begin is not None and self._may_begin() else None
         try:
             values = self._values(batch, ahead)
         except ValueChanged:
@@ -133,7 +133,7 @@ class Job:
         is_plain = self.copy == "auto" and self.grad is None and not self.gather
         return is_plain and self._can_begin and not callable(self.taking.reduce)
 
-    def _values(self, batch: Any, ahead: Ahead | None) -> dict[Key, Tensor]:
+    def _values(self, batch: Any, ahead: EarlyRows | None) -> dict[Key, Tensor]:
         inputs = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
         chosen = self.found if self.found is not None else self.selectors
         stop = self.stop and self.grad is None

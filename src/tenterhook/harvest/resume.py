@@ -8,10 +8,10 @@ from math import gcd
 from typing import Any
 
 from tenterhook.errors import DifferentHarvest, StoreError
+from tenterhook.harvest.batch_source import SHORT, BatchSource, digest
 from tenterhook.harvest.identity import Identity, shortened
-from tenterhook.harvest.source import SHORT, Source, digest
-from tenterhook.sinks.shards import END, committed, pack, planned, read_commit, read_end
-from tenterhook.sinks.shards_place import Place
+from tenterhook.store.format import END, committed, pack, planned, read_commit, read_end
+from tenterhook.store.place import StorePlace
 
 __all__ = ["check_digest", "check_end", "check_sample", "compare"]
 
@@ -32,7 +32,7 @@ DESCRIBED = {"model", "mask", "reduce", "grad", "call", "tokenizer"}
 OLD_KEYS = ("points", "rows", "project", "dtype", "data", "shard_rows", "shard_bytes")
 
 
-def compare(place: Place, manifest: dict[str, Any], identity: Identity, *, trust: bool) -> None:
+def compare(place: StorePlace, manifest: dict[str, Any], identity: Identity, *, trust: bool) -> None:
     """Refuse to go on with what is not the same harvest. What was not asked for now is as it was."""
     then, values, changes = manifest["harvest"], manifest.get("values", {}), tuple(manifest.get("changes", ()))
     if manifest["format_version"] < IDENTIFIED:
@@ -77,7 +77,7 @@ def _minor(version: str) -> str:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def check_sample(place: Place, manifest: dict[str, Any], source: Source) -> None:
+def check_sample(place: StorePlace, manifest: dict[str, Any], source: BatchSource) -> None:
     """Compare some batches with those that were committed: others each time; a stream is compared as it passes."""
     shards, per_shard = committed(place, planned(place, manifest)), manifest["plan"]["batches_per_shard"]
     if not shards or source.samples_before(per_shard) is None:
@@ -89,7 +89,7 @@ def check_sample(place: Place, manifest: dict[str, Any], source: Source) -> None
         check_digest(place, number // per_shard, then, None if batch is None else digest(batch)[:SHORT])
 
 
-def _digests(place: Place, shards: list[int], manifest: dict[str, Any], turn: int) -> Iterator[tuple[int, str]]:
+def _digests(place: StorePlace, shards: list[int], manifest: dict[str, Any], turn: int) -> Iterator[tuple[int, str]]:
     """Yield the numbers of the batches to compare, in order, each with its digest."""
     per_shard = manifest["plan"]["batches_per_shard"]
     places = _sampled(len(shards) * per_shard, turn)
@@ -117,7 +117,7 @@ def _sampled(count: int, turn: int) -> list[int]:
     return sorted({0, *chosen, count - 1})
 
 
-def _count_resume(place: Place) -> int:
+def _count_resume(place: StorePlace) -> int:
     """Count the resumed harvests in a file beside the store, and return how many there were before."""
     try:
         count = int(place.read(RESUMES)[:20])
@@ -128,7 +128,7 @@ def _count_resume(place: Place) -> int:
     return count
 
 
-def check_digest(place: Place, shard: int, then: str, now: str | None) -> None:
+def check_digest(place: StorePlace, shard: int, then: str, now: str | None) -> None:
     """Refuse data that is not what a committed shard was made of."""
     if then == now:
         return
@@ -137,7 +137,7 @@ def check_digest(place: Place, shard: int, then: str, now: str | None) -> None:
     raise DifferentHarvest(DIFFERS.format(place=place, lines=text))
 
 
-def check_end(place: Place, batches: int) -> None:
+def check_end(place: StorePlace, batches: int) -> None:
     """Note where a stream ended, or compare with where it ended before."""
     if place.create(END, pack({"batches": batches})):
         return

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tenterhook._tree import describe, tensors
 from tenterhook.errors import HarvestError
-from tenterhook.harvest.source import digest, size_of
+from tenterhook.harvest.batch_source import digest, size_of
 
-__all__ = ["Picked", "Taking", "tensor_at"]
+__all__ = ["PickedRows", "RowRule", "tensor_at"]
 
 By = Literal["sample", "token"]
 Reduce = Literal["last", "mean", "max"] | Callable[[Tensor, Tensor | None], Tensor] | None
@@ -23,7 +23,7 @@ MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class PickedRows:
     """The rows of one batch, found before the model runs: which tokens, and what is known of each."""
 
     samples: int
@@ -33,7 +33,7 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class Taking:
+class RowRule:
     """How rows are made."""
 
     by: By = "sample"
@@ -62,23 +62,23 @@ class Taking:
 
     # -- before the model runs ----------------------------------------------------------------------------------------
 
-    def pick(self, batch: Any, first_sample: int) -> Picked:
+    def pick(self, batch: Any, first_sample: int) -> PickedRows:
         """Which rows a batch has, as far as the batch tells."""
         samples, mask = size_of(batch), self._mask(batch)
         numbers = torch.arange(first_sample, first_sample + samples)
         if self.by == "sample":
-            return Picked(samples, mask, None, {"sample": numbers})
+            return PickedRows(samples, mask, None, {"sample": numbers})
         tokens = _tokens(batch)
         shape = mask.shape if mask is not None else tokens.shape if tokens is not None else None
         if shape is None:
-            return Picked(samples, None, None, {"sample": numbers})
+            return PickedRows(samples, None, None, {"sample": numbers})
         index = None if mask is None or bool(mask.all()) else mask.flatten().nonzero().flatten()
         facts = _facts(numbers, shape, _named_tensor(batch, "position_ids"))
         if tokens is not None and tokens.shape == shape:
             facts["token"] = tokens.flatten().to("cpu", torch.int32)
         if index is not None:
             facts = {name: fact[index] for name, fact in facts.items()}
-        return Picked(samples, mask, index, facts)
+        return PickedRows(samples, mask, index, facts)
 
     def _mask(self, batch: Any) -> Tensor | None:
         if self.mask is None:
@@ -96,7 +96,7 @@ class Taking:
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
-    def take(self, value: Tensor, picked: Picked, address: str) -> Tensor:
+    def take(self, value: Tensor, picked: PickedRows, address: str) -> Tensor:
         """The rows of a value, on its own device, detached."""
         value = value.detach()
         if value.ndim == 0 or len(value) != picked.samples:
@@ -109,7 +109,7 @@ class Taking:
             value = value @ self.project.to(value)
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
 
-    def _reduced(self, value: Tensor, picked: Picked, address: str) -> Tensor:
+    def _reduced(self, value: Tensor, picked: PickedRows, address: str) -> Tensor:
         mask = picked.mask
         if callable(self.reduce):
             return self.reduce(value, None if mask is None else mask.to(value.device))
@@ -120,7 +120,7 @@ class Taking:
             raise HarvestError(NOT_TOKENS.format(address=address, shape=list(value.shape), mask=list(mask.shape)))
         return REDUCTIONS[self.reduce](value, mask)  # type: ignore[index]
 
-    def _of_tokens(self, value: Tensor, picked: Picked, address: str) -> Tensor:
+    def _of_tokens(self, value: Tensor, picked: PickedRows, address: str) -> Tensor:
         if value.ndim < MATRIX:
             raise HarvestError(f'rows="token" needs [samples, tokens, …], and {address!r} is {list(value.shape)}.')
         mask = picked.mask
@@ -129,7 +129,7 @@ class Taking:
         flat = value.flatten(0, 1)
         return flat if picked.index is None else flat.index_select(0, picked.index.to(value.device, non_blocking=True))
 
-    def complete(self, picked: Picked, value: Tensor) -> dict[str, Tensor]:
+    def complete(self, picked: PickedRows, value: Tensor) -> dict[str, Tensor]:
         """The facts of the rows, where only the value tells how many tokens there are."""
         if self.by == "sample" or "position" in picked.facts or value.ndim < MATRIX:
             return picked.facts

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from tenterhook.errors import HarvestError
+from tenterhook.harvest.batch_source import BatchSource, source_of
+from tenterhook.harvest.harvest_plan import HarvestPlan, settle
 from tenterhook.harvest.job import Job
-from tenterhook.harvest.make import make_shard, parts
-from tenterhook.harvest.meter import Harvest, Meter, shown
-from tenterhook.harvest.plan import Plan, settle
-from tenterhook.harvest.source import Source, source_of
-from tenterhook.sinks.shards import committed
-from tenterhook.sinks.shards_lock import FOREVER, Holder
-from tenterhook.sinks.shards_place import Place, place_of
-from tenterhook.sinks.shards_write import Writer
+from tenterhook.harvest.progress import Harvest, Progress, shown
+from tenterhook.harvest.shard import make_shard, parts
+from tenterhook.store.format import committed
+from tenterhook.store.lock import FOREVER, Holder
+from tenterhook.store.place import StorePlace, place_of
+from tenterhook.store.write import Writer
 
-__all__ = ["Options", "ranks", "run"]
+__all__ = ["HarvestOptions", "ranks", "run"]
 
 ENGINES = ("auto", "local", "ranks", "ray")
 LEAST = 1 << 16
@@ -36,7 +36,7 @@ ELSEWHERE = {"ray": "tenterhook.integrations.ray"}
 
 
 @dataclass
-class Options:
+class HarvestOptions:
     """Where, and by whom."""
 
     to: Any
@@ -73,18 +73,18 @@ class Options:
         """Return who asks for the place."""
         return Holder(self.job, rank, FOREVER if self.wait is True else float(self.wait))
 
-    def source(self, batches: Any) -> Source:
+    def source(self, batches: Any) -> BatchSource:
         """The data, cut into batches."""
         return source_of(
             batches() if callable(batches) and not hasattr(batches, "__iter__") else batches, **self.cutting
         )
 
 
-def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
+def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harvest:
     """Choose the runner."""
     engine = options.engine
     if options.is_function:
-        from tenterhook.harvest.give import run_to_function
+        from tenterhook.harvest.to_callback import run_to_function
 
         return run_to_function(job(), options.source(batches), options)
     if engine == "auto":
@@ -93,7 +93,7 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         runner: Harvest = importlib.import_module(ELSEWHERE[engine]).run(job, batches, options)
         return runner
     if engine == "ranks":
-        from tenterhook.harvest.spread import run_on_ranks
+        from tenterhook.harvest.distributed import run_on_ranks
 
         return run_on_ranks(job(), options.source(batches), options, ranks(slurm=True))
     place = place_of(options.to)
@@ -131,11 +131,16 @@ def job_of_ranks() -> str:
 
 
 def run_here(
-    job: Job, plan: Plan, source: Source, place: Place, options: Options, mine: Callable[[int], bool]
+    job: Job,
+    plan: HarvestPlan,
+    source: BatchSource,
+    place: StorePlace,
+    options: HarvestOptions,
+    mine: Callable[[int], bool],
 ) -> Harvest:
     """Make the missing shards that are mine, one after the other, in this process."""
     found = len(committed(place))
-    meter = Meter(_left(place, plan, mine))
+    meter = Progress(_left(place, plan, mine))
     writer = Writer(place, options.memory)
     meter.spent = writer.seconds
     finished = False
@@ -149,7 +154,7 @@ def run_here(
     return result(place, meter, writer, found, options)
 
 
-def _left(place: Place, plan: Plan, mine: Callable[[int], bool]) -> int | None:
+def _left(place: StorePlace, plan: HarvestPlan, mine: Callable[[int], bool]) -> int | None:
     """The batches that are still to be run."""
     if plan.shards is None:
         return None
@@ -158,7 +163,7 @@ def _left(place: Place, plan: Plan, mine: Callable[[int], bool]) -> int | None:
     return sum(stop - start for start, stop in ranges)
 
 
-def result(place: Place, meter: Meter, writer: Writer, found: int, options: Options) -> Harvest:
+def result(place: StorePlace, meter: Progress, writer: Writer, found: int, options: HarvestOptions) -> Harvest:
     """What it came to."""
     return Harvest(
         place=place,

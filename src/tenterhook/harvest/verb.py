@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tenterhook.address import Selector
 
 if TYPE_CHECKING:
-    from tenterhook.harvest.meter import Harvest
-    from tenterhook.sinks.shards_read import Store
+    from tenterhook.harvest.progress import Harvest
+    from tenterhook.store.read import Store
 
 __all__ = ["harvest", "open"]
 
@@ -97,11 +97,11 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
             is an error, which names that job's machine and process.
     """
     from tenterhook.harvest.job import Job
-    from tenterhook.harvest.rows import Taking
-    from tenterhook.harvest.runners import Options, run
+    from tenterhook.harvest.rows import RowRule
+    from tenterhook.harvest.runners import HarvestOptions, run
 
-    taking = Taking(rows, mask, reduce, project, dtype)
-    options = Options(
+    taking = RowRule(rows, mask, reduce, project, dtype)
+    options = HarvestOptions(
         to=to,
         asked={"shard_rows": shard_rows, "shard_bytes": shard_bytes},
         cutting={"batch_size": batch_size, "tokenizer": tokenizer, "length": length},
@@ -129,7 +129,7 @@ def open(path: str | os.PathLike[str] | Any, *, check: bool = True, **options: A
         check: compare what is read with its checksums, the first time that it is.
         **options: for a URL: what obstore is to be told, such as ``endpoint=``.
     """
-    from tenterhook.sinks.shards_place import place_of
-    from tenterhook.sinks.shards_read import Store
+    from tenterhook.store.place import place_of
+    from tenterhook.store.read import Store
 
     return Store(place_of(path, **options), check=check)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.sinks.shards_read import Store
+from tenterhook.store.read import Store
 
 __all__ = ["to_parquet"]
 

@@ -24,18 +24,18 @@ from torch import Tensor
 
 from tenterhook._tree import map_tensors
 from tenterhook.errors import HarvestError, TenterhookError
+from tenterhook.harvest.batch_source import BatchSource
+from tenterhook.harvest.harvest_plan import HarvestPlan, settle
 from tenterhook.harvest.job import Job
-from tenterhook.harvest.make import make_shard
-from tenterhook.harvest.meter import Harvest, Meter, shown
-from tenterhook.harvest.plan import Plan, settle
-from tenterhook.harvest.source import Source
-from tenterhook.harvest.weights import weights_of
-from tenterhook.sinks.shards import commit_name, committed, read_manifest
-from tenterhook.sinks.shards_place import place_of
-from tenterhook.sinks.shards_write import Writer
+from tenterhook.harvest.progress import Harvest, Progress, shown
+from tenterhook.harvest.shard import make_shard
+from tenterhook.harvest.weights_digest import weights_of
+from tenterhook.store.format import commit_name, committed, read_manifest
+from tenterhook.store.place import place_of
+from tenterhook.store.write import Writer
 
 if TYPE_CHECKING:
-    from tenterhook.harvest.runners import Options
+    from tenterhook.harvest.runners import HarvestOptions
 
 __all__ = ["run"]
 
@@ -65,13 +65,15 @@ AT_ONCE = 2
 class _Maker:
     """A worker: the model, the data, and a writer."""
 
-    def __init__(self, job: Any, batches: Any, options: Options, plan: Plan, found: tuple[str, ...]) -> None:
+    def __init__(
+        self, job: Any, batches: Any, options: HarvestOptions, plan: HarvestPlan, found: tuple[str, ...]
+    ) -> None:
         import torch
 
         torch.set_num_threads(1)
         self.job: Job = job()
         self.job.found = found
-        self.source: Source = options.source(batches)
+        self.source: BatchSource = options.source(batches)
         self.plan, self.place, self.memory = plan, place_of(options.to), options.memory
         self.writer = Writer(self.place, self.memory)
         self._running, self._options, self._is_checked = threading.Lock(), options, False
@@ -88,7 +90,7 @@ class _Maker:
 
     def _made(self, shards: list[int]) -> dict[str, float]:
         """Make shards and wait until they are committed. What came of it, and the seconds that the writer was busy."""
-        meter = Meter()
+        meter = Progress()
         with self._running:  # One model, one thread at a time.
             writer, before = self.writer, dict(self.writer.seconds)
             try:
@@ -114,7 +116,7 @@ class _Maker:
             raise HarvestError(OTHER_MODEL.format(then=then, now=now))
         self._is_checked = True
 
-    def _make(self, shard: int, meter: Meter) -> bool:
+    def _make(self, shard: int, meter: Progress) -> bool:
         """Make a shard, unless it is there."""
         if self.place.size(commit_name(shard)) is not None:
             return False
@@ -125,7 +127,7 @@ class _Maker:
         return True
 
 
-def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
+def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harvest:
     """Settle the plan here, and have the missing shards made by workers."""
     place = place_of(options.to)
     batches = _to_send(batches)
@@ -140,7 +142,7 @@ def run(job: Callable[[], Job], batches: Any, options: Options) -> Harvest:
         on_gpu, points = here.device.type == "cuda", here.found or ()
         del here  # A model that was made for the plan alone takes no memory from the workers.
         workers = min(options.workers or _as_many_as_fit(ray.cluster_resources(), on_gpu=on_gpu), max(1, len(todo)))
-        meter, made, peak = Meter(len(todo) * plan.per_shard, workers), 0, 0
+        meter, made, peak = Progress(len(todo) * plan.per_shard, workers), 0, 0
         meter.spent = dict.fromkeys(("copy", "disk"), 0.0)
         with shown(meter, progress=options.progress):
             for done in _results(ray, (job, batches, options, plan, points), todo, workers, on_gpu=on_gpu):

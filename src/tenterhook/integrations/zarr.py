@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tenterhook.errors import StoreError
-from tenterhook.sinks.shards import Column
-from tenterhook.sinks.shards_read import Store
+from tenterhook.store.format import StoredColumn
+from tenterhook.store.read import Store
 
 __all__ = ["to_zarr"]
 
@@ -50,7 +50,7 @@ def to_zarr(store: Store, folder: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _write(tensorstore: Any, store: Store, column: Column, folder: Path) -> None:
+def _write(tensorstore: Any, store: Store, column: StoredColumn, folder: Path) -> None:
     rows = store.grad[column.key] if column.kind == "grad" else store.rows(column.key)
     chunk = max(1, min(len(store), CHUNK // max(column.rows.nbytes, 1)))
     spec = {

@@ -16,7 +16,7 @@ from tenterhook.pytorch.support import check, feature
 __all__ = [
     "BACKWARD_FUNCTION",
     "PYTHON_NODE",
-    "Hooks",
+    "LightHookTable",
     "call_after_backward",
     "current_backward_id",
     "existed_before",
@@ -209,7 +209,7 @@ post_accumulate_hooks_of: Callable[[Tensor], dict[Any, Any] | None] = member(
 attribute("autograd.Node", "_register_hook_dict")
 
 
-class Hooks(dict[Any, Any]):
+class LightHookTable(dict[Any, Any]):
     """A table of tensor hooks that is lighter than PyTorch's OrderedDict, and can be referenced weakly."""
 
     __slots__ = ("__weakref__",)
@@ -351,7 +351,7 @@ def _probe_hooks() -> None:
     def double(gradient: Tensor) -> Tensor:
         return gradient * 2
 
-    hooks = Hooks()
+    hooks = LightHookTable()
     hooks["first"] = look
     table = set_hooks(value, value.grad_fn, hooks)
     table["second"] = double

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from tenterhook.recipes.ablation import ablate
     from tenterhook.recipes.adversarial import bim, deepfool, feature_attack, fgsm, pgd
     from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
+    from tenterhook.recipes.causal_tracing import causal_trace
     from tenterhook.recipes.direct import direct_logits
     from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+    from tenterhook.recipes.learning_signals import learning_signal
     from tenterhook.recipes.lens import logit_lens, tuned_lens
     from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
     from tenterhook.recipes.perturbation import channel_ablation, feature_ablation, occlusion
@@ -32,10 +34,8 @@ if TYPE_CHECKING:
     from tenterhook.recipes.relevance import deeplift, lrp
     from tenterhook.recipes.result import Attribution, side_by_side
     from tenterhook.recipes.rollout import attention_rollout
-    from tenterhook.recipes.samples import per_sample_gradients
-    from tenterhook.recipes.signal import learning_signal
+    from tenterhook.recipes.sample_gradients import per_sample_gradients
     from tenterhook.recipes.steer import steering
-    from tenterhook.recipes.tracing import causal_trace
     from tenterhook.recipes.training import activation_penalty, clip_gradient, freeze, reverse_gradient, scale_gradient
 
 __all__ = [
@@ -97,10 +97,10 @@ MODULES = {
     "relevance": ("deeplift", "lrp"),
     "result": ("Attribution", "side_by_side"),
     "rollout": ("attention_rollout",),
-    "samples": ("per_sample_gradients",),
-    "signal": ("learning_signal",),
+    "sample_gradients": ("per_sample_gradients",),
+    "learning_signals": ("learning_signal",),
     "steer": ("steering",),
-    "tracing": ("causal_trace",),
+    "causal_tracing": ("causal_trace",),
     "training": ("activation_penalty", "clip_gradient", "freeze", "reverse_gradient", "scale_gradient"),
 }
 HOMES = {name: module for module, names in MODULES.items() for name in names}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes._figures import new_figure
 
 __all__ = ["Attack"]
 

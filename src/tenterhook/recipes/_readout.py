@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes import _given as given
+from tenterhook.recipes import _inputs as given
 
 __all__ = ["Readout", "name_of", "readout"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes import _given as given
-from tenterhook.recipes._heat import heatmap
+from tenterhook.recipes import _inputs as given
+from tenterhook.recipes._figures import heatmap
 
 __all__ = ["Ablation", "ablate"]
 

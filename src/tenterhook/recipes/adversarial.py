@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tenterhook as th
-from tenterhook.recipes import _given as given
+from tenterhook.recipes import _inputs as given
 from tenterhook.recipes._attack import Attack
-from tenterhook.recipes._ball import Ball, Norm, distance
+from tenterhook.recipes._norm_ball import Ball, Norm, distance
 
 __all__ = ["Attack", "bim", "deepfool", "feature_attack", "fgsm", "pgd"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tenterhook as th
-from tenterhook.recipes._given import lone
+from tenterhook.recipes._inputs import lone
 from tenterhook.recipes._target import Given, Score, Target, differentiable, prepared
 from tenterhook.recipes.gradients import guided_backprop
 from tenterhook.recipes.result import Attribution

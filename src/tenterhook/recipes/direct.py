@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes import _given as given
-from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes import _inputs as given
+from tenterhook.recipes._figures import new_figure
 from tenterhook.recipes._readout import TOLERANCE, Readout, readout
 
 __all__ = ["DirectLogits", "direct_logits"]

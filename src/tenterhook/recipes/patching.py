@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._given import arguments, lone, tensors_of
-from tenterhook.recipes._given import selected as addresses_of
-from tenterhook.recipes._heat import heatmap
+from tenterhook.recipes._figures import heatmap
+from tenterhook.recipes._inputs import arguments, lone, tensors_of
+from tenterhook.recipes._inputs import selected as addresses_of
 
 __all__ = ["Agreement", "Patching", "activation", "attribution", "path"]
 

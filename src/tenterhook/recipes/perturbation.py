@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._given import lone
+from tenterhook.recipes._inputs import lone
 from tenterhook.recipes._target import Given, Score, Target, baseline_like, prepared
 from tenterhook.recipes.result import Attribution
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._given import lone
+from tenterhook.recipes._inputs import lone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes._figures import new_figure
 
 __all__ = ["Probes", "probe"]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes._figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

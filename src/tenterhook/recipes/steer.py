@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes import _given as given
-from tenterhook.recipes._heat import new_figure
+from tenterhook.recipes import _inputs as given
+from tenterhook.recipes._figures import new_figure
 
 __all__ = ["Steering", "steering"]
 

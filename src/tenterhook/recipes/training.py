@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes import _given as given
+from tenterhook.recipes import _inputs as given
 
 __all__ = ["Penalty", "activation_penalty", "clip_gradient", "freeze", "reverse_gradient", "scale_gradient"]
 

@@ -14,28 +14,28 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from tenterhook.address.found import FoundOutputs
+from tenterhook.address.found_outputs import FoundOutputs
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
-from tenterhook.engine.short import lone_tensor
-from tenterhook.engine.tracing import refuse_traced
+from tenterhook.engine.fast_path import lone_tensor
+from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
-from tenterhook.record.capture import Passing, Policy
-from tenterhook.record.cell import Cells
-from tenterhook.record.gradient import OutputGradient
-from tenterhook.record.log import SPAN, LogEntries
-from tenterhook.record.order import number_for
+from tenterhook.record.alias_sums import number_for
+from tenterhook.record.gradient_slot import GradientSlots
+from tenterhook.record.kept_value import GradientOnly, Policy
+from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
-from tenterhook.sites.tensor import shows_every_change
+from tenterhook.record.tape_log import SPAN, LogEntries
+from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
     from tenterhook.address import Point
     from tenterhook.engine.shared_forward import Forward, SharedForwards
-    from tenterhook.record.log import Returned
     from tenterhook.record.tape import Tape
+    from tenterhook.record.tape_log import Returned
 
 __all__ = ["OutputRecorder", "Outputs"]
 
@@ -160,7 +160,7 @@ class Outputs:
         if alone:
             self._add = log.fresh.append if keep == sys.maxsize else log.windows(keep)
         self._gradients: dict[nn.Module, OutputGradient] = {}
-        self._cells: dict[int, Cells] = {}  # By the first key of a track: a tape refers to its modules weakly.
+        self._slots: dict[int, GradientSlots] = {}  # By the first key of a track: a tape refers to its modules weakly.
         if alone:
             self._make_tracks_later()
 
@@ -170,7 +170,7 @@ class Outputs:
             described = points.tracks
         else:
             described = [(point.address, type(point.module), ref(point.module)) for point in points]
-        bases, log, cells = self._bases, self._tape.log, self._cells
+        bases, log, slots = self._bases, self._tape.log, self._slots
 
         def values(tracks: dict[str, Track]) -> None:
             for (address, kind, module), base in zip(described, bases, strict=True):
@@ -178,13 +178,13 @@ class Outputs:
 
         def gradients(tracks: dict[str, Track]) -> None:
             for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(cells.setdefault(base, Cells()), kind=kind.__name__, output_of=module)
+                tracks[address] = Track(slots.setdefault(base, GradientSlots()), kind=kind.__name__, output_of=module)
 
         if self._values:
             self._tape.make_tracks_later(values)
         if self._grad:
             self._tape.grad.make_tracks_later(gradients)
-            self._tape.grad.unread = cells
+            self._tape.grad.unread = slots
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module have begun."""
@@ -199,7 +199,7 @@ class Outputs:
         if self._values:
             self._tape._tracks[point.address] = Track(LogEntries(self._tape.log, base=base), point=point)
         if self._grad:
-            self._tape.grad._tracks[point.address] = Track(self._cells.setdefault(base, Cells()), point=point)
+            self._tape.grad._tracks[point.address] = Track(self._slots.setdefault(base, GradientSlots()), point=point)
 
     def named(self) -> dict[nn.Module, str]:
         """Return the modules, with their paths."""
@@ -223,18 +223,18 @@ class Outputs:
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
         if gradient is None:
-            cells = self._cells.setdefault(self._base(module), Cells())
+            slots = self._slots.setdefault(self._base(module), GradientSlots())
             gradient = self._gradients[module] = OutputGradient(
-                cells, self._keep, whole=self._policy.gather, views=self._tape.grad.views, of=number_for(module)
+                slots, self._keep, whole=self._policy.gather, views=self._tape.grad.views, of=number_for(module)
             )
         return gradient
 
     def bindings(self, module: nn.Module) -> tuple[list[Binding], int]:
-        """Return what is done at a module where a lane does it, and how many of its calls have begun."""
+        """Return what is done at a module where a set of actions does it, and how many of its calls have begun."""
         point = next(point for point in self.points if point.module is module)
         base, calls = self._base(module), self.calls_of(module)
         actions: list[Any] = [self._gradient_of(module)] if self._grad else []
-        first = OutputRecorder(base, self._policy, self._add) if self._values else Passing(actions[0])
+        first = OutputRecorder(base, self._policy, self._add) if self._values else GradientOnly(actions[0])
         return [Binding(point, action) for action in (first, *actions)], calls
 
     def reached(self) -> Callable[[Point], bool]:
@@ -251,7 +251,7 @@ class Outputs:
 
 
 class OutputRecorder:
-    """The action that records a module's output where a shared forward has handed it over to a lane."""
+    """The action that records a module's output where a shared forward has handed it over to a set of actions."""
 
     observes = True
     again = False

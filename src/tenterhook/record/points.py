@@ -15,7 +15,7 @@ from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
 
 if TYPE_CHECKING:
-    from tenterhook.address.tree import Seen
+    from tenterhook.address.tree import SeenValue
 
 __all__ = ["points"]
 
@@ -43,7 +43,7 @@ def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tap
     return select(model, *selectors, seen=seen)
 
 
-def _survey(model: nn.Module, inputs: Any) -> Mapping[str, Seen]:
+def _survey(model: nn.Module, inputs: Any) -> Mapping[str, SeenValue]:
     args = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     # Buffers are replaced by copies for the call: BatchNorm in train mode would update the real ones.
@@ -69,10 +69,10 @@ def _failed(model: nn.Module, tape: Tape, inputs: Any, error: Exception) -> str:
     )
 
 
-def _seen(tape: Tape) -> Mapping[str, Seen]:
-    from tenterhook.address.tree import Seen
+def _seen(tape: Tape) -> Mapping[str, SeenValue]:
+    from tenterhook.address.tree import SeenValue
 
-    return {address: Seen(len(track.entries), _shape(tape, address)) for address, track in tape._tracks.items()}
+    return {address: SeenValue(len(track.entries), _shape(tape, address)) for address, track in tape._tracks.items()}
 
 
 def _shape(tape: Tape, address: str) -> str:

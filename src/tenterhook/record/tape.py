@@ -18,16 +18,16 @@ from tenterhook.address.grammar import Wild, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
 from tenterhook.pytorch.wrappers import unwrapped
-from tenterhook.record.capture import read, value
-from tenterhook.record.log import SPAN, Log
+from tenterhook.record.kept_value import read, value
+from tenterhook.record.tape_log import SPAN, TapeLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tenterhook._look.card import Card
-    from tenterhook.record.gradient import Gradients
+    from tenterhook.record.recorded_gradients import Gradients
 
-__all__ = ["Tape", "Track", "View", "load"]
+__all__ = ["Tape", "TapeView", "Track", "load"]
 
 RETURN = Site.RETURN
 
@@ -90,7 +90,7 @@ class Track:
         return mine is not None and mine is point.tensor
 
 
-class View(Mapping[str, Any]):
+class TapeView(Mapping[str, Any]):
     """Recorded values by address. Iterating gives addresses that each name one value."""
 
     _what = "value"
@@ -243,7 +243,7 @@ class View(Mapping[str, Any]):
         return NotRecorded(f"{base!r} was asked for, but no call has passed it so far.")
 
 
-class Tape(Drawn, View):
+class Tape(Drawn, TapeView):
     """What a session recorded.
 
     ``tape[address]`` is the value, in the structure that the model produced; ``tape.grad[address]`` its gradient;
@@ -253,10 +253,10 @@ class Tape(Drawn, View):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        from tenterhook.record.gradient import Gradients  # It builds on View, which stands here.
+        from tenterhook.record.recorded_gradients import Gradients  # It builds on View, which stands here.
 
         self.grad = Gradients(self)
-        self.log = Log()
+        self.log = TapeLog()
         self.script: Any = None  # What th.replay serves from, where it was asked for.
         self.notes: dict[str, Any] = {}
         """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
@@ -350,14 +350,14 @@ class Tape(Drawn, View):
             retain_graph: keep the graph for another pass; gradients of several passes add up.
             create_graph: keep a graph of the gradients, so that they can be differentiated in turn.
         """
-        from tenterhook.record.backward import backward
+        from tenterhook.record.tape_backward import backward
 
         backward(self, loss, gradient, parameters=parameters, retain_graph=retain_graph, create_graph=create_graph)
         return self.grad
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tape to one file, whole or not at all: safetensors and plain text, no pickle."""
-        from tenterhook.record.store import save  # safetensors is loaded only when it is needed.
+        from tenterhook.record.tape_file import save  # safetensors is loaded only when it is needed.
 
         save(self, path)
 
@@ -365,7 +365,7 @@ class Tape(Drawn, View):
 
     def table(self) -> Table:
         """One row per value that is held, for whatever draws it."""
-        from tenterhook.record.table import table
+        from tenterhook.record.tape_table import table
 
         return table(self)
 
@@ -382,7 +382,7 @@ class Tape(Drawn, View):
     def look(self, address: str) -> Card:
         """One value that draws itself: its numbers as text, and with its pictures in a notebook."""
         from tenterhook._look.card import Card
-        from tenterhook.record.table import table
+        from tenterhook.record.tape_table import table
 
         self[address]  # Says what is wrong with the address now, not when it is drawn.
         return Card(table(self, [address]), lambda: self.plot(address))

@@ -12,26 +12,32 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook.address import Point, Selector, Site, resolve
-from tenterhook.address.found import FoundOutputs
+from tenterhook.address.found_outputs import FoundOutputs
 from tenterhook.address.match import merged, outputs_found, outputs_now
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, structure_and_modules, with_wrappers
-from tenterhook.compiled import begin as compiled
+from tenterhook.compiled import engine_api as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, TenterhookWarning
 from tenterhook.pytorch.distributed import in_pipeline
 from tenterhook.pytorch.python_code import own_frame
-from tenterhook.record.capture import Copy, Entry, Passing, Policy, Recorder
-from tenterhook.record.cell import Cell, Cells, watch_parameter
+from tenterhook.record.alias_sums import number_for
 from tenterhook.record.failure import failure
-from tenterhook.record.gradient import InputGradient, InputGradientOut, ModelReturned, OutputGradient, TotalGradient
-from tenterhook.record.log import LogEntries
-from tenterhook.record.order import number_for
+from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, watch_parameter
+from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder
 from tenterhook.record.outputs import Outputs
+from tenterhook.record.recorded_gradients import (
+    InputGradient,
+    InputGradientOut,
+    ModelReturned,
+    OutputGradient,
+    TotalGradient,
+)
 from tenterhook.record.tape import Tape, Track
-from tenterhook.sites.facts import facts
+from tenterhook.record.tape_log import LogEntries
+from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
 
 __all__ = ["Recording", "record"]
@@ -149,7 +155,7 @@ class Recording(Session):
         self._waiting: set[Point] = set()
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
-        self.scribe: Any = None
+        self.run_recorder: Any = None
         self._outputs: Outputs | None = None
         if grad:
             whole = Point(":return", RETURN, model, "")
@@ -208,7 +214,7 @@ class Recording(Session):
         binding.numbers = track.numbers
         bindings.append(binding)
         self._bound[point] = binding
-        grads: Any = self._track(tape.grad, point, Cells()).entries if self._grad else {}
+        grads: Any = self._track(tape.grad, point, GradientSlots()).entries if self._grad else {}
         if self._grad and track.numbers is not None:
             tape.grad._tracks[point.address].numbers = track.numbers  # They count their executions alike.
         if point.site is Site.PARAMETER:
@@ -219,14 +225,14 @@ class Recording(Session):
     def _add_gradient(self, point: Point, tape: Tape, bindings: list[Binding]) -> None:
         """Record the gradient at a point, and no value."""
         _check_call(point)
-        entries: Any = self._track(tape.grad, point, Cells()).entries
+        entries: Any = self._track(tape.grad, point, GradientSlots()).entries
         if point.site is Site.PARAMETER:
             self._parameters.append((point, None, entries))
             return
         found = self._gradient_bindings(point, entries)
         found[0].numbers = tape.grad._tracks[point.address].numbers
         if point.site is Site.RETURN:
-            found.insert(0, Binding(point, Passing(found[0].action)))
+            found.insert(0, Binding(point, GradientOnly(found[0].action)))
         bindings.extend(found)
         self._bound[point] = found[0]
 
@@ -239,7 +245,7 @@ class Recording(Session):
             track = tracks[point.address] = Track(entries, point=point)
         return track
 
-    def _gradient_bindings(self, point: Point, entries: Cells) -> list[Binding]:
+    def _gradient_bindings(self, point: Point, entries: GradientSlots) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
             of, views = number_for(point.module), self.tape.grad.views
@@ -285,7 +291,7 @@ class Recording(Session):
         outputs = self._outputs
         if outputs is None:
             return None
-        if self.needs_lanes():
+        if self.needs_action_sets():
             self._outputs = None
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
@@ -317,19 +323,19 @@ class Recording(Session):
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
-        from tenterhook.replay.scribe import Scribe, worth_keeping
-        from tenterhook.replay.script import Script
+        from tenterhook.call_trace.recorder import RunRecorder, worth_keeping
+        from tenterhook.call_trace.trace import CallTrace
 
         self.needs = (*self.needs, "modes")
-        self.tape.script = Script(self.model)
+        self.tape.script = CallTrace(self.model)
         modules = worth_keeping(self.model, edited) if edited else self.model.modules()
-        self.scribe = Scribe(self.tape.script, self.model, modules)
+        self.run_recorder = RunRecorder(self.tape.script, self.model, modules)
 
     def _plan(self) -> None:
-        if self.scribe is not None:
+        if self.run_recorder is not None:
             for path, module in with_wrappers(self.model):
-                if module in self.scribe.modules:
-                    self._lane(module, path).guard = self.scribe
+                if module in self.run_recorder.modules:
+                    self._actions_of(module, path).guard = self.run_recorder
         super()._plan()
 
     def on_start(self) -> None:
@@ -356,10 +362,10 @@ class Recording(Session):
             recorder.passed = True
             self.reached(point)
         if self._grad:
-            cell = grads[0] = Cell(tensor)
-            cell.whole = self._policy.gather
+            slot = grads[0] = GradientSlot(tensor)
+            slot.whole = self._policy.gather
             if tensor.requires_grad:
-                self._handles.append(watch_parameter(cell, tensor))
+                self._handles.append(watch_parameter(slot, tensor))
 
     def on_close(self) -> None:
         for handle in self._handles:

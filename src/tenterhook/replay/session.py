@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
 from tenterhook.address.walk import with_wrappers
-from tenterhook.engine.install import Lane, attach, detach
+from tenterhook.call_trace.digest import digest
+from tenterhook.call_trace.module_state import ambient, in_the_way
+from tenterhook.call_trace.recorder import RunRecorder
+from tenterhook.call_trace.trace import CallTrace, TracedRun
+from tenterhook.engine.install import ModuleActions, attach, detach
 from tenterhook.engine.session import Session, open_here
 from tenterhook.errors import ReplayError, TenterhookWarning
-from tenterhook.replay.digest import digest
-from tenterhook.replay.scribe import Scribe
-from tenterhook.replay.script import Run, Script
-from tenterhook.replay.serve import Served, Server
-from tenterhook.replay.state import ambient, in_the_way
+from tenterhook.replay.call_server import CallServer, ServedCall
 from tenterhook.sites.module import MISSING, can_be_called
 from tenterhook.sites.parameter import Swap
 
@@ -58,15 +59,15 @@ class Replay(Session):
     verb = "replay"
     needs = ("modes",)
 
-    def __init__(self, model: nn.Module, script: Script | None, *, grad: bool = False, verify: bool = True) -> None:
+    def __init__(self, model: nn.Module, script: CallTrace | None, *, grad: bool = False, verify: bool = True) -> None:
         super().__init__(model, [], [])
-        self.script = script if script is not None else Script(model)
-        self.served = Served()
-        self.server = Server(self.served, model, gradients=grad)
+        self.script = script if script is not None else CallTrace(model)
+        self.served = ServedCall()
+        self.server = CallServer(self.served, model, gradients=grad)
         self.learns, self._verify = script is None, verify
         self._plans: dict[Any, tuple[dict[nn.Module, str], list[tuple[str, str]], float]] = {}
         self._standing: dict[nn.Module, str] | None = None
-        self._scribe: Scribe | None = None
+        self._run_recorder: RunRecorder | None = None
         self._strange = 0
 
     @property
@@ -82,7 +83,7 @@ class Replay(Session):
         return super().start()
 
     def _plan(self) -> None:
-        self._lane(self.model, "").guard = _Root(self)
+        self._actions_of(self.model, "").guard = _Root(self)
         super()._plan()
 
     def _undo(self) -> list[str]:
@@ -119,7 +120,9 @@ class Replay(Session):
         if run is None:
             if self.learns:
                 self._learn()
-                return self._scribe.before(self.model, args, kwargs) if self._scribe is not None else MISSING
+                return (
+                    self._run_recorder.before(self.model, args, kwargs) if self._run_recorder is not None else MISSING
+                )
             self._strange += 1
             return MISSING
         why = run.why or in_the_way()
@@ -144,13 +147,13 @@ class Replay(Session):
         """The model's call is over."""
         self.server.begin(None)
         self.server.ahead.reset(serves=None)
-        if self._scribe is not None:
-            scribe, self._scribe = self._scribe, None
-            scribe.after(self.model, value)
+        if self._run_recorder is not None:
+            run_recorder, self._run_recorder = self._run_recorder, None
+            run_recorder.after(self.model, value)
             self._leave()
         self.server.ahead.settle()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedRun | None:
         self.server.begin(None)
         for run in self.script.runs:
             given = run.root.given
@@ -160,19 +163,19 @@ class Replay(Session):
 
     # -- where it stands ----------------------------------------------------------------------------------------------
 
-    def _stand(self, run: Run, others: list[Session]) -> float:
+    def _stand(self, run: TracedRun, others: list[Session]) -> float:
         """Have a guard at each module whose calls are to be served, given what other sessions do; tells until when."""
-        lanes = [lane for each in others for lane in each.lanes.values()]
-        key = (run, *map(_what, lanes))
+        action_sets = [actions for each in others for actions in each.action_sets.values()]
+        key = (run, *map(_what, action_sets))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = (*frontier(run, lanes), first_edit(run, lanes))
+            plan = self._plans[key] = (*frontier(run, action_sets), first_edit(run, action_sets))
         found, passed_over, limit = plan
         for path, why in passed_over:
             self.served.compute(path, why)
         if found is not self._standing:
             stands = self._standing or {}
-            self._leave([module for module in self.lanes if module not in found or module not in stands])
+            self._leave([module for module in self.action_sets if module not in found or module not in stands])
             for module, path in found.items():
                 if module is not self.model:
                     self.server.ahead.cue(module, path)
@@ -186,27 +189,27 @@ class Replay(Session):
         """Write this run's script, in the place of an earlier one."""
         self._leave()
         self.script.runs.clear()
-        self._scribe = Scribe(self.script, self.model, self.model.modules())
+        self._run_recorder = RunRecorder(self.script, self.model, self.model.modules())
         for path, module in with_wrappers(self.model):
             if module is not self.model:
-                self._guard(module, path, self._scribe)
+                self._guard(module, path, self._run_recorder)
 
     def _guard(self, module: nn.Module, path: str, guard: Any) -> None:
         if can_be_called(module):
-            lane = self._lane(module, path)
-            lane.guard = guard
-            attach(lane)
+            actions = self._actions_of(module, path)
+            actions.guard = guard
+            attach(actions)
 
     def _leave(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take guards out, all if none are named, but for the one at the model itself."""
         self._standing = None
-        for module in list(self.lanes) if modules is None else modules:
+        for module in list(self.action_sets) if modules is None else modules:
             if module is not self.model:
-                lane = self.lanes.pop(module)
-                if self.reel is not None:
-                    self.reel.forget(lane.part)
-                lane.rest()
-                detach(lane)
+                actions = self.action_sets.pop(module)
+                if self.graph_outputs is not None:
+                    self.graph_outputs.forget(actions.part)
+                actions.rest()
+                detach(actions)
 
 
 class _Root:
@@ -237,14 +240,14 @@ class _Root:
             self._session.end(value)
 
 
-def frontier(run: Run, lanes: list[Lane]) -> tuple[dict[nn.Module, str], list[tuple[str, str]]]:
+def frontier(run: TracedRun, action_sets: list[ModuleActions]) -> tuple[dict[nn.Module, str], list[tuple[str, str]]]:
     """The modules with the largest calls that end before the first edit and that no session looks into.
 
     Also those calls that would have been among them, with the reason why they are not.
     """
-    limit = first_edit(run, lanes)
-    touched = {lane.module for lane in lanes}
-    entered = {lane.module for lane in lanes if lane.inner}
+    limit = first_edit(run, action_sets)
+    touched = {actions.module for actions in action_sets}
+    entered = {actions.module for actions in action_sets if actions.inner}
     found: dict[nn.Module, str] = {}
     passed_over: list[tuple[str, str]] = []
     waiting = [run.root]
@@ -265,32 +268,38 @@ def frontier(run: Run, lanes: list[Lane]) -> tuple[dict[nn.Module, str], list[tu
     return found, passed_over
 
 
-def first_edit(run: Run, lanes: list[Lane]) -> float:
+def first_edit(run: TracedRun, action_sets: list[ModuleActions]) -> float:
     """When, in the recorded run, the first value passed that is now edited."""
     limit = math.inf
-    for lane in lanes:
-        calls = [call for (module, _), call in run.calls.items() if module is lane.module]
+    for actions in action_sets:
+        calls = [call for (module, _), call in run.calls.items() if module is actions.module]
         if not calls:
             continue
-        if lane.edits_in or any(not binding.action.observes for binding in lane.inner) or _owns_swap(lane, lanes):
+        if (
+            actions.edits_in
+            or any(not binding.action.observes for binding in actions.inner)
+            or _owns_swap(actions, action_sets)
+        ):
             limit = min(limit, *(call.begin for call in calls))
-        for binding in lane.edits_out:
+        for binding in actions.edits_out:
             index = binding.point.call
             of_it = [call for call in calls if call.index == index] or calls
             limit = min(limit, *(call.end for call in of_it))
     return limit
 
 
-def _owns_swap(lane: Lane, lanes: list[Lane]) -> bool:
+def _owns_swap(actions: ModuleActions, action_sets: list[ModuleActions]) -> bool:
     """Whether this module keeps an edited parameter itself, and not only a module below it."""
-    own = [swap for swap in lane.swaps if isinstance(swap, Swap)]
+    own = [swap for swap in actions.swaps if isinstance(swap, Swap)]
     below = [
-        other for other in lanes if other is not lane and other.path.startswith(f"{lane.path}." if lane.path else "")
+        other
+        for other in action_sets
+        if other is not actions and other.path.startswith(f"{actions.path}." if actions.path else "")
     ]
-    return any(id(lane.module) in swap.keepers or all(swap not in other.swaps for other in below) for swap in own)
+    return any(id(actions.module) in swap.keepers or all(swap not in other.swaps for other in below) for swap in own)
 
 
-def check_weights(model: nn.Module, script: Script) -> None:
+def check_weights(model: nn.Module, script: CallTrace) -> None:
     """Raise if the parameters or buffers are not those of the recorded run, bit for bit."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     now = digest(list(named.values()))
@@ -304,14 +313,14 @@ def check_weights(model: nn.Module, script: Script) -> None:
         raise ReplayError(f"{text}\nRecord the run again, with th.record(model, replay=True).")
 
 
-def _what(lane: Lane) -> tuple[Any, ...]:
-    """What there is about a lane that decides which calls can be served."""
-    edits = any(not binding.action.observes for binding in lane.inner)
+def _what(actions: ModuleActions) -> tuple[Any, ...]:
+    """What there is about a set of actions that decides which calls can be served."""
+    edits = any(not binding.action.observes for binding in actions.inner)
     return (
-        lane.module,
-        bool(lane.edits_in),
-        bool(lane.inner),
+        actions.module,
+        bool(actions.edits_in),
+        bool(actions.inner),
         edits,
-        tuple([binding.point.call for binding in lane.edits_out]),
-        tuple([id(swap) for swap in lane.swaps if swap.changes]),
+        tuple([binding.point.call for binding in actions.edits_out]),
+        tuple([id(swap) for swap in actions.swaps if swap.changes]),
     )

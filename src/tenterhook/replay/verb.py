@@ -11,8 +11,8 @@ from tenterhook.errors import ReplayError, SweepError
 from tenterhook.record.tape import Tape
 
 if TYPE_CHECKING:
-    from tenterhook.replay.result import Sweep
     from tenterhook.replay.session import Replay
+    from tenterhook.replay.sweep_result import Sweep
 
 __all__ = ["replay", "run_from", "sweep"]
 
@@ -131,7 +131,7 @@ def sweep(
         **kwargs: more input of the model, by name.
     """
     from tenterhook.replay.cases import prepare
-    from tenterhook.replay.runner import Runner
+    from tenterhook.replay.sweep_runner import Runner
 
     if not callable(metric):
         raise SweepError(

@@ -14,8 +14,8 @@ from tenterhook._look.numbers import LACKING
 from tenterhook._tree import CONSTANTS, Opaque, Path, describe, parts_of, show_path, tensors
 from tenterhook.errors import TenterhookError
 from tenterhook.pytorch.modes import is_fake
-from tenterhook.record.tape import Tape, View
-from tenterhook.report.order import gradient_order, in_order, with_call
+from tenterhook.record.tape import Tape, TapeView
+from tenterhook.report.execution_order import gradient_order, in_order, with_call
 
 __all__ = [
     "ONLY_FIRST",
@@ -121,7 +121,11 @@ def _named(addresses: list[str]) -> dict[str, str]:
 
 
 def _paired(
-    keys: Mapping[str, None], names: tuple[dict[str, str], dict[str, str]], views: tuple[View, View], *, gradient: bool
+    keys: Mapping[str, None],
+    names: tuple[dict[str, str], dict[str, str]],
+    views: tuple[TapeView, TapeView],
+    *,
+    gradient: bool,
 ) -> Iterator[Pair]:
     for key in keys:
         # A tape may hold the value under another name of the same module.

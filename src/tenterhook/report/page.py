@@ -18,8 +18,8 @@ from typing import Any
 from tenterhook._draw import Table, short_number
 from tenterhook._text import printable, printable_strings
 from tenterhook._version import __version__
-from tenterhook.record.store import replacing
 from tenterhook.record.tape import Tape
+from tenterhook.record.tape_file import replacing
 
 __all__ = ["Chart", "Page", "render", "tapes_page", "write", "write_tapes"]
 
@@ -113,13 +113,13 @@ def tapes_page(
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Page:
     """The page of one or two tapes, before it is written."""
-    from tenterhook.report.document import points
     from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
-    from tenterhook.report.lighten import lighten
-    from tenterhook.report.limit import Limit
+    from tenterhook.report.page_rows import points
     from tenterhook.report.remarks import remarks
     from tenterhook.report.side_by_side import Comparison, add_comparison
+    from tenterhook.report.size_limit import lighten
+    from tenterhook.report.value_limit import Limit
 
     if not 1 <= len(tapes) <= MOST_RUNS:
         raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")

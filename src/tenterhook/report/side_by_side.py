@@ -10,7 +10,7 @@ from typing import Any
 from tenterhook._draw import counted
 from tenterhook.record.tape import Tape
 from tenterhook.report.compare import Difference, Pair, Tolerance, differences, first_difference, pairs
-from tenterhook.report.document import short
+from tenterhook.report.page_rows import short
 
 __all__ = ["Comparison", "add_comparison"]
 

@@ -39,7 +39,7 @@ def page(
     if wrong := [each for each in more if not drawable(each)]:
         raise TypeError(f"also= is what recipes found, or matplotlib figures; got a {type(wrong[0]).__name__}")
     if isinstance(of, Results):
-        from tenterhook.report.watched import watch_page
+        from tenterhook.report.watch_page import watch_page
 
         made = watch_page(of, title=title)
         made.figures = figures(more, size - LEAST)

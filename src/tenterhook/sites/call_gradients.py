@@ -31,7 +31,21 @@ from tenterhook.pytorch.autograd import (
     view_base,
 )
 from tenterhook.pytorch.transforms import is_wrapped
-from tenterhook.sites.call_hook import (
+from tenterhook.sites.call_tensors import (
+    CallTensor,
+    again,
+    as_it_is,
+    can_alias,
+    exchange,
+    input_slots,
+    merge,
+    overlap,
+    replacement,
+    shows,
+    slots_of,
+    wanted_of,
+)
+from tenterhook.sites.run_hook import (
     LATE,
     LEAF,
     NO_INPUT,
@@ -45,21 +59,7 @@ from tenterhook.sites.call_hook import (
     name_of,
     run_hook,
 )
-from tenterhook.sites.call_slots import (
-    Slot,
-    again,
-    as_it_is,
-    can_alias,
-    exchange,
-    input_slots,
-    merge,
-    overlap,
-    replacement,
-    shows,
-    slots_of,
-    wanted_of,
-)
-from tenterhook.sites.tensor import attach_part
+from tenterhook.sites.tensor_hooks import attach_part
 
 __all__ = ["CallGradients"]
 
@@ -86,14 +86,14 @@ class CallGradients:
     def __init__(self, module: nn.Module, before: tuple[Hook, ...], after: tuple[Hook, ...]) -> None:
         self._module, self._before, self._after = module, before, after
         self._since = next_operation_number()
-        self._inputs: list[Slot] = []
-        self._outputs: list[Slot] = []
+        self._inputs: list[CallTensor] = []
+        self._outputs: list[CallTensor] = []
         self._input_count = self._output_count = 0
         self._passes: dict[int, _Pass] = {}
         self.is_last = True
         """Whether no forward pre-hook comes between this and the forward."""
         # While the call runs: the aliases, and how to put back what was exchanged inside lists and dicts.
-        self._given: list[tuple[weakref.ref[Tensor], Slot]] = []
+        self._given: list[tuple[weakref.ref[Tensor], CallTensor]] = []
         self._undo: list[Callable[[], None]] = []
 
     # -- the forward pass ----------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class CallGradients:
             new = exchange(new, path, alias, self._undo)
         return new  # type: ignore[no-any-return]
 
-    def _let_in(self, index: int, outer: Tensor, *, several: bool) -> tuple[Slot, Tensor]:
+    def _let_in(self, index: int, outer: Tensor, *, several: bool) -> tuple[CallTensor, Tensor]:
         """Return an alias of an input, hooked; of several inputs, ``outer`` is an alias too, which waits for all."""
         alias = own_alias(outer) if can_alias(outer) else outer
-        slot = Slot(index, alias)
+        slot = CallTensor(index, alias)
         alias.register_hook(lambda gradient: self._take_in(slot, gradient))
         (outer if several else alias).register_hook(lambda gradient: self._hand_in(slot, gradient))
         if slot.base is not None:
@@ -166,7 +166,7 @@ class CallGradients:
         ours = [index for index, tensor in found if id(tensor) in mine]
         if len(ours) not in (0, len(found)) or any(tensor.grad_fn is None for _, tensor in found):
             raise HookError(ORDER.format(module=type(self._module).__name__))
-        new: list[Slot] = []
+        new: list[CallTensor] = []
         for index, tensor in found:
             slot = mine.pop(id(tensor), None) or self._hook_late(index, tensor, several=len(found) > 1)
             slot.index = index
@@ -175,8 +175,8 @@ class CallGradients:
             slot.gone = slot not in new
         self._inputs = new
 
-    def _hook_late(self, index: int, tensor: Tensor, *, several: bool) -> Slot:
-        slot = Slot(index, tensor, late=several)
+    def _hook_late(self, index: int, tensor: Tensor, *, several: bool) -> CallTensor:
+        slot = CallTensor(index, tensor, late=several)
         tensor.register_hook(lambda gradient: self._take_in(slot, gradient))
         tensor.register_hook(lambda gradient: self._hand_in(slot, gradient))
         return slot
@@ -192,7 +192,7 @@ class CallGradients:
             for node, edge in self._senders([*starts, slot.base.grad_fn], slot):
                 node.register_hook(lambda sent, _, edge=edge, slot=slot: self._sent(slot, sent[edge]))
 
-    def _senders(self, starts: list[Any], slot: Slot) -> list[tuple[Any, int]]:
+    def _senders(self, starts: list[Any], slot: CallTensor) -> list[tuple[Any, int]]:
         """Return the operations of this call that send a gradient to an input's base, each with the number of it."""
         found, seen, todo = [], set(slot.nodes), list(starts)
         while todo:
@@ -239,7 +239,7 @@ class CallGradients:
         ):
             return None
         if any(base is each for each in inputs) or not all(
-            Slot.fits(each, base) for each in outputs if each is base or view_base(each) is base
+            CallTensor.fits(each, base) for each in outputs if each is base or view_base(each) is base
         ):
             return None
         return base
@@ -247,7 +247,7 @@ class CallGradients:
     def _hook_out(self, index: int, inner: Tensor, number: int | None, *, several: bool) -> Tensor:
         """Return an alias of an output, hooked: of several, they are taken on their way to where all are changed."""
         alias = own_alias(inner) if can_alias(inner) else inner
-        slot = Slot(index, alias, number=number)
+        slot = CallTensor(index, alias, number=number)
         self._outputs.append(slot)
         alias.register_hook(lambda gradient: self._take_out(slot, gradient))
         if number is None or not several:
@@ -274,12 +274,12 @@ class CallGradients:
             self._call_before(found, late=True)
             self._call_after(found, late=True)
 
-    def _take_out(self, slot: Slot, gradient: Tensor | None) -> None:
+    def _take_out(self, slot: CallTensor, gradient: Tensor | None) -> None:
         """Note the gradient of an output's alias."""
         if gradient is not None and not slot.changed:
             self._now().outgoing[slot.index] = gradient
 
-    def _hand_out(self, slot: Slot, gradient: Tensor | None) -> Tensor | None:
+    def _hand_out(self, slot: CallTensor, gradient: Tensor | None) -> Tensor | None:
         """Return what the hooks make of an output's gradient, if anything, as it enters the module."""
         if gradient is None or slot.changed:
             return None
@@ -290,7 +290,7 @@ class CallGradients:
         self._call_before(current)
         return replacement(current.new_outgoing, slot, current.outgoing)
 
-    def _base_out(self, slot: Slot, total: Tensor | None) -> Tensor | None:
+    def _base_out(self, slot: CallTensor, total: Tensor | None) -> Tensor | None:
         """Take the gradient of an output that shows other memory, which was changed in place since."""
         if total is None or not slot.changed:
             return None
@@ -327,7 +327,7 @@ class CallGradients:
                 new[slot.number or 0] = merge(total, slot, current.outgoing[slot.index], replaced)
         return tuple(new)
 
-    def _check_overlap(self, own: list[Slot]) -> None:
+    def _check_overlap(self, own: list[CallTensor]) -> None:
         if len(own) > 1 and overlap([slot for slot in own if slot.changed]):
             raise HookError(OVERLAP.format(module=type(self._module).__name__))
 
@@ -349,7 +349,7 @@ class CallGradients:
 
     # -- the backward pass: inputs -------------------------------------------------------------------------------------
 
-    def _take_in(self, slot: Slot, gradient: Tensor | None) -> None:
+    def _take_in(self, slot: CallTensor, gradient: Tensor | None) -> None:
         """Note the gradient of an input's alias."""
         if gradient is None or slot.gone:
             return
@@ -358,23 +358,23 @@ class CallGradients:
         elif not slot.changed:
             self._now().incoming[slot.index] = gradient
 
-    def _sent(self, slot: Slot, gradient: Tensor | None) -> None:
+    def _sent(self, slot: CallTensor, gradient: Tensor | None) -> None:
         """Note a gradient that an operation of the module sends to an input's base."""
         if gradient is not None:
             self._add_in(slot, slot.take(gradient))
 
-    def _add_in(self, slot: Slot, gradient: Tensor) -> None:
+    def _add_in(self, slot: CallTensor, gradient: Tensor) -> None:
         incoming = self._now().incoming
         known = incoming.get(slot.index)
         incoming[slot.index] = gradient if known is None else known + gradient
 
-    def _hand_in(self, slot: Slot, gradient: Tensor | None) -> Tensor | None:
+    def _hand_in(self, slot: CallTensor, gradient: Tensor | None) -> Tensor | None:
         """Return what the hooks make of an input's gradient, if anything, as it leaves the module."""
         if gradient is None or slot.gone or slot.changed:
             return None
         return self._deliver_in()(slot)
 
-    def _base_in(self, slot: Slot, total: Tensor | None) -> Tensor | None:
+    def _base_in(self, slot: CallTensor, total: Tensor | None) -> Tensor | None:
         """Take the gradient of an input whose memory was changed in place since the call began."""
         if total is None or slot.gone or not slot.changed:
             return None
@@ -387,7 +387,7 @@ class CallGradients:
         new = self._deliver_in()(slot)
         return None if new is None else merge(total, slot, mine, new)
 
-    def _deliver_in(self) -> Callable[[Slot], Tensor | None]:
+    def _deliver_in(self) -> Callable[[CallTensor], Tensor | None]:
         """Call the hooks if all gradients of the inputs are there."""
         current = self._now()
         missing = any(

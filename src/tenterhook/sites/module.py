@@ -40,7 +40,7 @@ def can_be_called(module: nn.Module) -> bool:
 def compiled_call(module: nn.Module) -> Any:
     """What ``module.compile()`` has put in the place of the module's call; None if it has not, or a session has."""
     call = call_override(module)
-    return None if hasattr(getattr(call, "__func__", None), "tap") else call
+    return None if hasattr(getattr(call, "__func__", None), "patch") else call
 
 
 def _read(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:

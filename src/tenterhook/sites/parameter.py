@@ -57,7 +57,7 @@ def is_offloaded(module: nn.Module, tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta and getattr(getattr(module, "_hf_hook", None), "offload", False)
 
 
-class Flat:
+class FlatWeights:
     """The flat list of weights that a recurrent layer keeps beside its parameters, and reads instead of them.
 
     The layer makes a new list whenever the list's weak references do not fit its parameters any more, so both are
@@ -83,7 +83,7 @@ class Flat:
         self._found.clear()
 
 
-class Derived:
+class DerivedWeights:
     """The weights that are computed from a parameter outside of ``forward``, and kept.
 
     Pruning and normalisation set an attribute before each call, ``parametrize.cached()`` keeps what it computed, and
@@ -168,10 +168,10 @@ class Swap:
         self.places = readers.places(tensor)
         self.keepers, reaching = readers.keepers(tensor), readers.reaching(tensor)
         modules = readers.modules
-        self.flat = [Flat(each) for each in modules if isinstance(each, nn.RNNBase) and id(each) in reaching]
+        self.flat = [FlatWeights(each) for each in modules if isinstance(each, nn.RNNBase) and id(each) in reaching]
         if self.flat:
             require("parameters of recurrent layers")
-        self.derived = Derived(modules, self.keepers, reaching)
+        self.derived = DerivedWeights(modules, self.keepers, reaching)
         self._is_buffer = not isinstance(tensor, nn.Parameter)
         self._make = make
         self.found: Tensor | None = None
@@ -210,8 +210,8 @@ class Swap:
             made = self._make(found)
         return made.detach().requires_grad_(made.requires_grad)
 
-    def apart(self) -> Apart:
-        return Apart(self)
+    def apart(self) -> SwapWithoutGraph:
+        return SwapWithoutGraph(self)
 
     def add_undo(self, undo: Callable[[], None]) -> None:
         self._undo.append(undo)
@@ -323,7 +323,7 @@ def own_update(swap: Swap, module: nn.Module) -> list[OwnUpdate]:
     return [OwnUpdate(swap, module, key) for key in keys if key in ("running_mean", "running_var")]
 
 
-class Apart:
+class SwapWithoutGraph:
     """A swap in the recomputation of a checkpoint that was not around when the first run made the tensor.
 
     A checkpoint counts on autograd saving the same tensors in the same order again, and those that the edit saves were
@@ -357,7 +357,7 @@ class Apart:
         """As the swap does."""
         self._swap.add_undo(undo)
 
-    def apart(self) -> Apart:
+    def apart(self) -> SwapWithoutGraph:
         return self
 
 

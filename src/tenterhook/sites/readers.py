@@ -24,7 +24,7 @@ from tenterhook.pytorch.layers import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS
 from tenterhook.pytorch.module_calls import OWN_CONTENT, buffers_of, children_of, parameters_of
 from tenterhook.pytorch.python_code import cell_value, cells_of, global_names, set_cell
 
-__all__ = ["Cell", "Readers", "Slot", "refuse_outside_owners"]
+__all__ = ["ClosureCell", "Readers", "SlotAttributes", "refuse_outside_owners"]
 
 FIXED = (
     "{address!r} cannot be edited: {where} keeps it too, in a {kind}, which cannot be changed for the time of a call. "
@@ -47,7 +47,7 @@ TABLES = (dict, OrderedDict)
 LIBRARIES = frozenset({"torch", "tenterhook", "numpy", "builtins", "threading", "logging", "weakref", "functools"})
 
 
-class Cell:
+class ClosureCell:
     """A variable of a closure, written as a container with one key."""
 
     __slots__ = ("_cell",)
@@ -62,7 +62,7 @@ class Cell:
         set_cell(self._cell, value)
 
 
-class Slot:
+class SlotAttributes:
     """The attributes that an object keeps in ``__slots__``, written as a container."""
 
     __slots__ = ("_owner",)
@@ -222,15 +222,15 @@ def _of_module(module: nn.Module) -> Iterator[Content]:
 
 def _own_forward(value: Any) -> Any:
     """Return the forward that a module had before a session put another one there."""
-    tap = getattr(getattr(value, "__func__", None), "tap", None)
-    return value if tap is None else tap.own
+    patch = getattr(getattr(value, "__func__", None), "patch", None)
+    return value if patch is None else patch.own
 
 
 def _of_function(function: FunctionType) -> Iterator[Content]:
     if _is_library(function.__module__):
         return
     for name, cell in cells_of(function).items():
-        yield Cell(cell), name, cell_value(cell)
+        yield ClosureCell(cell), name, cell_value(cell)
     for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
         if values:
             yield None, "defaults", values
@@ -251,7 +251,7 @@ def _of_object(owner: Any) -> Iterator[Content]:
         for name in _slots(cls):
             value = getattr(owner, name, None)
             if value is not None:
-                yield Slot(owner), name, value
+                yield SlotAttributes(owner), name, value
 
 
 def _slots(cls: type) -> tuple[str, ...]:

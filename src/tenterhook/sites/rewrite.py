@@ -1,8 +1,8 @@
 """Rewriting a function so that values at chosen places pass through our hands.
 
 The function is compiled again from its own tree with small calls put in, under its own file name and line numbers. The
-new code has one more free variable, through which each use of it is given its own :class:`Hands`; so the code is made
-once for a set of places and shared by every session, module and thread.
+new code has one more free variable, through which each use of it is given its own :class:`PlaceCallbacks`; so the code
+is made once for a set of places and shared by every session, module and thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tenterhook.address.source import compiled, read_source
 from tenterhook.errors import NoSource
 from tenterhook.pytorch.python_code import cell_value, cells_of, free_names
 
-__all__ = ["Hands", "key_of", "rebuilt", "rewritten"]
+__all__ = ["PlaceCallbacks", "key_of", "rebuilt", "rewritten"]
 
 HANDS = "__tenterhook__"
 
 
-class Hands(Protocol):
+class PlaceCallbacks(Protocol):
     """What the rewritten code calls: ``value`` at a place, ``enter`` for a function that is about to be called."""
 
     def value(self, place: int, value: Any) -> Any: ...
@@ -33,7 +33,7 @@ class Hands(Protocol):
 
 
 def rewritten(
-    function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: Hands
+    function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: PlaceCallbacks
 ) -> FunctionType:
     """The function with ``tapped`` values and ``entered`` calls passing through ``hands``; in all else the same."""
     code = _code(function.__code__, function.__qualname__, tapped, entered)
@@ -56,7 +56,7 @@ def _code(code: CodeType, qualname: str, tapped: frozenset[Place], entered: froz
     source = read_source(code, qualname)
     tree = copy.deepcopy(source.tree)
     numbered = {id(node): index for index, node in enumerate(walk(tree))}
-    by_key = {("tap", place.kind, place.key): place for place in tapped}
+    by_key = {("patch", place.kind, place.key): place for place in tapped}
     by_key |= {("enter", place.kind, place.key): place for place in entered}
     writer = _Writer(numbered, by_key)
     given = [
@@ -85,12 +85,12 @@ class _Writer(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         name = call_name(node)
-        tap = self._place("tap", "call", node) if name is not None else None
+        patch = self._place("patch", "call", node) if name is not None else None
         enter = self._place("enter", "call", node) if name is not None else None
         new = super().visit(node)
         if enter is not None:
             new.func = _through("enter", enter, new.func)
-        return _through("value", tap, new) if tap is not None else new
+        return _through("value", patch, new) if patch is not None else new
 
     def generic_visit(self, node: ast.AST) -> Any:
         super().generic_visit(node)
@@ -99,7 +99,7 @@ class _Writer(ast.NodeTransformer):
     # -- names --------------------------------------------------------------------------------------------------------
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
-        place = self._place("tap", "name", node)
+        place = self._place("patch", "name", node)
         self.generic_visit(node)
         if place is not None:
             node.value = _through("value", place, node.value)
@@ -108,14 +108,14 @@ class _Writer(ast.NodeTransformer):
     def _assignment(self, node: Any, *, alone: bool) -> Any:
         """Pass the value through where it has one target, or pass each target's value through afterwards."""
         targets = list(bound_names(node))
-        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
-        if not any(taps):
+        if not any(patches):
             return node
-        if alone and len(targets) == 1 and node.value is not None and taps[0] is not None:
-            node.value = _through("value", taps[0], node.value)
+        if alone and len(targets) == 1 and node.value is not None and patches[0] is not None:
+            node.value = _through("value", patches[0], node.value)
             return node
-        after = [_again(target, place) for target, place in zip(targets, taps, strict=True) if place is not None]
+        after = [_again(target, place) for target, place in zip(targets, patches, strict=True) if place is not None]
         return [node, *after]
 
     def visit_Assign(self, node: ast.Assign) -> Any:
@@ -131,10 +131,10 @@ class _Writer(ast.NodeTransformer):
     def _block(self, node: Any) -> Any:
         """A loop, a ``with`` or a ``case``: pass what it binds through at the start of its body."""
         targets = bound_names(node)
-        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
         node.body = [
-            *(_again(target, place) for target, place in zip(targets, taps, strict=True) if place is not None),
+            *(_again(target, place) for target, place in zip(targets, patches, strict=True) if place is not None),
             *node.body,
         ]
         return node
@@ -151,9 +151,9 @@ class _Writer(ast.NodeTransformer):
     def visit_comprehension(self, node: ast.comprehension) -> Any:
         """A comprehension has no body: each name is bound once more, ``for x in (value(x),)``, before it is tested."""
         targets = bound_names(node)
-        taps = [self._place("tap", "name", node, index) for index in range(len(targets))]
+        patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
-        again = [_once(target, place) for target, place in zip(targets, taps, strict=True) if place is not None]
+        again = [_once(target, place) for target, place in zip(targets, patches, strict=True) if place is not None]
         if again:
             again[-1].ifs, node.ifs = node.ifs, []
         return [node, *again]

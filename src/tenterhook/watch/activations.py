@@ -22,7 +22,7 @@ from torch.nn import functional
 from tenterhook.address import Point
 from tenterhook.address.functions import forward_of, global_value, is_self, plain
 from tenterhook.address.grammar import Inner, Pattern
-from tenterhook.address.inside import Found, sites_inside
+from tenterhook.address.inner_points import InnerPoint, sites_inside
 from tenterhook.address.places import Place, walk
 from tenterhook.address.source import read_source
 from tenterhook.engine.action import Context
@@ -32,7 +32,7 @@ from tenterhook.pytorch.transforms import in_transform
 
 if TYPE_CHECKING:
     from tenterhook.watch.findings import Units
-    from tenterhook.watch.observe import Ledger, Slot
+    from tenterhook.watch.observers import PointSlot, StepLedger
 
 __all__ = ["Activation", "activations"]
 
@@ -56,7 +56,7 @@ class Activation:
     observes = True
     again = False
 
-    def __init__(self, slot: Slot, ledger: Ledger, units: Units) -> None:
+    def __init__(self, slot: PointSlot, ledger: StepLedger, units: Units) -> None:
         self._slot, self._ledger, self._units = slot, ledger, units
 
     @property
@@ -92,7 +92,7 @@ def activations(point: Point) -> list[Point]:
     return [Point(f"{path}:{each.name}", each.site, module, point.path, each.name, spot=each.spot) for each in found]
 
 
-def _found(module: nn.Module) -> Iterator[Found]:
+def _found(module: nn.Module) -> Iterator[InnerPoint]:
     function = forward_of(module)
     cls: Any = type(module)  # A class that is hashable, which the type checker doubts.
     known = _reachable_names(function, cls)
@@ -103,7 +103,7 @@ def _found(module: nn.Module) -> Iterator[Found]:
                 yield from _split(found, module)
 
 
-def _split(found: Found, module: nn.Module) -> Iterator[Found]:
+def _split(found: InnerPoint, module: nn.Module) -> Iterator[InnerPoint]:
     """Return a site for each place of a name that is an activation."""
     spot = found.spot
     assert spot is not None and found.name is not None  # noqa: S101, PT018 - a place inside a function has both
@@ -114,7 +114,7 @@ def _split(found: Found, module: nn.Module) -> Iterator[Found]:
         returned = not spot.route and _is_returned(node, tree)
         if not returned and isinstance(node, ast.Call) and _is_activation(node, spot.function, module):
             name = found.name if len(spot.places) == 1 else _numbered(found.name, place)
-            yield Found(found.site, name, replace(spot, places=(place,)))
+            yield InnerPoint(found.site, name, replace(spot, places=(place,)))
 
 
 def _numbered(name: str, place: Place) -> str:

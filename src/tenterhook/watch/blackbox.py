@@ -31,10 +31,10 @@ import xxhash
 
 from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook.errors import TapeFileError, TenterhookWarning
-from tenterhook.sinks.statistics import COLUMNS, Array
-from tenterhook.watch.books import KINDS, Page
+from tenterhook.statistics.measure import COLUMNS, Array
+from tenterhook.watch.history import KINDS, StepStats
 
-__all__ = ["Blackbox", "Ring", "read"]
+__all__ = ["Blackbox", "RingFile", "read"]
 
 FAMILY, MARK = b"THBLACK", b"THBLACK2"
 HEAD = struct.Struct("<8sQQ")  # mark, length of the header, its checksum
@@ -51,7 +51,7 @@ STOPPED = (
 )
 
 
-class Ring:
+class RingFile:
     """The writer. It begins when the first step shows how many rows there are, and anew if there come to be more."""
 
     def __init__(self, path: Path, steps: int, about: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Ring:
         self._failed = False
         self.wrong: list[str] = []
 
-    def write(self, page: Page) -> None:
+    def write(self, page: StepStats) -> None:
         """Put a step into the ring, in the place of the oldest; warn once if it cannot be written."""
         if not self._failed:
             with self._warning():
@@ -109,7 +109,7 @@ class Ring:
     def _size(self) -> int:
         return SLOT.size + self._rows * LINE
 
-    def _fit(self, page: Page) -> None:
+    def _fit(self, page: StepStats) -> None:
         if self._file >= 0 and len(page.names) <= self._names:
             return
         old: list[tuple[int, float, int, bytes]] = []
@@ -206,7 +206,7 @@ def _slots(file: BinaryIO, start: int, steps: int, room: int) -> Iterator[tuple[
 class Blackbox(Drawn):
     """What a flight recorder's file holds: the last steps before the end, and what had gone wrong."""
 
-    def __init__(self, header: dict[str, Any], wrong: list[str], pages: Sequence[Page]) -> None:
+    def __init__(self, header: dict[str, Any], wrong: list[str], pages: Sequence[StepStats]) -> None:
         self.header, self.wrong, self.pages = header, wrong, list(pages)
 
     @property
@@ -315,11 +315,11 @@ def _events(area: bytes) -> list[str]:
     return found
 
 
-def _page(slot: tuple[int, float, int, bytes], names: Sequence[Any]) -> Page | None:
+def _page(slot: tuple[int, float, int, bytes], names: Sequence[Any]) -> StepStats | None:
     """The page in a slot; None where its rows are none of this file's."""
     step, when, rows, data = slot
     table: Array = np.frombuffer(data, "<f8").reshape(rows, len(COLUMNS) + 1)
     places = table[:, 0]
     if not (np.isin(places, np.arange(len(names))).all() and len(np.unique(places)) == rows):
         return None
-    return Page(step, when, places.astype(int), table[:, 1:], names)
+    return StepStats(step, when, places.astype(int), table[:, 1:], names)

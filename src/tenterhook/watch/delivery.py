@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.errors import NonFinite, TenterhookWarning
 from tenterhook.sites.threads import current
 from tenterhook.watch.finding_groups import grouped
-from tenterhook.watch.observe import heal
-from tenterhook.watch.parcel import Parcel, read_together
+from tenterhook.watch.measured_batch import MeasuredBatch, read_together
+from tenterhook.watch.observers import heal
 from tenterhook.watch.results import Results
 
 if TYPE_CHECKING:
-    from tenterhook.watch.blackbox import Ring
-    from tenterhook.watch.locate import NonFiniteReport
+    from tenterhook.watch.blackbox import RingFile
+    from tenterhook.watch.locate_nonfinite import NonFiniteReport
     from tenterhook.watch.measuring import Measuring
-    from tenterhook.watch.observe import Ledger, Slot
+    from tenterhook.watch.observers import PointSlot, StepLedger
     from tenterhook.watch.parameters import Parameters
 
 __all__ = ["Delivery"]
@@ -34,32 +34,32 @@ class Delivery(Results):
     owner: int
     _attached: bool
     _late: bool
-    _ledger: Ledger
+    _ledger: StepLedger
     _looking: bool
     _measuring: Measuring
     _parameters: Parameters
     _raising: bool
-    _ring: Ring | None
+    _ring: RingFile | None
     _sinks: list[Any]
-    _slots: list[Slot]
+    _slots: list[PointSlot]
 
-    _parcels: list[Parcel]
+    _parcels: list[MeasuredBatch]
     """what the present step has brought"""
-    _coming: list[tuple[int, list[Parcel]]]
+    _coming: list[tuple[int, list[MeasuredBatch]]]
     """steps whose numbers are on their way ..."""
-    _ready: list[tuple[int, list[Parcel]]]
+    _ready: list[tuple[int, list[MeasuredBatch]]]
     """... and those that wait for more, to be published with them"""
 
-    def _take(self, *parcels: Parcel) -> None:
-        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.parcel`."""
+    def _take(self, *parcels: MeasuredBatch) -> None:
+        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.measured_batch`."""
         for parcel in parcels:
             if self._late:
-                parcel.send(self._books.workspace.post)
+                parcel.send(self._history.workspace.post)
                 self._parcels.append(parcel)
             else:
                 self._look_at(parcel)
 
-    def _look_at(self, parcel: Parcel) -> None:
+    def _look_at(self, parcel: MeasuredBatch) -> None:
         """The numbers are there: they wait for those of the whole step if all are finite, and are told of if not."""
         if parcel.settle():
             self._parcels.append(parcel)
@@ -80,10 +80,10 @@ class Delivery(Results):
                 parcel.let_go()
                 self._parcels.append(parcel)
 
-    def _open(self, parcel: Parcel) -> NonFiniteReport | None:
+    def _open(self, parcel: MeasuredBatch) -> NonFiniteReport | None:
         self._ledger.on, self._looking = False, True
         try:
-            return parcel.open(self._books)
+            return parcel.open(self._history)
         finally:
             self._ledger.on, self._looking = self._attached, False
 
@@ -146,17 +146,17 @@ class Delivery(Results):
             warnings.warn(str(found), TenterhookWarning, stacklevel=2)
 
     def _publish(self, step: int) -> None:
-        page = self._books.close_step(step)
+        page = self._history.close_step(step)
         if page is None:
             return
-        new = self._findings.judge(page, self._parameters.names, self._slots, self._books.alike)
+        new = self._findings.judge(page, self._parameters.names, self._slots, self._history.alike)
         if self._ring is not None:
             self._ring.write(page)
             for group in grouped(new):
                 self._ring.say(str(group))
         for sink in list(self._sinks):
             try:
-                sink.write(page, grouped(new), self._books)
+                sink.write(page, grouped(new), self._history)
             except Exception as error:  # noqa: BLE001 - whatever it is, a training run is worth more than its log
                 self._sinks.remove(sink)
                 self._warn_stopped(sink, f"was stopped at step {step}", error)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tenterhook._text import printable
 from tenterhook.pytorch.layers import DROPOUTS
-from tenterhook.sinks.statistics import COUNT, NORM, ZEROS, Array
-from tenterhook.watch.books import ORDERS, Page
-from tenterhook.watch.observe import Slot
+from tenterhook.statistics.measure import COUNT, NORM, ZEROS, Array
+from tenterhook.watch.history import ORDERS, StepStats
+from tenterhook.watch.observers import PointSlot
 
 __all__ = ["THRESHOLDS", "Finding", "Findings", "Units"]
 
@@ -84,10 +84,10 @@ class Units:
     def __init__(self) -> None:
         self.choice = 0  # How often it was chosen who is looked at.
         self.step = 0  # The present step: in a step a unit is idle if it is in all calls.
-        self._idle: dict[Slot, _Idle] = {}
-        self._near: dict[Slot, tuple[Tensor, int]] = {}
+        self._idle: dict[PointSlot, _Idle] = {}
+        self._near: dict[PointSlot, tuple[Tensor, int]] = {}
 
-    def choose(self, slots: Iterable[Slot], zeros: set[str]) -> None:
+    def choose(self, slots: Iterable[PointSlot], zeros: set[str]) -> None:
         """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
         self.choice += 1
         for slot in slots:
@@ -99,7 +99,7 @@ class Units:
                 self._idle.pop(slot, None)  # What it was is no longer known to be true.
 
     @torch.inference_mode()
-    def look(self, slot: Slot, value: Tensor) -> None:
+    def look(self, slot: PointSlot, value: Tensor) -> None:
         """Take a value in."""
         bounds = bounds_of(slot.module)
         if bounds is not None:
@@ -111,7 +111,7 @@ class Units:
             self.count_idle(slot, value)
 
     @torch.inference_mode()
-    def count_idle(self, slot: Slot, value: Tensor) -> None:
+    def count_idle(self, slot: PointSlot, value: Tensor) -> None:
         """Count the steps in which units gave nothing but zero."""
         if value.dim() <= 1:
             return
@@ -135,7 +135,7 @@ class Units:
         """Hold no tensor any more."""
         self._idle, self._near = {}, {}
 
-    def read(self, steps: int) -> tuple[dict[Slot, tuple[int, int]], dict[Slot, float]]:
+    def read(self, steps: int) -> tuple[dict[PointSlot, tuple[int, int]], dict[PointSlot, float]]:
         """The idle units of each layer beside all its units, and the share of each activation that is saturated."""
         idle = list(self._idle.items())
         near = list(self._near.items())
@@ -166,7 +166,9 @@ class Findings:
         # The last page's rows, and which of its values held many zeros.
         self._many: tuple[Array | None, bytes] = None, b""
 
-    def judge(self, page: Page, parameters: set[str], slots: Sequence[Slot], alike: Mapping[int, int]) -> list[Finding]:
+    def judge(
+        self, page: StepStats, parameters: set[str], slots: Sequence[PointSlot], alike: Mapping[int, int]
+    ) -> list[Finding]:
         """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""
         before = set(self.all)
         seen = self._seen.get(id(page.rows))
@@ -183,7 +185,7 @@ class Findings:
             [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
         )
 
-    def _gradients(self, page: Page, points: Array, own: Array) -> None:
+    def _gradients(self, page: StepStats, points: Array, own: Array) -> None:
         norms = page.table[:, NORM]
         if not math.isfinite(norms.sum()):
             norms = np.where(np.isfinite(norms), norms, 0.0)
@@ -194,7 +196,7 @@ class Findings:
             self._jump(page.step, total)
             self._norms.append(total)
 
-    def _depth(self, page: Page, rows: Array, sizes: Array) -> None:
+    def _depth(self, page: StepStats, rows: Array, sizes: Array) -> None:
         """Gradients that die away, or swell, on their way back through the model."""
         flows = sizes > 0
         if not flows.all():
@@ -220,7 +222,7 @@ class Findings:
             text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
             self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
 
-    def _units(self, page: Page, values: Array, slots: Iterable[Slot]) -> None:
+    def _units(self, page: StepStats, values: Array, slots: Iterable[PointSlot]) -> None:
         share = self.limits["dead_units"]
         # So many dead units need at least so many zeros.
         many = page.table[values, ZEROS] >= share * np.maximum(page.table[values, COUNT], 1)
@@ -252,7 +254,7 @@ class Findings:
 
 
 def _places(
-    page: Page, parameters: set[str], dropped: set[str], alike: Mapping[int, int]
+    page: StepStats, parameters: set[str], dropped: set[str], alike: Mapping[int, int]
 ) -> tuple[Array, Array, Array]:
     """Where a page has values that may have dead units, the gradients of points, and those of parameters."""
     values: list[int] = []

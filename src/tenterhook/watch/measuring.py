@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tenterhook.pytorch.autograd import operation_number
-from tenterhook.sinks.likeness import is_plain, plain
-from tenterhook.sinks.statistics import Wanted
-from tenterhook.watch import locate
-from tenterhook.watch.held import NOTHING
-from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.log import NOT_COUNTED, TENSOR, Log, Seen
-from tenterhook.watch.observe import Ledger, Slot
-from tenterhook.watch.parcel import Draft, Layout
-from tenterhook.watch.steady import GRADIENT, KEPT, NOWHERE, VALUE, Collected, Steady, Together
-from tenterhook.watch.trace import autocast_state
+from tenterhook.statistics.measure import Wanted
+from tenterhook.statistics.tensor_signature import is_plain, plain
+from tenterhook.watch import locate_nonfinite as locate
+from tenterhook.watch.gradient_holders import NOTHING
+from tenterhook.watch.locate_nonfinite import NonFiniteReport
+from tenterhook.watch.measured_batch import MeasureRequest, RowLayout
+from tenterhook.watch.observers import PointSlot, StepLedger
+from tenterhook.watch.step_cache import GRADIENT, KEPT, NOWHERE, VALUE, CollectedTensors, SharedTensors, StepCache
+from tenterhook.watch.step_log import NOT_COUNTED, TENSOR, LogEntry, StepLog
+from tenterhook.watch.trace_operations import autocast_state
 
 if TYPE_CHECKING:
-    from tenterhook.watch.books import Books
     from tenterhook.watch.findings import Units
-    from tenterhook.watch.results import Options
+    from tenterhook.watch.history import History
+    from tenterhook.watch.results import WatchOptions
 
 __all__ = ["Measuring"]
 
@@ -38,11 +38,11 @@ PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from 
 class Measuring:
     """Empties the ledger of a watch."""
 
-    def __init__(self, books: Books, ledger: Ledger, units: Units, options: Options) -> None:
-        self._books, self._ledger, self._units, self._options = books, ledger, units, options
+    def __init__(self, history: History, ledger: StepLedger, units: Units, options: WatchOptions) -> None:
+        self._history, self._ledger, self._units, self._options = history, ledger, units, options
         self._autocast: Any = None
         self._step, self._times = -1, 0  # How often the log was emptied in a step: mostly as in the last one.
-        self._steady: dict[int, Steady] = {}
+        self._steady: dict[int, StepCache] = {}
         self.odd = False  # Whether anything was looked at one by one, so that points may have lost something.
 
     def entered(self, device: str) -> None:
@@ -53,18 +53,18 @@ class Measuring:
         """Hold no tensor any more."""
         self._steady = {}
 
-    def drafts(self, step: int, *, loose: bool) -> list[Draft]:
+    def drafts(self, step: int, *, loose: bool) -> list[MeasureRequest]:
         """What is to be measured of what the ledger holds; ``loose`` leaves what waits for its gradient."""
         log, cells = self._ledger.take(loose=loose)
         if not log and not cells:
             return []
-        batch = _Batch(self._books)
+        batch = _Batch(self._history)
         if step != self._step:
             self._step, self._times = step, 0
         if log:
             self._times += 1
             self._from_log(log, batch)
-        caught: dict[tuple[Slot, int], Tensor] = {}
+        caught: dict[tuple[PointSlot, int], Tensor] = {}
         for place, (slot, call, cell, _, alone) in enumerate(cells):
             for path, found in cell.parts.items():
                 real = self._summed(slot, found)
@@ -77,7 +77,7 @@ class Measuring:
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
         return [batch.draft(self._options.sample, step, explain, f"log {self._times}")]
 
-    def _summed(self, slot: Slot, found: Sequence[tuple[Tensor, int]]) -> Tensor | None:
+    def _summed(self, slot: PointSlot, found: Sequence[tuple[Tensor, int]]) -> Tensor | None:
         """What the backward passes of a step have brought for one tensor; None if any of it was changed since."""
         if any(gradient._version != version for gradient, version in found):
             slot.spoilt += 1
@@ -88,7 +88,7 @@ class Measuring:
             total = total + gradient
         return plain(total)
 
-    def _from_log(self, log: Log, batch: _Batch) -> None:
+    def _from_log(self, log: StepLog, batch: _Batch) -> None:
         """Add what the log holds: values, and the gradients that have passed."""
         steady = self._steady.get(self._times)
         found = steady.collect(log, self._units) if steady is not None else None
@@ -99,11 +99,11 @@ class Measuring:
         values, gradients = "values" in self._options.of, self._ledger.gradients
         self._one_by_one(log, batch, values=values, gradients=gradients)
         if all(entry.path in entry.slot.rows for entry in log.entries()):
-            steady = Steady(log, batch.kept, values=values)
+            steady = StepCache(log, batch.kept, values=values)
             if steady.usual and steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
                 self._steady[self._times] = steady
 
-    def _one_by_one(self, log: Log, batch: _Batch, *, values: bool, gradients: bool) -> None:
+    def _one_by_one(self, log: StepLog, batch: _Batch, *, values: bool, gradients: bool) -> None:
         known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
         for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log.entries()):
             if NOT_COUNTED != version != tensor._version:  # A copy that was made in inference mode has none.
@@ -138,19 +138,19 @@ def _real(tensor: Tensor | None) -> Tensor | None:
 class _Batch:
     """Tensors to be measured, each once, with all the rows that it belongs to."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, history: History) -> None:
+        self._history = history
         self.tensors: list[Tensor] = []
         self.sources: list[tuple[int, int]] = []
         self.row_list: list[int] = []
         self._first: dict[int, int] = {}
         self.index: list[int] = []
         self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
-        self._together: Together | None = None
+        self._together: SharedTensors | None = None
         self._known = False  # Whether everything is like the last time ...
         self._in_a_row = False  # ... and contiguous.
 
-    def fill(self, found: Collected) -> None:
+    def fill(self, found: CollectedTensors) -> None:
         """Take the tensors of a log that is like the one before; they come first."""
         self._together, self.tensors, self._known = found
         self._in_a_row, self.index = self._together.like.in_a_row, list(self._together.index)
@@ -168,10 +168,10 @@ class _Batch:
         self.index.append(self._ids.index(id(tensor)))
         return self.index[-1]
 
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Which rows the tensors belong to."""
         if self._together is None:
-            return Layout(self.row_list, self.index)
+            return RowLayout(self.row_list, self.index)
         few = self.index[len(self.index) - len(self.row_list) :]
         each = (self.tensors[place] for place in few)
         extra = tuple(
@@ -182,12 +182,12 @@ class _Batch:
         self._known = self._known and known
         return layout
 
-    def rows(self, slot: Slot, path: Any) -> tuple[int, int]:
+    def rows(self, slot: PointSlot, path: Any) -> tuple[int, int]:
         """The rows of one tensor of a point: of its value, and of its gradient."""
         rows = slot.rows.get(path)
         if rows is None:
             label = slot.label(path)
-            rows = slot.rows[path] = (self._books.row("values", label), self._books.row("gradients", label))
+            rows = slot.rows[path] = (self._history.row("values", label), self._history.row("gradients", label))
         return rows
 
     def add(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
@@ -210,14 +210,14 @@ class _Batch:
                 self.row_list.append(row)
                 self.index.append(place)
 
-    def draft(self, limit: int | None, step: int, explain: Any, name: str) -> Draft:
-        books, layout = self._books, self.layout()
-        if books.slow:
-            books.liken(layout)
+    def draft(self, limit: int | None, step: int, explain: Any, name: str) -> MeasureRequest:
+        history, layout = self._history, self.layout()
+        if history.slow:
+            history.liken(layout)
         plan, phase = layout.plan if self._known else None, step * PRIMES[0] % PRIMES[1]
         in_a_row = self._in_a_row and not self.row_list  # Of what was added beside, nothing is known.
         wanted = Wanted(self.tensors, limit, phase, layout.first, name, plan=plan, quick=True, in_a_row=in_a_row)
-        return Draft(layout, wanted, explain)
+        return MeasureRequest(layout, wanted, explain)
 
 
 class _Explain:
@@ -225,9 +225,9 @@ class _Explain:
 
     def __init__(
         self,
-        log: Log,
+        log: StepLog,
         cells: Sequence[Any],
-        caught: dict[tuple[Slot, int], Tensor],
+        caught: dict[tuple[PointSlot, int], Tensor],
         batch: _Batch,
         step: int,
         autocast: Any,
@@ -252,7 +252,7 @@ class _Explain:
             locate.backward(report, log, place, self._arrived, self._autocast, late=late)
         return report
 
-    def _whose(self, source: tuple[int, int]) -> tuple[Slot, int, Any]:
+    def _whose(self, source: tuple[int, int]) -> tuple[PointSlot, int, Any]:
         kind, place = source
         if kind == CAUGHT:
             slot, call, *_ = self._cells[place]
@@ -260,7 +260,7 @@ class _Explain:
         seen = self._log.entry(place)
         return seen.slot, seen.call, seen.path
 
-    def _arrived(self, call: Seen) -> Tensor | None:
+    def _arrived(self, call: LogEntry) -> Tensor | None:
         if call.held is None:
             return self._caught.get((call.slot, call.call))
         # The one of a tensor that several points share is known by the first of them.

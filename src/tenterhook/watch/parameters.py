@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
 from tenterhook.address.walk import first_names
-from tenterhook.sinks.likeness import are_plain, plain
-from tenterhook.sinks.snapshot import Snapshot
-from tenterhook.sinks.statistics import COLUMNS, Wanted, whole
-from tenterhook.watch.books import Kind
-from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.parcel import Draft, Explain, Layout, Parcel, measured
+from tenterhook.statistics.measure import COLUMNS, Wanted, whole
+from tenterhook.statistics.snapshot import Snapshot
+from tenterhook.statistics.tensor_signature import are_plain, plain
+from tenterhook.watch.history import Kind
+from tenterhook.watch.locate_nonfinite import NonFiniteReport
+from tenterhook.watch.measured_batch import Explain, MeasuredBatch, MeasureRequest, RowLayout, measured
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from tenterhook.watch.books import Books
-    from tenterhook.watch.results import Options
+    from tenterhook.watch.history import History
+    from tenterhook.watch.results import WatchOptions
 
 __all__ = ["Parameters"]
 
@@ -34,11 +34,11 @@ class Parameters:
         self,
         model: nn.Module,
         points: Sequence[Point],
-        books: Books,
-        options: Options,
+        history: History,
+        options: WatchOptions,
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._books, self._options, self._optimizers = books, options, optimizers
+        self._history, self._options, self._optimizers = history, options, optimizers
         # Parameters are many, and they change slowly: a part of the places is enough.
         self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
@@ -52,25 +52,25 @@ class Parameters:
         self._asked: list[Optimizer] = []
         self._measured: set[int] = set()  # Parameters whose gradients the present step has brought.
         self._rows: dict[Kind, list[int]] = {}
-        self._layouts: dict[tuple[Kind, Sequence[int]], Layout] = {}
+        self._layouts: dict[tuple[Kind, Sequence[int]], RowLayout] = {}
 
     def begin(self, *, at_once: bool) -> None:
         """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
         self._taken = self.closes = False
         self._asked = []
         self._measured.clear()
-        if at_once and self._books.slow and "updates" in self._options.of:
+        if at_once and self._history.slow and "updates" in self._options.of:
             self._take()
 
     closes: bool
     """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
 
-    def before(self, optimizer: Optimizer, *, closes: bool) -> list[Draft]:
+    def before(self, optimizer: Optimizer, *, closes: bool) -> list[MeasureRequest]:
         """An optimizer is about to step, with a closure or without; only its first time in a step counts."""
         if optimizer in self._asked:
             return []
         self._asked.append(optimizer)
-        if len(self._asked) == 1 and self._books.slow and "updates" in self._options.of:
+        if len(self._asked) == 1 and self._history.slow and "updates" in self._options.of:
             self._take()
         self.closes = closes
         return [] if closes else self.gradients(self._part(optimizer))
@@ -85,7 +85,7 @@ class Parameters:
         found = enumerate(self._parameters)
         return tuple(i for i, parameter in found if id(parameter) in own or (first and id(parameter) not in every))
 
-    def gradients(self, part: Sequence[int] | None = None) -> list[Draft]:
+    def gradients(self, part: Sequence[int] | None = None) -> list[MeasureRequest]:
         """What the backward passes of this step have accumulated by now, for all parameters or a part of them."""
         if "gradients" not in self._options.of:
             return []
@@ -101,27 +101,27 @@ class Parameters:
         self._measured.update(which)
         return [self._draft("gradients", which, found)._replace(replaces=again)]
 
-    def after(self) -> list[Parcel]:
+    def after(self) -> list[MeasuredBatch]:
         """The step is over."""
         # A closure may have changed them after its backward pass.
         drafts = self.gradients() if self.closes else []
-        if self._books.slow:
+        if self._history.slow:
             self._follow()
         if self._taken and self._snapshot is not None:
-            return [*measured(drafts, self._books), *self._moved(self._snapshot)]
-        if self._tensors and self._books.slow and "parameters" in self._options.of:
+            return [*measured(drafts, self._history), *self._moved(self._snapshot)]
+        if self._tensors and self._history.slow and "parameters" in self._options.of:
             drafts.append(self._draft("parameters", range(len(self._tensors)), self._tensors))
-        return measured(drafts, self._books)
+        return measured(drafts, self._history)
 
-    def _moved(self, snapshot: Snapshot) -> list[Parcel]:
+    def _moved(self, snapshot: Snapshot) -> list[MeasuredBatch]:
         self._taken = False
         rows, ways = self._row_list("parameters"), self._row_list("updates")
         every = range(len(self._tensors))
         # Of an update nothing is left but its numbers: where it is not finite, how much of it is not cannot be told.
         left = {"parameters": self._tensors, "updates": None}
         return [
-            Parcel(self._layout(kind, every), found, left[kind], self._explain(kind, every, self._tensors))
-            for kind, found in zip(_BOTH, snapshot.moved(self._books.sketch, rows, ways), strict=True)
+            MeasuredBatch(self._layout(kind, every), found, left[kind], self._explain(kind, every, self._tensors))
+            for kind, found in zip(_BOTH, snapshot.moved(self._history.sketch, rows, ways), strict=True)
             if kind in self._options.of
         ]
 
@@ -144,16 +144,16 @@ class Parameters:
     def _take(self) -> None:
         self._follow()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._tensors, self._limit, self._books.workspace)
+            self._snapshot = Snapshot(self._tensors, self._limit, self._history.workspace)
         self._snapshot.take()
         self._taken = True
 
     def _row_list(self, kind: Kind) -> list[int]:
         if kind not in self._rows:
-            self._rows[kind] = [self._books.row(kind, label) for label in self._labels]
+            self._rows[kind] = [self._history.row(kind, label) for label in self._labels]
         return self._rows[kind]
 
-    def _draft(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> Draft:
+    def _draft(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> MeasureRequest:
         layout = self._layout(kind, which)
         plan = layout.plan if layout.plan is not None and layout.plan.fits(found) else None
         if plan is None and not are_plain(found):
@@ -163,13 +163,13 @@ class Parameters:
         in_a_row = plan is not None and plan.like.in_a_row
         quick = kind == "gradients"
         wanted = Wanted(found, self._limit, 0, layout.first, kind, plan=plan, quick=quick, in_a_row=in_a_row)
-        return Draft(layout, wanted, self._explain(kind, which, found))
+        return MeasureRequest(layout, wanted, self._explain(kind, which, found))
 
-    def _layout(self, kind: Kind, which: Sequence[int]) -> Layout:
+    def _layout(self, kind: Kind, which: Sequence[int]) -> RowLayout:
         found = self._layouts.get((kind, which))
         if found is None:
             rows = self._row_list(kind)
-            found = self._layouts[kind, which] = Layout([rows[i] for i in which])
+            found = self._layouts[kind, which] = RowLayout([rows[i] for i in which])
         return found
 
     def _explain(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Explain:

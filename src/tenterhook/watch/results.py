@@ -11,20 +11,20 @@ from torch import nn
 from tenterhook._draw import Drawn, Table
 from tenterhook.address.suggest import nearest
 from tenterhook.errors import NotRecorded
-from tenterhook.watch.books import Books, Page
 from tenterhook.watch.finding_groups import FindingGroup, grouped
 from tenterhook.watch.findings import Finding, Findings
-from tenterhook.watch.locate import NonFiniteReport
-from tenterhook.watch.table import table_of
+from tenterhook.watch.history import History, StepStats
+from tenterhook.watch.locate_nonfinite import NonFiniteReport
+from tenterhook.watch.watch_table import table_of
 
 if TYPE_CHECKING:
-    from tenterhook.watch.serve import Server
+    from tenterhook.watch.live_server import LiveServer
 
-__all__ = ["Options", "Results", "about"]
+__all__ = ["Results", "WatchOptions", "about"]
 
 
 @dataclass(frozen=True)
-class Options:
+class WatchOptions:
     """What ``th.watch`` was asked for, checked."""
 
     of: frozenset[str]
@@ -48,10 +48,10 @@ class Results(Drawn):
     steps: int
     nonfinite: NonFiniteReport | None
     nonfinite_steps: list[int]
-    _options: Options
-    _books: Books
+    _options: WatchOptions
+    _history: History
     _findings: Findings
-    _server: Server | None
+    _server: LiveServer | None
 
     def _settle(self, *, wait: bool = True) -> None:
         """Publish what has been measured; ``wait`` for the numbers that are still on their way."""
@@ -69,15 +69,15 @@ class Results(Drawn):
         return grouped(self.findings)
 
     @property
-    def pages(self) -> list[Page]:
+    def pages(self) -> list[StepStats]:
         """The last steps, one by one."""
         self._settle(wait=False)
-        return list(self._books.pages)
+        return list(self._history.pages)
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain dict per kind and address: statistics over all watched steps, and of the last one."""
         self._settle()
-        return self._books.rows()
+        return self._history.rows()
 
     def row(self, address: str, kind: str = "values") -> dict[str, Any]:
         """The row of one address."""
@@ -105,7 +105,7 @@ class Results(Drawn):
         return {
             **about(self.model, self._options),
             "steps": self.steps,
-            "rows": self._books.rows(),
+            "rows": self._history.rows(),
             "findings": [group.to_dict() for group in grouped(list(self._findings.all.values()))],
             "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
             "nonfinite_steps": self.nonfinite_steps,
@@ -113,10 +113,10 @@ class Results(Drawn):
 
     def serve(self, port: int = 0) -> str:
         """Show this watch on a page that refreshes while training runs, on this machine alone; gives its address."""
-        from tenterhook.watch.serve import Server
+        from tenterhook.watch.live_server import LiveServer
 
         if self._server is None:
-            self._server = Server(self, port)
+            self._server = LiveServer(self, port)
         return self._server.url
 
     def table(self) -> Table:
@@ -127,6 +127,6 @@ class Results(Drawn):
         return super().__repr__() if self.steps else super(Drawn, self).__repr__()  # Before that, it is a session.
 
 
-def about(model: nn.Module, options: Options) -> dict[str, Any]:
+def about(model: nn.Module, options: WatchOptions) -> dict[str, Any]:
     """What a watch is of."""
     return {"model": type(model).__name__, "every": options.every, "of": sorted(options.of)}

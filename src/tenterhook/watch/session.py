@@ -11,31 +11,32 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
 from tenterhook.engine.action import Binding
-from tenterhook.engine.install import Lane, Tap
+from tenterhook.engine.install import ForwardPatch, ModuleActions
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
 from tenterhook.pytorch.autograd import call_after_backward, current_backward_id, keeps_graph
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
-from tenterhook.record.cell import Cells
-from tenterhook.record.gradient import InputGradient, InputGradientOut, TotalGradient
-from tenterhook.sites.facts import facts
+from tenterhook.record.gradient_slot import GradientSlots
+from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
+from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
 from tenterhook.watch.activations import Activation, activations
-from tenterhook.watch.blackbox import Ring
-from tenterhook.watch.books import Books
+from tenterhook.watch.blackbox import RingFile
 from tenterhook.watch.delivery import Delivery
 from tenterhook.watch.findings import Findings
-from tenterhook.watch.locate import NonFiniteReport
+from tenterhook.watch.history import History
+from tenterhook.watch.locate_nonfinite import NonFiniteReport
+from tenterhook.watch.measured_batch import MeasureRequest, measured
 from tenterhook.watch.measuring import Measuring
-from tenterhook.watch.observe import CaughtGradient, Gradient, Ledger, Slot, Value
+from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
-from tenterhook.watch.parcel import Draft, measured
-from tenterhook.watch.results import Options, about
-from tenterhook.watch.turns import Begins, Call, Patience, Return, park, unpark
+from tenterhook.watch.results import WatchOptions, about
+from tenterhook.watch.step_events import BackwardBegins, DeferredHooks, ModelCalled, ModelReturns, park, unpark
 
 __all__ = ["Watch"]
 
@@ -47,7 +48,7 @@ class Watch(Delivery, Session):
     needs = ("gradients",)
 
     def __init__(
-        self, model: nn.Module, points: tuple[Point, ...], options: Options, optimizers: tuple[Optimizer, ...]
+        self, model: nn.Module, points: tuple[Point, ...], options: WatchOptions, optimizers: tuple[Optimizer, ...]
     ) -> None:
         self._options, self._optimizers = options, optimizers
         self.steps = 0
@@ -56,15 +57,15 @@ class Watch(Delivery, Session):
         """the first NaN or Inf"""
         self.nonfinite_steps: list[int] = []
         """all watched steps that held any"""
-        self._books = Books(options.pages)
+        self._history = History(options.pages)
         self._findings = Findings(options.thresholds)
-        self._ledger = Ledger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
-        self._parameters = Parameters(model, points, self._books, options, optimizers)
-        self._measuring = Measuring(self._books, self._ledger, self._findings.units, options)
-        self._ring = Ring(options.to, options.blackbox, about(model, options)) if options.blackbox else None
+        self._ledger = StepLedger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
+        self._parameters = Parameters(model, points, self._history, options, optimizers)
+        self._measuring = Measuring(self._history, self._ledger, self._findings.units, options)
+        self._ring = RingFile(options.to, options.blackbox, about(model, options)) if options.blackbox else None
         self._sinks = list(options.sinks)
         self._hooks: list[Any] = []
-        self._slots: list[Slot] = []
+        self._slots: list[PointSlot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
         self._one_call = False  # Whether the last step had one, as most have where the next one has.
@@ -74,12 +75,12 @@ class Watch(Delivery, Session):
         self._attached = True
         self._queued = -1
         self._slow_at: int | None = None
-        self._parked: list[tuple[Lane, Tap | None]] = []
+        self._parked: list[tuple[ModuleActions, ForwardPatch | None]] = []
         self._server: Any = None
         self._parcels, self._coming, self._ready = [], [], []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._late = self._device == "cuda" and options.on_nan != "raise"
-        self._patience = Patience(self._ledger, self._device)
+        self._deferred_hooks = DeferredHooks(self._ledger, self._device)
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         careful = facts(model).in_place
@@ -90,25 +91,25 @@ class Watch(Delivery, Session):
         self._findings.units.choose(self._slots, set())
         # The model's call is told before anything else is told of it, its return after everything else.
         root = Point(":return", Site.RETURN, model, "", None, None)
-        bindings.insert(0, Binding(root, Call(self)))
-        bindings.append(Binding(root, Return(self)))
+        bindings.insert(0, Binding(root, ModelCalled(self)))
+        bindings.append(Binding(root, ModelReturns(self)))
 
     def _add(self, point: Point, bindings: list[Binding], *, careful: bool) -> None:
-        slot = Slot(point, careful=careful)
+        slot = PointSlot(point, careful=careful)
         self._slots.append(slot)
         boundary = point.site is Site.RETURN and point.call is None
-        value = Value(slot, self._ledger, direct=boundary, entries=self._shared)
+        value = ValueObserver(slot, self._ledger, direct=boundary, entries=self._shared)
         bindings.append(Binding(point, value))
         if point.explicit:
             self.required.append([bindings[-1]])
         gradient: Any
         if point.site is Site.RETURN:
-            gradient = Gradient(slot, self._ledger)
+            gradient = GradientObserver(slot, self._ledger)
         elif point.site is Site.VARIABLE:
-            gradient = CaughtGradient(slot, self._ledger, TotalGradient(Cells(), 2**62))
+            gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(GradientSlots(), 2**62))
         else:
-            through = InputGradient(Cells(), 2**62)
-            gradient = CaughtGradient(slot, self._ledger, through)
+            through = InputGradient(GradientSlots(), 2**62)
+            gradient = CaughtGradientObserver(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
         bindings.append(Binding(point, gradient))
@@ -117,7 +118,7 @@ class Watch(Delivery, Session):
         """Count the idle units of activations that a module's forward calls as functions."""
         if point.site is Site.RETURN and point.call is None and "values" in self._options.of:
             for inner in activations(point):
-                slot = Slot(inner, careful=False)
+                slot = PointSlot(inner, careful=False)
                 bindings.append(Binding(inner, Activation(slot, self._ledger, self._findings.units)))
 
     # -- in and out ---------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class Watch(Delivery, Session):
         self._ledger.drop()
         self._ledger.spill = _nothing
         self._parked = []
-        self._books.freeze()
+        self._history.freeze()
         self._measuring.let_go()
         self._parameters.let_go()
         self._findings.units.let_go()
@@ -220,25 +221,25 @@ class Watch(Delivery, Session):
             self._drain()
             self._lighten()
             self._measuring.entered(self._device)
-            self._patience.called(self.steps)
+            self._deferred_hooks.called(self.steps)
 
     def on_return(self, value: Any) -> None:
         """The model returns: its backward pass, if there is one, will begin here."""
         if self._looking or not self._attached or current_backward_id() != -1:
             return
-        self._patience.returned(self.steps)
+        self._deferred_hooks.returned(self.steps)
         if not torch.is_grad_enabled():
             self._waiting -= 1  # An earlier call may still wait for its backward pass.
             (self._spill if self._waiting > 0 else self._measure)()
             return
         for _, tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(Begins(self))
+                tensor.register_hook(BackwardBegins(self))
 
     def backward_begins(self) -> None:
         """A backward pass has come to what the model returned."""
         task = current_backward_id()
-        self._patience.passed(task)
+        self._deferred_hooks.passed(task)
         if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
             self._queued = task
             call_after_backward(self._backward_ends)
@@ -248,7 +249,7 @@ class Watch(Delivery, Session):
         last = not self._optimizers or (self._parameters.closes and self._options.on_nan == "raise")
         more = self._parameters.gradients() if last and self._attached and self._ledger.on else []
         if self._waiting > 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
-            self._take(*measured(more, self._books))
+            self._take(*measured(more, self._history))
         elif self._late and self._one_call and not last:
             self._puts_off = True  # Until the update, when gradients of parameters are measured too.
         else:
@@ -265,8 +266,8 @@ class Watch(Delivery, Session):
 
     def _begin(self) -> None:
         """A watched step begins."""
-        self._books.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
-        if self._books.slow:
+        self._history.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
+        if self._history.slow:
             self._slow_at = self.steps
         self._parameters.begin(at_once=not self._optimizers)
 
@@ -293,21 +294,25 @@ class Watch(Delivery, Session):
     # -- what a step brought ------------------------------------------------------------------------------------------
 
     def _spill(self) -> None:
-        self._take(*measured(self._measuring.drafts(self.steps, loose=True), self._books))
+        self._take(*measured(self._measuring.drafts(self.steps, loose=True), self._history))
 
-    def _measure(self, *more: Draft) -> None:
+    def _measure(self, *more: MeasureRequest) -> None:
         """Measure what has passed, and what else there is, which costs less than one after the other."""
         self._shared.clear()
         self._waiting, self._puts_off = 0, False
-        self._take(*measured([*self._measuring.drafts(self.steps, loose=False), *more], self._books))
+        self._take(*measured([*self._measuring.drafts(self.steps, loose=False), *more], self._history))
 
     # -- in the model, or not -----------------------------------------------------------------------------------------
 
     @cached_property
-    def _others(self) -> list[Lane]:
-        """The lanes that leave the model between watched steps; the model's own calls may have to be counted."""
+    def _others(self) -> list[ModuleActions]:
+        """Return the actions that leave the model between watched steps; its own calls may have to be counted."""
         stays = self.model if self._options.steps == "call" else None
-        return [lane for lane in self.lanes.values() if lane.module is not stays and can_be_called(lane.module)]
+        return [
+            actions
+            for actions in self.action_sets.values()
+            if actions.module is not stays and can_be_called(actions.module)
+        ]
 
     def _pause(self) -> None:
         if self._attached:
@@ -319,7 +324,7 @@ class Watch(Delivery, Session):
         if not self._attached:
             unpark(self._parked)
             self._attached = self._ledger.on = True
-            self._patience.resumed()
+            self._deferred_hooks.resumed()
 
 
 def _nothing() -> None:

@@ -85,12 +85,12 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
             measured while the model runs. By default 1 GiB, on a GPU a sixteenth of its memory if that is more.
         pages: steps that are kept in memory one by one.
     """
-    from tenterhook.watch.results import Options
+    from tenterhook.watch.results import WatchOptions
     from tenterhook.watch.session import Watch
 
     if any(isinstance(selector, torch.optim.Optimizer) for selector in selectors):
         raise SelectorError("an optimizer selects no points; it is given by name: th.watch(model, optimizer=optimizer)")
-    options = Options(
+    options = WatchOptions(
         of=_checked_of(of),
         every=_positive("every", every),
         slow=_positive("slow", slow),
@@ -127,7 +127,7 @@ def _room(model: nn.Module) -> int:
 
 
 def _checked_of(of: Iterable[Of]) -> frozenset[str]:
-    from tenterhook.watch.books import KINDS
+    from tenterhook.watch.history import KINDS
 
     found = frozenset([of] if isinstance(of, str) else of)
     if not found or found - set(KINDS):

@@ -1,0 +1,142 @@
+"""One row of an audit: what was found, where, whose it is, what it costs and what can go wrong with it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenterhook.audit.owner import HookOwner
+
+__all__ = ["CALL_KINDS", "AuditRow", "HookCost", "HookKind", "HookRisk", "HookTable"]
+
+
+class HookKind(enum.StrEnum):
+    """What kinds of things an audit finds; each is also its own text, as in ``found.kind == "forward"``."""
+
+    FORWARD_PRE = "forward pre"
+    FORWARD = "forward"
+    BACKWARD_PRE = "backward pre"
+    FULL_BACKWARD = "full backward"
+    LEGACY_BACKWARD = "legacy backward"
+    OUR_BACKWARD_PRE = "th backward pre"
+    OUR_BACKWARD = "th backward"
+    STATE_DICT_PRE = "state dict pre"
+    STATE_DICT = "state dict"
+    LOAD_STATE_DICT_PRE = "load state dict pre"
+    LOAD_STATE_DICT_POST = "load state dict post"
+    GRADIENT = "gradient"
+    POST_ACCUMULATE = "post accumulate"
+
+    OWN_FORWARD = "own forward"
+    OWN_CALL = "own call"
+    COMPILED = "compiled"
+    PARAMETRIZATION = "parametrization"
+
+    GLOBAL_FORWARD_PRE = "global forward pre"
+    GLOBAL_FORWARD = "global forward"
+    GLOBAL_BACKWARD_PRE = "global backward pre"
+    GLOBAL_FULL_BACKWARD = "global full backward"
+    GLOBAL_LEGACY_BACKWARD = "global legacy backward"
+    GLOBAL_REGISTRATION = "global registration"
+    PATCHED_CALL = "patched call"
+    SAVED_TENSORS = "saved tensors"
+    FUNCTION_MODE = "function mode"
+    DISPATCH_MODE = "dispatch mode"
+    ANOMALY = "anomaly mode"
+
+
+# The kinds that belong to a module's calls: what a module that is never called never runs.
+CALL_KINDS = frozenset(
+    {
+        HookKind.FORWARD_PRE, HookKind.FORWARD, HookKind.BACKWARD_PRE, HookKind.FULL_BACKWARD, HookKind.LEGACY_BACKWARD,
+        HookKind.OUR_BACKWARD_PRE, HookKind.OUR_BACKWARD,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HookRisk:
+    """Something that can go wrong: its name, why it does, what to do about it, and what it was seen by here."""
+
+    name: str
+    why: str
+    fix: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.name}{detail}: {self.why} {self.fix}"
+
+
+@dataclass(frozen=True, slots=True)
+class HookCost:
+    """How often a hook ran in one pass, and how many microseconds each run took."""
+
+    calls: int
+    microseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.calls} × {self.microseconds:.1f} µs"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HookTable:
+    """A dict in which PyTorch, or ``tenterhook.hooks``, keeps hooks of one kind, with the flags that stand beside it.
+
+    ``remove`` takes the entry of a key away, with all that the registration put in beside it.
+    """
+
+    kind: HookKind
+    hooks: dict[Any, Any]
+    sides: dict[str, dict[Any, Any]]
+    remove: Callable[[Any], None]
+
+    def flags(self, key: Any) -> tuple[str, ...]:
+        """The options that the hook of this key was registered with."""
+        return tuple(flag for flag, side in self.sides.items() if side.get(key))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AuditRow:
+    """One thing that an audit found."""
+
+    address: str
+    """of the module, parameter or buffer; empty for what stands in the process"""
+    kind: HookKind
+    order: int
+    """1 is the first to run among those of its kind there, global ones included; 0 where there is no such order"""
+    who: HookOwner
+    """the function behind it, and where that is written"""
+    hook: Any = field(repr=False)
+    """the object that was registered"""
+    key: Any = None
+    """its key in PyTorch's table, which is the ``id`` of its handle"""
+    flags: tuple[str, ...] = ()
+    note: str = ""
+    """what is known about it beyond its kind"""
+    aliases: tuple[str, ...] = ()
+    """the further addresses of a shared module or tensor"""
+    module: nn.Module | None = field(default=None, repr=False)
+    """the module that it is on, or that owns the tensor"""
+    tensor: Tensor | None = field(default=None, repr=False)
+    session: str = ""
+    """the open session that it belongs to"""
+    instead: str = ""
+    """how to take it away, where it is not a plain hook"""
+    cost: HookCost | None = None
+    risks: tuple[HookRisk, ...] = ()
+    table: HookTable | None = field(default=None, repr=False)
+
+    @property
+    def where(self) -> str:
+        """The file and line of the function."""
+        return self.who.where
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is still registered."""
+        return self.table is not None and self.table.hooks.get(self.key) is self.hook

@@ -1,0 +1,234 @@
+"""Writing the script of a run as it happens."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenterhook._tree import parts_of
+from tenterhook.address.walk import named_children, walk, with_wrappers
+from tenterhook.call_trace.dependencies import Dependencies
+from tenterhook.call_trace.digest import digest, version
+from tenterhook.call_trace.module_state import ModuleState, ambient, in_the_way
+from tenterhook.call_trace.randomness import Randomness
+from tenterhook.call_trace.trace import CallTrace, CopyKeeper, TracedCall, TracedRun, Unkeepable, storages
+from tenterhook.engine.session import open_here
+from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.wrappers import unwrapped
+from tenterhook.sites.module import MISSING
+
+__all__ = ["RunRecorder", "worth_keeping"]
+
+
+def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
+    """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
+    paths = {module: path for path, module in walk(model)[0]}
+    found: dict[nn.Module, None] = {model: None, unwrapped(model): None}
+    for target in edited:
+        steps = paths[target].split(".") if paths.get(target) else []
+        above = model
+        for step in steps:
+            children = dict(named_children(above))
+            found.update(dict.fromkeys(each for child in children.values() for each in (child, unwrapped(child))))
+            above = children.get(step, above)
+        found[target] = None
+    return found
+
+
+class _Frame:
+    """A call that is running."""
+
+    __slots__ = ("call", "changes", "draws", "given", "leaves", "region", "versions")
+
+    def __init__(self, call: TracedCall, region: list[nn.Module], draws: int, changes: int, given: Any) -> None:
+        self.call, self.region, self.draws, self.changes, self.given = call, region, draws, changes, given
+        self.leaves = _leaves(given)
+        self.versions = _versions(self.leaves)
+
+
+class RunRecorder:
+    """The guard that writes a script: what each call was given and gave, and what forbids to serve it again.
+
+    ``modules``: those whose calls are written down; what is below others is part of their calls.
+    """
+
+    def __init__(self, script: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self.script, self._model = script, model
+        self.modules = dict.fromkeys(modules)
+        self.digests = True  # Whether the weights' bits are summed up, for a replay to compare.
+        # Where open sessions change something: what contains that is not the model's own doing.
+        self._edited_at: set[nn.Module] = set()
+        self._edited_within: set[nn.Module] = set()
+        self._paths = {module: path for path, module in with_wrappers(model)}
+        self._regions: dict[nn.Module, list[nn.Module]] = {}
+        self._stack: list[_Frame] = []
+        self._run: TracedRun | None = None
+
+    # -- as a guard ---------------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._run is None:
+            if module is self._model:
+                self._begin()
+            else:
+                return MISSING  # A part of the model, called by itself.
+        self._observe()
+        run = self._run
+        assert run is not None  # noqa: S101  It was begun above.
+        index = self._counts.get(module, 0)
+        self._counts[module] = index + 1
+        self._tick += 1
+        call = TracedCall(module, self._paths.get(module, ""), index, self._tick)
+        try:
+            call.given = self._keeper.keep((args, kwargs))
+        except Unkeepable as error:
+            call.why = str(error)
+        self._stack.append(_Frame(call, self._region(module), self._draws, self._changes, (args, kwargs)))
+        return MISSING
+
+    def after(self, module: nn.Module, value: Any) -> None:
+        if self._run is None:
+            return
+        frame = self._stack.pop()
+        call, run = frame.call, self._run
+        self._observe(frame)
+        self._tick += 1
+        call.end = self._tick
+        call.why = call.why or self._obstacle(frame, value)
+        if not call.why:
+            try:
+                call.gave = self._keeper.keep(value)
+            except Unkeepable as error:
+                call.why = str(error)
+        if call.why:
+            call.gave = None
+        if self._stack:
+            self._stack[-1].call.children.append(call)
+            call.given = None if call.why else call.given
+            run.calls[module, call.index] = call
+        else:
+            self._end(call)
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        dependencies = Dependencies(self._paths)
+        self._run = TracedRun(TracedCall(self._model, "", 0, 0), dependencies, ambient())
+        self._unknown = dependencies.cannot_be_compared()
+        self._run.why = in_the_way()
+        action_sets = [actions for session in open_here() for actions in session.action_sets.values()]
+        self._edited_within = {
+            actions.module for actions in action_sets if any(not each.action.observes for each in actions.inner)
+        }
+        self._edited_at = {
+            actions.module for actions in action_sets if actions.edits_in or actions.edits_out
+        } | self._edited_within
+        self._seen = dict(self._run.state)
+        self._changed: set[nn.Module] = set()
+        self._keeper = CopyKeeper()
+        self._held = storages([dependencies.tensors, *[own.tensors for own in self._run.state.values()]])
+        self._counts: dict[nn.Module, int] = {}
+        self._tick = self._draws = self._changes = 0
+        self._randomness = Randomness()
+        self._what = ""
+
+    def _end(self, root: TracedCall) -> None:
+        run, self._run = self._run, None
+        assert run is not None  # noqa: S101  A call ends that has begun.
+        run.root = root
+        run.calls[root.module, 0] = root
+        astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
+        if astray and not run.why:
+            path = self._paths.get(astray[0].module) or ":return"
+            run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
+        elsewhere = run.dependencies.changed()
+        run.pure = not (self._draws or self._changes or elsewhere or astray or self._unknown)
+        for call in run.calls.values():
+            if not call.why and call.module in elsewhere:
+                call.why, call.gave = "something that it may read was changed during the recorded run", None
+        self._keeper.forget()
+        if self.digests:
+            tensors = run.dependencies.tensors
+            run.digests = dict(zip(tensors, digest(tensors), strict=True))
+            self.script.digest = digest([*self._model.parameters(), *self._model.buffers()])
+        if root.given is not None:
+            self.script.runs.append(run)
+        else:
+            self.script.refused = root.why
+
+    def _region(self, module: nn.Module) -> list[nn.Module]:
+        """The module, and what is below it without being written down by itself."""
+        found = self._regions.get(module)
+        if found is None:
+            found, waiting = [], [module]
+            while waiting:
+                each = waiting.pop()
+                found.append(each)
+                waiting += [
+                    child for child in children_of(each).values() if child is not None and child not in self.modules
+                ]
+            self._regions[module] = found
+        return found
+
+    def _observe(self, ending: _Frame | None = None) -> None:
+        """See whether random numbers were drawn or anything was changed since the last time."""
+        self._draws += self._randomness.drawn()
+        for frame in (*self._stack, ending):
+            for module in frame.region if frame is not None else ():
+                own = self._seen.get(module)
+                if own is not None and own.known and not own.holds():
+                    self._seen[module] = ModuleState(module)
+                    self._changed.add(module)
+                    self._changes += 1
+                    self._what = self._paths.get(module) or "the model"
+
+    def _obstacle(self, frame: _Frame, value: Any) -> str:
+        """What forbids to serve a call that has just ended."""
+        if value is MISSING:
+            return "it raised, or was stopped, when it was recorded"
+        if frame.draws != self._draws:
+            return "it drew random numbers"
+        if frame.changes != self._changes:
+            return f"it changed what {self._what!r} holds"
+        now, out = _leaves(frame.given), storages(value)
+        if len(now) != len(frame.leaves) or not all(map(operator.is_, now, frame.leaves)):
+            return "it changed what it was given"
+        if _versions(now) != frame.versions:
+            return "it changed its input in place"
+        return self._handed_on(out, now) or self._inside(frame.call)
+
+    def _handed_on(self, out: set[int], given: list[Any]) -> str:
+        """What a call gave that was there before it, so that its place cannot be taken by something recorded."""
+        if out & storages(given):
+            return "it gives back its input, or a view of it"
+        return "it gives back a parameter, or something else that the model holds" if out & self._held else ""
+
+    def _inside(self, call: TracedCall) -> str:
+        """What stands inside a call and forbids to pass it over."""
+        own = self._run.below(call.module) if self._run is not None else []
+        if not all(each.known for each in own):
+            return "it holds a module whose state cannot be seen"
+        if call.module in self._unknown:
+            return f"it may read {self._unknown[call.module]}"
+        if any(each.hooked for each in own if each.module is not call.module):
+            return "other libraries' hooks stand inside it"
+        if call.module in self._edited_within or (
+            self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)
+        ):
+            return "an edit was at work inside it when it was recorded"
+        return ""
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    return [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What a structure has in it, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = parts_of(value)
+    return [value] if parts is None else [leaf for _, part in parts for leaf in _leaves(part)]

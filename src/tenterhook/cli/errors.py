@@ -1,0 +1,213 @@
+"""What goes wrong, in words: every error that reaches a person at a terminal comes through here.
+
+======  ===================================================================================================
+code    meaning
+======  ===================================================================================================
+0       done; for ``diff`` no difference, for ``verify`` no damage
+1       a difference that ``diff`` found, or damage that ``verify`` found
+2       a mistake in what was asked: an option, a model, a point, an edit
+3       the model itself failed; what was recorded until then is kept
+4       a file or store that cannot be read or written, is damaged, or is too large
+5       two tapes that ``diff`` could hardly compare, because almost no point is on both
+6       a fault of tenterhook itself
+130     interrupted by Ctrl-C
+141     the reader of the output went away, as ``| head`` does
+======  ===================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from tenterhook._text import printable_lines
+from tenterhook.errors import TenterhookError
+
+__all__ = [
+    "DIFFERENT",
+    "FAILED",
+    "INCOMPARABLE",
+    "UNREADABLE",
+    "WRONG",
+    "CommandError",
+    "ModelFailed",
+    "Unreadable",
+    "missing_package",
+    "run_command",
+    "say",
+    "show_debug",
+    "speaking",
+    "write",
+]
+
+DIFFERENT, WRONG, FAILED, UNREADABLE, INCOMPARABLE, FAULT, INTERRUPTED, CLOSED = 1, 2, 3, 4, 5, 6, 130, 141
+PACKAGE = Path(__file__).parents[1]
+OUTPUT = "the output could not be written: {why}"
+MINE = (
+    "{error}\n  This is a fault of tenterhook. tenterhook --debug shows the traceback; please report it, with what was "
+    "asked."
+)
+
+
+class CommandError(click.ClickException):
+    """An error that needs no traceback."""
+
+    exit_code = WRONG
+
+
+class ModelFailed(CommandError):
+    """The model itself raised an error."""
+
+    exit_code = FAILED
+
+
+class Unreadable(CommandError):
+    """A file or a store that cannot be read or written, is damaged, or is too large."""
+
+    exit_code = UNREADABLE
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print text of whatever origin: control characters in it are shown as escapes."""
+    write(printable_lines(text), err=err)
+
+
+def write(text: str, *, err: bool = False) -> None:
+    """Print text that is safe to show; what keeps it from being printed is told as such, but for a closed pipe."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unreadable(OUTPUT.format(why=error.strerror or error)) from error
+
+
+@contextlib.contextmanager
+def speaking(what: str = "", *, debug: bool | None = None, kind: type[CommandError] = CommandError) -> Iterator[None]:
+    """Turn what is raised inside into words; ``kind`` is the trouble that it is, where the error does not tell."""
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise
+    except (Exception, SystemExit) as error:
+        show_traceback = _debug() if debug is None else debug
+        if show_traceback:
+            show_debug()
+        elif not what and not isinstance(error, TenterhookError | OSError) and not _of_object_store(error):
+            raise  # Nobody foresaw it: a fault of this program.
+        unreadable = not what and (isinstance(error, OSError) or _of_object_store(error))
+        raise (Unreadable if unreadable else kind)(_words(error, what, more=not show_traceback)) from error
+
+
+def _of_object_store(error: BaseException) -> bool:
+    """Whether an object store has refused, which its library tells in exceptions of its own."""
+    return type(error).__module__.partition(".")[0] == "obstore"
+
+
+def missing_package(package: str, extra: str) -> CommandError:
+    """The error for an optional package that is not there."""
+    return CommandError(f'{package} is not installed, and this needs it: pip install "tenterhook[{extra}]"')
+
+
+def show_debug() -> None:
+    """The traceback of what is being handled, if ``--debug`` asks for it."""
+    if _debug():
+        say(traceback.format_exc(), err=True)
+
+
+def _debug() -> bool:
+    context = click.get_current_context(silent=True)
+    return bool(context and context.find_root().params.get("debug"))
+
+
+def _words(error: BaseException, what: str, *, more: bool) -> str:
+    if isinstance(error, TenterhookError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: " if error.filename else ""
+        text = f"{named}{error.strerror}"
+    elif isinstance(error, SystemExit):
+        text = f"the code called exit({error.code if error.code is not None else ''})"
+    else:
+        said = str(error).partition("\n\nDebug source:")[0]
+        text = f"{type(error).__name__}: {said}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(last.filename).is_relative_to(PACKAGE)  # A line of this program says nothing to who uses it.
+    at = f"\n  at {last.filename}:{last.lineno} in {last.name}" if what and not ours else ""
+    hint = "\n  (tenterhook --debug shows the whole traceback)" if what and more else ""
+    return f"{what}: {text}{at}{hint}" if what else text
+
+
+# -- the end of the command -------------------------------------------------------------------------------------------
+
+
+def run_command(call: Callable[[], Any], *, debug: bool = False) -> NoReturn:
+    """Run the command and end the process with its exit code; nothing leaves a traceback but ``debug``."""
+    try:
+        code = _code_of(call, debug=debug)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (BrokenPipeError, ConnectionResetError):
+        _mute()
+        code = CLOSED
+    except OSError as error:  # Standard output is a file on a full disk, say.
+        _mute()
+        with contextlib.suppress(OSError):
+            _show(Unreadable(OUTPUT.format(why=error.strerror or error)))
+        code = UNREADABLE
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _code_of(call: Callable[[], Any], *, debug: bool) -> int:
+    output = sys.stdout
+    try:
+        found = call()
+        return found if isinstance(found, int) else 0
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise
+    except SystemExit as end:
+        # Where a pipe is closed rich ends by itself, and so does click, which also puts something before the output.
+        if isinstance(end.__context__, BrokenPipeError) or sys.stdout is not output:
+            sys.stdout = output
+            raise BrokenPipeError from None
+        raise
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except click.ClickException as error:
+        _show(error)
+        return error.exit_code
+    except Exception as error:  # Nobody foresaw it, and a person wants words all the same
+        if isinstance(error, OSError) and not error.filename and not isinstance(error, TenterhookError):
+            raise
+        if debug:
+            say(traceback.format_exc(), err=True)
+        _show(CommandError(MINE.format(error=f"{type(error).__name__}: {error}")))
+        return FAULT
+
+
+def _show(error: click.ClickException) -> None:
+    if isinstance(error, CommandError):
+        click.echo(click.style("error:", fg="red", bold=True) + f" {printable_lines(error.format_message())}", err=True)
+        return
+    text = io.StringIO()
+    error.show(text)
+    say(text.getvalue().rstrip(), err=True)
+
+
+def _mute() -> None:
+    """Let nothing more be written to standard output: at its end Python would try once more, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

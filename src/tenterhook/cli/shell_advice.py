@@ -1,0 +1,35 @@
+"""What the library advises in Python, said for a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator
+
+from tenterhook.cli.errors import CommandError, show_debug
+from tenterhook.errors import AddressError
+
+__all__ = ["for_a_shell"]
+
+SEE = re.compile(r"Print tenterhook\.points\(model(?:, '(?P<selector>.*)')?\) to see (?P<what>.*)")
+
+
+@contextlib.contextmanager
+def for_a_shell(text: str) -> Iterator[None]:
+    """Tell an address that is not there by what to type next; ``text`` is how the model was named."""
+    try:
+        yield
+    except AddressError as error:
+        show_debug()
+        raise CommandError(_worded(str(error), text)) from error
+
+
+def _worded(message: str, text: str) -> str:
+    named = f"tenterhook points {shlex.quote(text)}"
+
+    def said(found: re.Match[str]) -> str:
+        selector = f" {shlex.quote(found['selector'])}" if found["selector"] else ""
+        return f"{named}{selector} shows {found['what']}"
+
+    return SEE.sub(said, message)

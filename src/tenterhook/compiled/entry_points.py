@@ -1,0 +1,244 @@
+"""Where compiled code begins: the module that ``torch.compile`` was given, or the one whose ``compile()`` was called.
+
+Dynamo keeps what it has compiled with the code of a function, eight versions of it at most. So where a session is open,
+an entry runs a copy of a small function, one copy for each plan: the versions of one plan do not count against those
+of another, and when the session is over the model's own code is there as it was. In that function a stop is caught,
+which makes the graph end there.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tenterhook.address.walk import find, walk, wrappers_at
+from tenterhook.compiled import trace
+from tenterhook.compiled.explain_errors import explained
+from tenterhook.compiled.packed_outputs import pack
+from tenterhook.compiled.trace_plan import FOREIGN, reason_at
+from tenterhook.engine.dispatch import OWN_FILES
+from tenterhook.errors import Stopped
+from tenterhook.pytorch import dynamo_tracing
+from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
+from tenterhook.pytorch.dynamo_tracing import (
+    DynamoError,
+    OptimizedModule,
+    compiled_versions,
+    current_callback,
+    disabled,
+    uses_cuda_graphs,
+)
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from tenterhook.sites.module import MISSING, compiled_call
+from tenterhook.sites.threads import current
+
+if TYPE_CHECKING:
+    from tenterhook.engine.install import ForwardPatch
+    from tenterhook.engine.session import Session
+
+__all__ = ["entries", "entry", "is_guarded", "keep_out"]
+
+PLANS = 64  # of one module, whose compiled code is kept
+OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
+STOPPED = "tenterhook stopped"
+OWN_FILES.update({__file__, trace.__file__})
+
+Copies = collections.OrderedDict[Any, Callable[..., Any]]
+_with_own_code: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
+
+
+def entries(session: Session) -> dict[nn.Module, str]:
+    """The modules of a session's model at which compiled code begins, with their paths: those above its points.
+
+    Where calls are guarded, points come later, and may be anywhere.
+    """
+    model = session.model
+    paths = {""}
+    if is_guarded(session):
+        paths.update(path for path, _ in walk(model)[0])
+    for actions in session.action_sets.values():
+        steps = actions.path.split(".") if actions.path else []
+        paths.update(".".join(steps[:length]) for length in range(1, len(steps) + 1))
+    found: dict[nn.Module, str] = {}
+    for path in sorted(paths):
+        around, inner = wrappers_at(model, path), find(model, path)
+        begins = [original_module(each) for each in around if isinstance(each, OptimizedModule)]
+        if not begins:
+            begins = [each for each in (*around, inner) if each is not None and compiled_call(each) is not None]
+        if not begins and not path and _begins_at_top(session):
+            begins = [model]
+        for each in begins:
+            found.setdefault(each, path)
+    return found
+
+
+def _begins_at_top(session: Session) -> bool:
+    return _asks_here(session) or _begins(session.model, session.plan_key)
+
+
+def is_guarded(session: Session) -> bool:
+    """Whether something stands around calls, to serve them or to write them down."""
+    return any(actions.guard is not None for actions in session.action_sets.values())
+
+
+def _asks_here(session: Session) -> bool:
+    """Whether something has to be done where the model's own code begins: to raise a stop, to see what is served."""
+    return is_guarded(session) or any(getattr(binding.action, "stops", False) for binding in session.bindings)
+
+
+def _begins(module: nn.Module, plan: Any) -> bool:
+    """Whether compiled code is known to begin at a module, by ``torch.compile(module)`` for one: that leaves no mark.
+
+    A plan that was opened before it was known is compiled with the module's own code, and stays there.
+    """
+    known = _with_own_code.setdefault(module, set())
+    if plan in known:
+        return False
+    if _was_compiled(module):
+        return True
+    if len(known) < OWN_PLANS:
+        known.add(plan)
+    return False
+
+
+def _was_compiled(module: nn.Module) -> bool:
+    """Whether compiled code has begun at a module of this class."""
+    if "forward" in module.__dict__:
+        return False
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return code is not None and compiled_versions(code) > 0
+
+
+def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for a module at which compiled code may begin; where none does, it is the engine's own."""
+    known: Any = None
+    run: Callable[..., Any] = _run
+    reels: tuple[Any, ...] = ()
+    hooks = forward_hooks_of(patch.module)
+    hooked = (
+        trace.refused(reason_at(FOREIGN, patch), eager)
+        if any(actions.edits_out or actions.looks_out for actions in patch.action_sets)
+        else inlined
+    )
+    guards: Any = [actions.guard for actions in patch.action_sets if hasattr(actions.guard, "prepare")]
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal known, run, reels
+        callback = current_callback()
+        if not callable(callback) or self is not patch.module:
+            return eager(self, *args, **kwargs)
+        if callback is not known:
+            known = callback
+            found = [
+                actions.session.graph_outputs
+                for actions in patch.action_sets
+                if actions.session.graph_outputs is not None
+            ]
+            reels = tuple(found) if uses_cuda_graphs(callback) else ()
+            run = without_compiling(_copy, patch, packs=bool(reels))
+        me = current.token
+        for actions in patch.action_sets:
+            if actions.owner == me:
+                break
+        else:
+            return _apart(eager, self, args, kwargs)
+        # Dynamo does not look for hooks that came after the session.
+        body = hooked if hooks or GLOBAL_FORWARD_HOOKS else inlined
+        if not guards:
+            return _ran(patch, run, body, reels, args, kwargs)
+        return _between(guards, patch, body, reels, args, kwargs)
+
+    return forward
+
+
+def _between(guards: Any, patch: ForwardPatch, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+    """A run that guards have to be told of, before it and after."""
+    value: Any = MISSING
+    told = 0
+    try:
+        for guard in guards:
+            told += 1
+            without_compiling(guard.prepare, args, kwargs)
+        # What they have prepared for is part of the plan.
+        run = without_compiling(_copy, patch, packs=bool(reels))
+        value = _ran(patch, run, body, reels, args, kwargs)
+    finally:
+        for guard in reversed(guards[:told]):
+            without_compiling(guard.after, patch.module, value)
+    return value
+
+
+def _ran(patch: ForwardPatch, run: Any, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        value = run(patch.module, body, reels, args, kwargs)
+    except DynamoError as error:
+        named = next(filter(None, (explained(actions.session, error) for actions in patch.action_sets)), None)
+        if named is None:
+            raise
+        raise named from error
+    if type(value) is str and value == STOPPED:
+        raise Stopped(next(actions.session for actions in patch.action_sets if actions.session.done))
+    return value
+
+
+@disabled  # type: ignore[untyped-decorator]
+def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
+    return eager(module, *args, **kwargs)
+
+
+def _run(self: nn.Module, inlined: Callable[..., Any], reels: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    """Compiled, in a copy of its own for each plan. Guards on a module are cheapest where it is an argument itself."""
+    try:
+        value = inlined(self, *args, **kwargs)
+    except Stopped:
+        value = STOPPED
+    for graph_outputs in reels:
+        pack(graph_outputs)
+    return value
+
+
+def _copy(patch: ForwardPatch, *, packs: bool) -> Callable[..., Any]:
+    known = _copies.setdefault(patch.module, collections.OrderedDict())
+    key = (packs, *[actions.session.plan_key for actions in patch.action_sets])
+    made = known.get(key)
+    if made is None:
+        made = known[key] = FunctionType(_run.__code__.replace(), globals(), "run")
+        if len(known) > PLANS:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return made
+
+
+PROBE = "tenterhook.pytorch.dynamo_probe"  # What it checks is how Dynamo compiles its functions.
+_kept_out: set[str] = set()
+
+
+def keep_out() -> None:
+    """Keep Dynamo from compiling the engine's own functions where a graph does not have them: they are to run as is.
+
+    This marks our own code and no one else's. Functions that are inlined into a graph are not concerned.
+    """
+    for name, module in list(sys.modules.items()):
+        if name in _kept_out or not name.startswith("tenterhook.") or name == PROBE:
+            continue
+        _kept_out.add(name)
+        for held in list(vars(module).values()):
+            # Probes check how Dynamo compiles the functions in them.
+            if getattr(held, "__module__", None) == name and "probe" not in getattr(held, "__name__", ""):
+                _mark(held)
+
+
+def _mark(held: Any) -> None:
+    members = list(vars(held).values()) if isinstance(held, type) else [held]
+    for member in members:
+        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        if isinstance(function, FunctionType) and not is_marked_as_traced(function):
+            dynamo_tracing.keep_out(function.__code__)

@@ -1,0 +1,96 @@
+"""Graphs that must be whole: what cannot be part of one is said as a session starts, not in the middle of a run.
+
+That a graph must be whole (``fullgraph=True``) is known where the session is opened on what ``torch.compile`` gave, or
+on a model with ``compile()``. Where a model is compiled beside the session, the first call says it, by
+:mod:`tenterhook.compiled.explain_errors`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tenterhook.address.walk import wrappers_at
+from tenterhook.compiled.inner_values import NO_SOURCE
+from tenterhook.compiled.served_calls import UNDECIDED
+from tenterhook.compiled.trace import Untraceable
+from tenterhook.compiled.trace_plan import FOREIGN, part_of
+from tenterhook.errors import SessionError
+from tenterhook.pytorch.dynamo import (
+    begins_outside_of,
+    is_fullgraph,
+    original_module,
+    settings_of_compiled_call,
+)
+from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
+from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from tenterhook.sites.module import compiled_call
+
+if TYPE_CHECKING:
+    from tenterhook.engine.install import ModuleActions
+    from tenterhook.engine.session import Session
+
+__all__ = ["check"]
+
+WHOLE = (
+    "{what} lies in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
+    "Compile the model without fullgraph=True, and the graph is left there; or do this where it is not compiled: under "
+    "torch.compiler.set_stance('force_eager')."
+)
+STOPS = "a stop leaves the graph of a module of PyTorch's own as an exception, and no exception can leave a whole graph"
+WRITTEN = "the calls of a run are written down as they are made, for a replay"
+
+
+def check(session: Session) -> None:
+    """Raise if something of a session cannot be part of a graph that must be whole."""
+    if is_forced_eager():
+        return
+    whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
+    if whole and getattr(session, "learns", False):
+        raise SessionError(WHOLE.format(what="what is to be served", why=WRITTEN))
+    for path, outer in whole:
+        for actions in session.action_sets.values():
+            why = _why_not(actions, outer) if not path or f"{actions.path}.".startswith(f"{path}.") else None
+            if why is not None:
+                what = repr(actions.path) if actions.path else "the model itself"
+                raise SessionError(WHOLE.format(what=what, why=why.removeprefix("tenterhook: ")))
+
+
+def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
+    """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
+    compiled = [each for each in wrappers_at(session.model, path) if isinstance(each, OptimizedModule)]
+    outers = [each for each in compiled if original_module(each) is module]
+    if outers:
+        return [each for each in outers if is_fullgraph(settings_of_wrapper(each))]
+    return [module] if is_fullgraph(settings_of_compiled_call(compiled_call(module))) else []
+
+
+def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
+    """Why what is asked for at a module cannot be traced."""
+    try:
+        part = part_of(actions)
+    except Untraceable as error:
+        return str(error)
+    if actions.guard is not None and part.cue is None:
+        return WRITTEN
+    if (actions.edits_out or actions.looks_out) and (forward_hooks_of(actions.module) or GLOBAL_FORWARD_HOOKS):
+        return FOREIGN
+    if any(binding.point.spot is not None and binding.point.spot.operation for binding in actions.inner):
+        return NO_SOURCE
+    return _why_not_outside(actions) if _begins_outside(outer) else None
+
+
+def _why_not_outside(actions: ModuleActions) -> str | None:
+    """Say why it cannot be traced where the graph begins before the compiled module's own forward."""
+    if hasattr(actions.guard, "prepare"):
+        return UNDECIDED
+    bindings = (*actions.looks_out, *actions.inner, *(binding for _, binding in actions.looks_in))
+    return STOPS if any(getattr(binding.action, "stops", False) for binding in bindings) else None
+
+
+def _begins_outside(outer: nn.Module) -> bool:
+    """Return whether the graph begins before the compiled module's own forward, where a stop could be caught."""
+    if isinstance(outer, OptimizedModule):
+        return is_skipped(type(original_module(outer)).forward)
+    return begins_outside_of(compiled_call(outer))

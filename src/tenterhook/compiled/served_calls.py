@@ -1,0 +1,95 @@
+"""Calls that a replay serves, left out of the graph: what they gave becomes an input of it.
+
+Whether a call can be served is decided before the graph runs, but for one thing: that it is given what it was given in
+the recorded run. The graph itself compares that, and what it finds is looked at when it has run. Code that was compiled
+rounds in its own way, so that what comes of it is compared up to rounding, and all else to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.compiled.serve_spec import GRADIENTS, UNLIKE
+from tenterhook.compiled.trace import any_gradient, emit
+from tenterhook.pytorch.dynamo_tracing import graph_break
+
+if TYPE_CHECKING:
+    from tenterhook.compiled.serve_spec import ServeSpec
+    from tenterhook.compiled.trace_plan import TracedPart
+
+__all__ = ["UNDECIDED", "served"]
+
+UNDECIDED = "tenterhook: whether a call is served is decided as it is made"
+
+
+def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Traced in place of a module's forward: the calls that can be served, and the others as they are."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if cue.serves is None:
+            graph_break(msg=UNDECIDED)
+        number = cue.count
+        cue.count = number + 1
+        pair = cue.calls[number] if cue.serves and number < len(cue.calls) else None
+        if pair is None:
+            return body(*args, **kwargs)
+        if not cue.constant and any_gradient((args, kwargs)):
+            emit(part, "computed", GRADIENTS)
+            return body(*args, **kwargs)
+        found: list[Any] = []
+        if not alike(pair[0], (args, kwargs), found):
+            emit(part, "computed", UNLIKE)
+            return body(*args, **kwargs)
+        emit(part, "served", tuple(found))
+        return own(pair[1]) if cue.copies else pair[1]
+
+    return forward
+
+
+def alike(kept: Any, live: Any, found: list[Any]) -> bool:
+    """Whether two structures are built alike; whether their tensors differ is put into ``found``, for later."""
+    if isinstance(kept, Tensor):
+        if not isinstance(live, Tensor) or not of_one_kind(kept, live):
+            return False
+        if kept is not live:
+            found.append(apart(kept, live))
+        return True
+    if type(kept) is tuple or type(kept) is list:
+        same = type(kept) is type(live) and len(kept) == len(live)
+        return same and all([alike(one, other, found) for one, other in zip(kept, live, strict=True)])  # noqa: C419
+    if type(kept) is dict:
+        same = type(live) is dict and len(kept) == len(live)
+        return same and all([key in live and alike(part, live[key], found) for key, part in kept.items()])  # noqa: C419
+    return type(kept) is type(live) and bool(kept == live)
+
+
+def of_one_kind(kept: Tensor, live: Tensor) -> bool:
+    return kept.shape == live.shape and kept.dtype == live.dtype and kept.device == live.device
+
+
+def apart(kept: Tensor, live: Tensor) -> Tensor:
+    """Whether two tensors are further from each other than a compiler's rounding, as a tensor."""
+    live = live.detach()
+    same = (kept == live) | ((kept != kept) & (live != live))  # noqa: PLR0124  NaN is what it was.
+    if not kept.is_floating_point() or kept.numel() == 0:
+        return ~same.all()
+    size = torch.where(kept.isfinite(), kept, 0).abs().amax()
+    between = torch.where(same, 0, kept - live).abs().amax()
+    near: Tensor = between <= size * torch.finfo(kept.dtype).eps ** 0.5
+    return ~near
+
+
+def own(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is tuple:
+        return tuple([own(part) for part in value])
+    if type(value) is list:
+        return [own(part) for part in value]
+    if type(value) is dict:
+        return {key: own(part) for key, part in value.items()}
+    return value

@@ -1,0 +1,52 @@
+"""Support for compiled models, which :mod:`tenterhook.compiled` registers. The engine imports nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tenterhook.engine.compile_counts import Compiled
+
+if TYPE_CHECKING:
+    from tenterhook.engine.install import ForwardPatch
+    from tenterhook.engine.session import Session
+
+__all__ = ["CompiledSupport", "compiled_support", "register"]
+
+
+class CompiledSupport(Protocol):
+    """What the engine calls where ``torch.compile`` was used in this process."""
+
+    def begin(self, session: Session) -> None:
+        """Prepare a session whose actions are planned."""
+
+    def dressed(self, patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
+        """Return a patched forward with the function that Dynamo traces in its place."""
+
+    def end(self, session: Session) -> Compiled:
+        """End a session, and return its counts."""
+
+    def explained(self, session: Session, error: BaseException) -> BaseException | None:
+        """Return the error to raise in place of one that leaves a session, or None to leave it as it is."""
+
+    def told(self, session: Session) -> Compiled:
+        """Return the counts of an open session."""
+
+
+_registered: list[CompiledSupport] = []
+
+
+def register(support: CompiledSupport) -> None:
+    """Use this support from now on."""
+    _registered[:] = [support]
+
+
+def compiled_support() -> CompiledSupport:
+    """Return the registered support.
+
+    Raises:
+        RuntimeError: nothing is registered. A session would silently miss all calls inside compiled code.
+    """
+    if not _registered:
+        raise RuntimeError("tenterhook.compiled.engine_api was not imported; the file of each verb imports it")
+    return _registered[0]

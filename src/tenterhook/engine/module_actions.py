@@ -1,0 +1,177 @@
+"""A set of actions: what one session does at the calls of one module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tenterhook.address.match import Site
+from tenterhook.pytorch.python_code import set_free_variable
+from tenterhook.sites.module import Argument, argument
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding, Guard
+    from tenterhook.engine.install import ForwardPatch
+    from tenterhook.engine.session import Session
+    from tenterhook.sites.parameter import Exchange
+
+__all__ = ["ModuleActions"]
+
+
+class ModuleActions:
+    """What one session does at the calls of one module."""
+
+    __slots__ = (
+        "again",
+        "base",
+        "before_hooks",
+        "borrowed",
+        "calls",
+        "direct",
+        "edits_in",
+        "edits_out",
+        "enters",
+        "executions",
+        "guard",
+        "inner",
+        "looks_in",
+        "looks_out",
+        "module",
+        "next_key",
+        "over",
+        "owner",
+        "part",
+        "patch",
+        "path",
+        "session",
+        "strangers",
+        "swaps",
+        "views",
+        "whole",
+    )  # fmt: skip
+
+    def __init__(self, session: Session, module: nn.Module, path: str) -> None:
+        self.session, self.module, self.path = session, module, path
+        self.owner = session.owner
+        self.base = 0  # The key of the first call, where dispatch stores what one observer keeps.
+        self.next_key = itertools.count().__next__
+        # Tuples, because most of them stay empty and a session may have thousands of sets of actions.
+        self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
+        self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
+        self.edits_out: tuple[Binding, ...] = ()
+        self.looks_out: tuple[Binding, ...] = ()
+        self.enters: tuple[Callable[..., None], ...] = ()
+        self.inner: tuple[Binding, ...] = ()
+        self.executions: dict[Binding, int] = {}
+        self.swaps: tuple[Exchange, ...] = ()
+        self.before_hooks = False  # Whether an edited parameter has to be in place before the module's hooks run.
+        self.guard: Guard | None = None
+        self.calls = 0
+        self.strangers = 0
+        self.patch: ForwardPatch | None = None
+        self.again = False
+        self.whole: ModuleActions | None = None
+        self.borrowed = 0
+        self.over = False
+        self.direct: Any = None
+        self.views: tuple[ModuleActions, ...] = ()  # The parts of it that checkpoints carry.
+        self.part: Any = None  # What is traced of it, where torch.compile is used.
+
+    def add(self, binding: Binding) -> None:
+        """Take a binding in, by its site."""
+        point, observes = binding.point, binding.action.observes
+        self.again = self.again or binding.action.again
+        if point.site is Site.RETURN:
+            enter = getattr(binding.action, "enter", None)
+            if enter is not None:
+                self.enters += (enter,)
+            if observes:
+                if not self.looks_out and (base := getattr(binding.action, "base", 0)):
+                    self.base, self.next_key = base, itertools.count(base).__next__
+                self.looks_out += (binding,)
+            else:
+                self.edits_out += (binding,)
+            return
+        if point.site is Site.VARIABLE:
+            self.inner += (binding,)
+            return
+        place = argument(self.module, point.name if point.site is Site.ARGUMENT else None)
+        if observes:
+            self.looks_in += ((place, binding),)
+        else:
+            self.edits_in += ((place, binding),)
+
+    def begin_at(self, calls: int) -> None:
+        """Count on from a number of calls that were made before this actions was there."""
+        self.next_key = itertools.count(self.base + calls).__next__
+
+    def next_call(self) -> int:
+        """Return the number of the call that begins."""
+        return self.next_key() - self.base
+
+    def mine(self, thread: int) -> bool:
+        """Whether a call in this thread is the session's; others are only counted, for the error that explains."""
+        if thread == self.owner:
+            return True
+        self.strangers += 1
+        return False
+
+    def again_only(self) -> ModuleActions:
+        """Return the part of these actions that is needed in a recomputation, also after the session has ended."""
+        view = ModuleActions(self.session, self.module, self.path)
+        view.edits_in, view.edits_out, view.swaps = self.edits_in, self.edits_out, self.swaps
+        view.looks_in = tuple(pair for pair in self.looks_in if pair[1].action.again)
+        view.looks_out = tuple(binding for binding in self.looks_out if binding.action.again)
+        view.inner = tuple(binding for binding in self.inner if not binding.action.observes or binding.action.again)
+        view.enters, view.again, view.whole = self.enters, self.again, self.whole or self
+        if self.whole is None:
+            self.views += (view,)
+        return view
+
+    def rest(self) -> None:
+        """Do nothing any more, not even in a call that is still running."""
+        self.calls = self.next_call()
+        if self.views:
+            self._part_from_tape()
+        self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
+        self.inner, self.guard, self.part = (), None, None
+        if self.direct is not None:
+            set_free_variable(self.direct, "entries", {})
+            set_free_variable(self.direct, "watch", _hand_on)
+            self.direct = None
+
+    def _part_from_tape(self) -> None:
+        """Have what a graph carries along hold no tape: a tape holds places in that graph, and both would stay."""
+        looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
+        for binding in looks:
+            rest = getattr(binding.action, "rest", None)
+            if rest is not None:
+                rest()
+        self.session = self.session.without_tape()
+        for view in self.views:
+            view.session = self.session
+        self.views = ()
+
+    @property
+    def only_inside(self) -> bool:
+        """Whether there is nothing at the module's own boundary."""
+        outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
+        return bool(self.inner) and not outside and self.guard is None
+
+    @property
+    def alone(self) -> Any:
+        """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
+            return None
+        looks = self.looks_out
+        if len(looks) != 2 or looks[0].point.call is not None or looks[-1].point.call is not None:  # noqa: PLR2004
+            return None
+        first, watch = looks[0].action, getattr(looks[1].action, "watch", None)
+        return (first, watch) if getattr(first, "direct", False) and watch is not None else None
+
+
+def _hand_on(value: Any, *_: Any) -> Any:
+    return value

@@ -1,0 +1,90 @@
+"""Why a point was never reached, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tenterhook.address.match import Site
+from tenterhook.address.walk import find
+from tenterhook.errors import NeverReached
+from tenterhook.sites.module import can_be_called
+
+if TYPE_CHECKING:
+    from tenterhook.engine.action import Binding
+    from tenterhook.engine.session import Session
+
+__all__ = ["never_reached"]
+
+SHOWN = 10
+
+
+def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
+    """The error for groups of bindings that no call passed."""
+    what = "edit took no effect" if session.verb == "edit" else "point was never reached"
+    called = session.has_calls()
+    count = len(missed) if session.verb == "edit" else sum(map(len, missed))
+    lines = [f"{count} {what if count == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
+    for group in missed[:SHOWN]:
+        name = str(group[0].point) if len(group) == 1 else f"{group[0].point} and {len(group) - 1} more"
+        lines.append(f"  {name}: {why(session, group[0], called=called)}")
+    if len(missed) > SHOWN:
+        lines.append(f"  … and {len(missed) - SHOWN} more")
+    return NeverReached("\n".join(lines))
+
+
+def why(session: Session, binding: Binding, *, called: bool) -> str:
+    """The likeliest reason, from what the session saw; ``called`` says whether any of its modules was."""
+    point = binding.point
+    kind = type(point.module).__name__
+    if not can_be_called(point.module) and point.site is not Site.PARAMETER:
+        below = f"{point.path}.*" if point.path else "*"
+        return f"a {kind} is never called itself; name its children, for example {below!r}"
+    above, _, name = point.path.rpartition(".")
+    parent = find(session.model, above)
+    if (find(parent, name) if parent is not None else None) is not point.module:
+        return f"the module {point.path!r} was replaced by another one while the session was open"
+    if session.stopped:
+        return "the run was stopped before it"
+    actions = session._action_sets.get(point.module)
+    calls = session.calls_of(point.module)
+    if calls or (point.site is Site.PARAMETER and hasattr(binding.action, "why")):
+        return _called(binding, calls)
+    if actions is not None and actions.strangers:
+        return f"{kind} was called {_times(actions.strangers)}, but not by the thread that opened the session"
+    return _not_called(parent, above, binding, called=called)
+
+
+def _called(binding: Binding, calls: int) -> str:
+    point = binding.point
+    own = getattr(binding.action, "why", None)
+    if own is not None:
+        return str(own)
+    if point.call is not None and point.call >= calls:
+        return f"the module was called {_times(calls)}, so its last call is #{calls - 1}"
+    if point.spot is not None:
+        return f"the module was called {_times(calls)}, but this was never run: {point.spot.where}"
+    if point.site in (Site.IN, Site.ARGUMENT):
+        wanted = f"the argument {point.name!r}" if point.name else "any argument"
+        return f"the module was called {_times(calls)}, never with {wanted}"
+    return f"the module was called {_times(calls)}, but no call came to its end"
+
+
+def _not_called(parent: nn.Module | None, above: str, binding: Binding, *, called: bool) -> str:
+    point = binding.point
+    if isinstance(parent, torch.jit.ScriptModule) and point.path:
+        return "it is a part of a scripted module, which runs without Python and calls nothing that could be hooked"
+    if isinstance(parent, nn.MultiheadAttention):
+        return (
+            "nn.MultiheadAttention never calls its out_proj: it hands the weight to a function. "
+            f"Its output is that of {above!r}"
+        )
+    if not called:
+        return "neither it nor any other point of the session was called; was the model called inside the session?"
+    return f"{type(point.module).__name__} was not called, while other points of the session were"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

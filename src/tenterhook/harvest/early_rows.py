@@ -1,0 +1,73 @@
+"""Rows that leave the device while the model still runs, each as it passes; see ``store/device_copy.py`` for why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tenterhook.address import Point, Site
+from tenterhook.engine.action import Binding, Context
+from tenterhook.errors import HarvestError
+from tenterhook.harvest.rows import PickedRows, RowRule, tensor_at
+from tenterhook.store.device_copy import Piece
+
+__all__ = ["Begin", "EarlyRows"]
+
+Begin = Callable[[Tensor], Piece | None]
+"""Begins to take rows from their device, if it can do so at once."""
+
+
+class EarlyRows:
+    """What was begun in one run of the model, in its order. Only what turns out to be what was recorded is used."""
+
+    def __init__(self, begin: Begin, taking: RowRule, picked: PickedRows) -> None:
+        self._begin, self._taking, self._picked = begin, taking, picked
+        self.pieces: list[Piece] = []
+        self._begun: dict[str, tuple[Tensor, Tensor, Piece]] = {}
+
+    def bindings(self, points: Sequence[Point]) -> list[Binding]:
+        """For a session: one for each point whose every call is asked for."""
+        return [Binding(point, _Passing(self, str(point))) for point in points if _is_plain(point)]
+
+    def passed(self, address: str, value: Any) -> None:
+        """A value passes: begin with its rows."""
+        if address in self._begun:
+            return
+        try:
+            tensor = tensor_at(value, address)
+            rows = self._taking.take(tensor, self._picked, address)
+        except HarvestError:
+            return  # It is told when the model has run.
+        piece = self._begin(rows)
+        if piece is not None:
+            self.pieces.append(piece)
+            self._begun[address] = (tensor, rows, piece)
+
+    def found(self, address: str, value: Tensor) -> tuple[Tensor, Piece] | None:
+        """The rows of what was recorded, and where they are on their way, if it was begun with that very memory."""
+        tensor, rows, piece = self._begun.get(address, (None, None, None))
+        if tensor is None or rows is None or piece is None:
+            return None
+        same = tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape
+        return (rows, piece) if same and tensor.stride() == value.stride() else None
+
+
+class _Passing:
+    """The action at a point. It sees what the recorder sees, and changes nothing."""
+
+    observes = True
+    again = False
+    reached = True
+    compiled = "nothing"  # What a compiled graph gives out is there only when it has run.
+
+    def __init__(self, ahead: EarlyRows, address: str) -> None:
+        self._ahead, self._address = ahead, address
+
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # the protocol's name
+        self._ahead.passed(self._address, value)
+
+
+def _is_plain(point: Point) -> bool:
+    return point.call is None and point.site is not Site.PARAMETER

@@ -1,0 +1,121 @@
+"""How far a harvest is, how fast, and what limits it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tenterhook._draw import Column, Drawn, Row, Table, short_number
+from tenterhook._look.progress import Move, bar
+from tenterhook.errors import HarvestError
+from tenterhook.harvest.job import Batch
+
+__all__ = ["Harvest", "Progress", "shown"]
+
+BUSY = 0.8  # The share of the time that something is busy for it to be what limits.
+GIGA = 1e9
+OFTEN = 0.1  # seconds between two looks at the bar
+
+
+class Progress:
+    """Counts what passes. ``limit`` says what the rest waits for: the model, copies from the device, or the disk."""
+
+    def __init__(self, batches: int | None = None, workers: int = 1) -> None:
+        self.total, self.batches, self.rows, self.nbytes = batches, 0, 0, 0
+        self.spent: dict[str, float] = {}  # seconds of all workers together; a writer's own, while it counts them
+        self._workers, self._began = workers, time.perf_counter()
+        self._move: Move | None = None
+        self._told = 0.0
+
+    def passed(self, made: Batch) -> None:
+        """A batch was run, and its rows handed over."""
+        self.add(1, made.count, sum(int(tensor.nbytes) for tensor in made.rows.values()))
+
+    def add(self, batches: int, rows: int, nbytes: int) -> None:
+        """So much more is done."""
+        self.batches, self.rows, self.nbytes = self.batches + batches, self.rows + rows, self.nbytes + nbytes
+        if self._move is not None and self.seconds - self._told > OFTEN:
+            self.tell()
+
+    def tell(self) -> None:
+        """Move the bar, if there is one."""
+        if self._move is not None:
+            self._move(self.batches, note=self.text())
+            self._told = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._began
+
+    @property
+    def limit(self) -> str:
+        """What limits: ``model``, ``copy``, ``disk``, or the ``function`` that rows are given to."""
+        shares = {name: spent / max(self.seconds * self._workers, 1e-9) for name, spent in self.spent.items()}
+        name = max(shares, key=lambda each: shares[each], default="model")
+        return name if shares.get(name, 0.0) > BUSY else "model"
+
+    def text(self) -> str:
+        """One line."""
+        seconds = max(self.seconds, 1e-9)
+        rate, flow = self.rows / seconds, self.nbytes / seconds / GIGA
+        return f"{short_number(round(rate))} rows/s, {flow:.2f} GB/s, limit: {self.limit}"
+
+
+@contextlib.contextmanager
+def shown(meter: Progress, *, progress: bool | None) -> Iterator[None]:
+    """A bar in the terminal while the harvest runs; by default only if somebody is there to see it."""
+    with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
+        meter._move = move
+        try:
+            yield
+        finally:
+            meter.tell()
+            meter._move = None
+
+
+@dataclass(frozen=True, repr=False)
+class Harvest(Drawn):
+    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already.
+
+    ``place`` is where the rows are; or the name of the function that they were given to.
+    """
+
+    place: Any
+    rows: int
+    nbytes: int
+    made: int
+    found: int
+    seconds: float
+    limit: str
+    peak: int
+    memory: int
+
+    def open(self) -> Any:
+        """The store, to read."""
+        if isinstance(self.place, str):
+            raise HarvestError(f"the rows were given to {self.place}, and are not stored; give to= a place.")
+        from tenterhook.harvest.verb import open as open_store
+
+        return open_store(self.place)
+
+    def table(self) -> Table:
+        """For whatever draws it."""
+        rate = self.rows / self.seconds if self.seconds else 0.0
+        cells = [
+            ("rows", f"{self.rows:,}"),
+            ("shards made", f"{self.made:,}"),
+            ("shards found", f"{self.found:,}"),
+            ("seconds", f"{self.seconds:.1f}"),
+            ("rows/s", f"{rate:,.0f}"),
+            ("GB/s", f"{self.nbytes / max(self.seconds, 1e-9) / GIGA:.3f}"),
+            ("limited by", self.limit),
+            ("memory in flight", f"{self.peak / 2**20:.0f} of {self.memory / 2**20:.0f} MiB"),
+        ]
+        if isinstance(self.place, str):  # the name of a function
+            cells = [cell for cell in cells if not cell[0].startswith("shards")]
+        rows = tuple(Row(pair) for pair in cells)
+        return Table(f"harvested into {self.place}", (Column(""), Column("", right=True)), rows)

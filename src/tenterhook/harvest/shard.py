@@ -1,0 +1,165 @@
+"""Making shards. ``make_shard`` is the one function that makes one; everything else decides who makes which."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from tenterhook.errors import HarvestError
+from tenterhook.harvest.batch_source import BatchSource, Digest, size_of
+from tenterhook.harvest.harvest_plan import HarvestPlan
+from tenterhook.harvest.job import Batch, Job, Key
+from tenterhook.harvest.progress import Progress
+from tenterhook.harvest.resume import check_digest, check_end
+from tenterhook.store.format import StoredColumn, committed, read_commit
+from tenterhook.store.place import StorePlace
+from tenterhook.store.rows_file import DTYPES
+from tenterhook.store.write import Writer
+
+__all__ = ["Part", "hand_over", "make_shard", "parts"]
+
+CHANGED = (
+    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column has "
+    'one shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
+)
+
+Part = tuple[int, Iterator[Any], int]
+"""A shard, its batches, and the number of its first sample."""
+
+
+def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: Progress) -> int:
+    """Run the model over the batches of one shard, hand the rows to the writer, and ask it to commit them.
+
+    The rows depend on the job and the batches alone, the names of files on the plan: whoever makes a shard, and however
+    often, makes the same bytes. Gives the number of batches.
+    """
+    shard, batches, first = part
+    start = plan.range_of(shard)[0]
+    seen, sample, rows, count = Digest(), first, 0, 0
+    for batch in batches:
+        seen.add(batch)
+        made = (job.tried(seen.first) if sample == 0 else None) or job.run(batch, sample, job.begins(writer.ahead))
+        _check_rows(plan, made, start + count)
+        hand_over(made, plan.column, shard, writer)
+        sample, rows, count = sample + made.samples, rows + made.count, count + 1
+        meter.passed(made)
+        del made  # Or its rows would keep the device's memory while the model runs again.
+    if count:
+        facts = {
+            "batches": [start, start + count],
+            "samples": [first, sample],
+            "rows": rows,
+            "data": {"first": seen.first, "all": seen.text(), "each": seen.each},
+        }
+        writer.end(shard, plan.columns, facts)
+    return count
+
+
+def hand_over(made: Batch, column: Callable[[Key], StoredColumn], shard: int, writer: Writer) -> None:
+    """Give the rows of a batch to the writer: first, and all at once, what is on its way already or has room now."""
+    pieces = [(None if key is None else column(key), piece) for key, piece in made.begun]
+    begun, later = {key for key, _ in made.begun}, list[tuple[StoredColumn, Tensor]]()
+    for key, tensor in made.rows.items():
+        if key not in begun:
+            piece = writer.ahead(tensor) if tensor.device.type == "cpu" else None
+            if piece is not None:
+                pieces.append((column(key), piece))
+            else:
+                later.append((column(key), tensor))
+    writer.hand(shard, pieces)
+    for each, tensor in later:
+        writer.put(shard, each, tensor)
+
+
+def _check_rows(plan: HarvestPlan, made: Batch, batch: int) -> None:
+    for column in plan.columns:
+        tensor = made.rows.get((column.key, column.kind))
+        if tensor is None:
+            raise HarvestError(f"batch {batch} has no {column.key!r}, which the first batch had")
+        if tuple(tensor.shape[1:]) != column.shape or tensor.dtype != DTYPES[column.dtype]:
+            then, now = f"{column.rows.dtype} {list(column.shape)}", f"{tensor.dtype} {list(tensor.shape[1:])}"
+            raise HarvestError(CHANGED.format(address=column.key, batch=batch, then=then, now=now))
+
+
+# -- which shards -----------------------------------------------------------------------------------------------------
+
+
+def parts(place: StorePlace, plan: HarvestPlan, source: BatchSource, mine: Callable[[int], bool]) -> Iterator[Part]:
+    """The shards that are missing and mine, each with its batches, which must be read before the next."""
+    there = set(committed(place))
+    if plan.shards is not None and source.samples_before(source.length or 0) is not None:
+        wanted = [shard for shard in range(plan.shards) if shard not in there and mine(shard)]
+        yield from _anywhere(plan, source, wanted)
+    else:
+        yield from _in_passing(place, plan, source, lambda shard: mine(shard) and shard not in there, there)
+
+
+def _anywhere(plan: HarvestPlan, source: BatchSource, wanted: list[int]) -> Iterator[Part]:
+    """Shards of a source that is read anywhere. Neighbours are read in one go, which keeps a loader's workers."""
+    for _, run in itertools.groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]):
+        shards = [shard for _, shard in run]
+        batches = source.read(plan.range_of(shards[0])[0], plan.range_of(shards[-1])[1])
+        for shard in shards:
+            start, stop = plan.range_of(shard)
+            yield shard, _exactly(batches, start, stop), source.samples_before(start) or 0
+
+
+def _exactly(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
+    count = start
+    for batch in itertools.islice(batches, stop - start):
+        count += 1
+        yield batch
+    if count < stop:
+        raise HarvestError(f"the data ended after {count} batches, and its length promised more. Has it shrunk?")
+
+
+def _in_passing(
+    place: StorePlace, plan: HarvestPlan, source: BatchSource, wanted: Callable[[int], bool], there: set[int]
+) -> Iterator[Part]:
+    """Shards of a stream. What is committed already is passed over, and compared with what it was made of."""
+    stream = _Counted(source.read(0, None))
+    for shard in itertools.count():
+        batches = itertools.islice(stream, plan.per_shard)
+        first_batch, first_sample = stream.batches, stream.samples
+        if wanted(shard):
+            ahead = next(batches, None)
+            if ahead is None:
+                break
+            yield shard, itertools.chain([ahead], batches), first_sample
+        else:
+            _pass_over(place, plan, shard, batches, known=shard in there)
+        if stream.batches - first_batch < plan.per_shard:
+            break
+    if plan.batches is not None and stream.batches != plan.batches:
+        text = f"the data ended after {stream.batches} batches, and its length promised {plan.batches}."
+        raise HarvestError(f"{text} Has it shrunk?")
+    check_end(place, stream.batches)
+
+
+def _pass_over(place: StorePlace, plan: HarvestPlan, shard: int, batches: Iterable[Any], *, known: bool) -> None:
+    seen = Digest()
+    for batch in batches:
+        if known:
+            seen.add(batch)
+    if known:
+        then = read_commit(place, shard, plan.manifest)["data"]
+        if "each" in then:  # An older commit has a digest of another kind.
+            check_digest(place, shard, then["all"], seen.text() if seen.first else None)
+
+
+class _Counted:
+    """An iterator that knows how many batches and samples it has given."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self.batches, self.samples = batches, 0, 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.batches, self.samples = self.batches + 1, self.samples + size_of(batch)
+        return batch

@@ -1,0 +1,100 @@
+"""What flows back to an argument through one module: the shares that the module's operations hand to it.
+
+They are found by walking the graph from the module's outputs back to the argument, once per call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from tenterhook._tree import Path
+from tenterhook.pytorch.autograd import operation_number
+from tenterhook.record.gradient_slot import GradientSlot, SharedMemoryHook
+from tenterhook.sites.tensor_hooks import TensorPlace, attach_part, base_of, layout_of
+
+__all__ = ["EnteredCall", "hook_shares"]
+
+
+@dataclass(slots=True)
+class EnteredCall:
+    """A call that is running: the argument's tensors, and the edges over which their gradients will come."""
+
+    slot: GradientSlot
+    since: int
+    given: list[tuple[Path, Tensor, int]] = field(default_factory=list)
+    wanted: dict[Any, tuple[Path, TensorPlace | None]] = field(default_factory=dict)
+
+
+def hook_shares(entered: EnteredCall, outputs: list[Tensor]) -> None:
+    """Hook the operations of the module that hand a gradient to the argument."""
+    slot, starts = entered.slot, [tensor.grad_fn for tensor in outputs]
+    shown: dict[Path, list[TensorPlace]] = {}
+    for path, tensor, version in entered.given:
+        if tensor._version != version:
+            starts.append(tensor.grad_fn)  # Changed in place by the module: what it is now comes from what it was.
+        else:
+            shown[path] = _watch_shown(slot, path, tensor, outputs)
+    for node, index, path, place in _consumers(starts, entered):
+        node.register_hook(_share(slot, index, path, place, shown.get(path, [])))
+
+
+def _watch_shown(slot: GradientSlot, path: Path, tensor: Tensor, outputs: list[Tensor]) -> list[TensorPlace]:
+    """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
+    base = base_of(tensor)
+    whole = tensor if base is None else base
+    places = [TensorPlace(output, layout_of(whole)) for output in outputs if base_of(output) is whole]
+    if places:
+        attach_part(
+            whole,
+            tensor.grad_fn,
+            SharedMemoryHook(slot, path, places, None if base is None else TensorPlace(tensor, layout_of(base))),
+        )
+    return places
+
+
+def _consumers(starts: Iterable[Node | None], entered: EnteredCall) -> list[tuple[Node, int, Path, TensorPlace | None]]:
+    """The operations, from ``starts`` back to the wanted edges, that hand a gradient over one of them."""
+    found: list[tuple[Node, int, Path, TensorPlace | None]] = []
+    seen: set[Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or operation_number(node) < entered.since:  # Older: it lies before the module.
+            continue
+        seen.add(node)
+        for index, (before, output) in enumerate(node.next_functions):
+            path, place = entered.wanted.get((before, output), (None, None))
+            if path is not None and (place is None or place.changed):
+                found.append((node, index, path, place))
+            else:
+                todo.append(before)
+    return found
+
+
+def _share(
+    slot: GradientSlot, index: int, path: Path, place: TensorPlace | None, shown: list[TensorPlace]
+) -> Callable[[Any, Any], None]:
+    """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
+    find, outputs = weakref.ref(slot), [slot.hold(each) for each in shown]
+    held = slot.hold(place) if place is not None else None
+
+    def shared(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
+        slot, gradient = find(), inputs[index]
+        seen = (output() for output in outputs)
+        if slot is None or gradient is None or any(output is not None and output.changed for output in seen):
+            return
+        place = held() if held is not None else None
+        if place is None:
+            slot.gather(path, gradient)
+        elif place.tied:
+            slot.why = "tied"
+        else:
+            slot.gather(path, place.take(gradient))
+
+    return shared

@@ -1,0 +1,243 @@
+"""What is kept of a value that passes: by reference with its version, or as a copy.
+
+A copy is made where a later in-place change is to be expected, and wherever a change could not be noticed. Everything
+else is kept by reference together with the version that it had, and reading it compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import Opaque, map_tensors
+from tenterhook.engine.action import Context
+from tenterhook.errors import TapeError, ValueChanged
+from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
+from tenterhook.sites.tensor_hooks import shows_every_change
+from tenterhook.sites.tensor_wrappers import gathered, settled
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape_log import LogEntries
+
+__all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "read", "value", "without_graph"]
+
+Copy = Literal["auto", "always", "never"]
+
+CHANGED = (
+    "{address!r} was changed in place after it was recorded (its version was {old} and is now {new}), so the recorded "
+    "value is gone. The code that did it gave no sign beforehand. Record with a copy: "
+    'th.record(model, ..., copy="always").'
+)
+INSIDE = (
+    "{address!r} was recorded inside vmap, grad or another transform of torch.func, and is the whole value, of all "
+    "examples, which does not fit in with what passes inside it. Read it when the transform is over."
+)
+REUSED = (
+    "{address!r} was recorded inside a transform of torch.func and its memory was changed in place, before or after "
+    'that; there it cannot be told which. Record with a copy: th.record(model, ..., copy="always").'
+)
+
+
+@dataclass(slots=True)
+class KeptValue:
+    """A structure that was kept, and the tensors in it whose versions must not move."""
+
+    value: Any
+    watched: list[tuple[Tensor, int]]
+    in_transform: bool = False
+
+
+# A plain tensor is kept without a Kept around it, and so is one with nothing but None behind it in a tuple, then with
+# how many of those there are: dispatch stores them so, and there may be thousands.
+Entry = tuple[Tensor, int] | tuple[Tensor, int, int] | KeptValue
+
+
+class Policy:
+    """How tensors are kept: ``in_place`` says that the model shows signs of changing tensors in place."""
+
+    __slots__ = ("by_reference", "copy", "device", "dtype", "gather", "in_place")
+
+    def __init__(
+        self,
+        copy: Copy = "auto",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        in_place: bool = False,
+        gather: bool = False,
+    ) -> None:
+        self.copy, self.device, self.dtype, self.in_place = copy, device, dtype, in_place
+        self.gather = gather  # Whether a value that is spread over processes is put together.
+        # Whether a plain tensor is kept as it is, with its version to tell of later changes.
+        self.by_reference = device is None and dtype is None and copy == "auto" and not in_place
+
+    def keep(self, value: Any) -> Entry:
+        """Keep a structure, each tensor detached."""
+        watched: list[tuple[Tensor, int]] = []
+        if self.gather:
+            value = map_tensors(gathered, value)
+        if in_transform():
+            return KeptValue(map_tensors(self._keep_whole, value, opaque=Opaque.of), watched, in_transform=True)
+        if not self.by_reference:
+            return KeptValue(map_tensors(self._keep_one, value, opaque=Opaque.of), watched)
+        return KeptValue(map_tensors(lambda tensor: self._refer(tensor, watched), value, opaque=Opaque.of), watched)
+
+    def keep_own(self, value: Any) -> Entry:
+        """Keep a structure whose tensors nobody else has: what a compiled graph gave out for the tape alone."""
+        if isinstance(value, Tensor) and self.device is None and not value.is_inference():
+            return value, value._version
+        return KeptValue(map_tensors(lambda tensor: tensor.detach().to(self.device), value, opaque=Opaque.of), [])
+
+    @staticmethod
+    def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
+        tensor = settled(tensor)
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        if isinstance(tensor, nn.Parameter):  # A module that returns its own parameter: an optimizer will change it.
+            return _clone(kept)
+        try:
+            if not shows_every_change(tensor):
+                return _clone(kept)
+        except RuntimeError:  # A sparse tensor: its version counts.
+            pass
+        try:
+            watched.append((kept, kept._version))
+        except RuntimeError:  # An inference tensor has no version, so no later change could be noticed.
+            return _clone(kept)
+        return kept
+
+    def _keep_one(self, tensor: Tensor) -> Tensor:
+        kept = settled(tensor).detach()
+        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
+        converted = kept.to(device=self.device, dtype=dtype) if self.device is not None or dtype is not None else kept
+        if converted is not kept or self.copy == "never":
+            return converted
+        return _clone(converted)
+
+    def _keep_whole(self, tensor: Tensor) -> Tensor:
+        """What lies beneath the tensors of a transform, always as a copy."""
+        with outside_transforms():
+            return self._keep_one(unwrapped(tensor)[0].clone())
+
+
+class GradientOnly:
+    """Stands in the place of a :class:`Recorder` where the gradient alone is wanted, and keeps nothing."""
+
+    observes = True
+    again = False
+    compiled = "nothing"
+    direct = True
+    keep = base = 0
+
+    def __init__(self, gradient: Any) -> None:
+        self.kept_in: dict[int, Entry] = {}
+        self._gradient = gradient
+
+    @property
+    def reached(self) -> bool:
+        return bool(self._gradient.reached)
+
+    def __call__(self, value: Any, context: Context) -> None:
+        """Nothing: the gradient's own action does it all."""
+
+
+class Recorder:
+    """The action that keeps what passes a point."""
+
+    observes = True
+    again = False
+    compiled = "value"
+    passed = False
+    track: Any = None
+
+    def __init__(self, policy: Policy, entries: LogEntries, keep: int = sys.maxsize) -> None:
+        self.entries, self.kept_in, self.base = entries, entries.stored, entries.base
+        self.policy, self.keep, self.direct = policy, keep, policy.by_reference
+
+    @property
+    def reached(self) -> bool:
+        # What dispatch stores itself does not come by here, but leaves an entry, unless the tape was cleared.
+        return self.passed or (self.direct and (bool(self.entries) or bool(self.track and self.track.cleared)))
+
+    def __call__(self, value: Any, context: Context) -> None:
+        self.store(self.policy.keep(value), context)
+
+    def taken(self, value: Any, context: Context, _token: int) -> None:
+        """A compiled graph has run, and this is what passed in it."""
+        self.store(self.policy.keep_own(value), context)
+
+    def taken_under(self, key: int, value: Any) -> None:
+        """Keep what passed in a compiled graph, under a key of the tape's log."""
+        self.keep_under(key, self.policy.keep_own(value))
+
+    def keep_under(self, key: int, entry: Any) -> None:
+        """Put an entry on the tape, under a key of its log."""
+        self.passed = True
+        self.kept_in[key] = entry
+        if key >= self.keep:
+            self.kept_in.pop(key - self.keep, None)
+
+    def store(self, entry: Entry, context: Context) -> None:
+        """Put what was kept on the tape."""
+        self.keep_under(self.base + context.call, entry)
+
+
+def value(entry: Entry) -> Any:
+    """The kept value, whatever has become of it."""
+    if not isinstance(entry, tuple):
+        return entry.value
+    tensor, _, *behind = entry
+    return (tensor, *[None] * behind[0]) if behind else tensor
+
+
+def read(entry: Entry, address: str) -> Any:
+    """The kept value, if it is still what passed."""
+    found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
+    if type(entry) is KeptValue and entry.in_transform and in_transform():
+        raise TapeError(INSIDE.format(address=address))
+    for tensor, version in watched:
+        if tensor._version != version:
+            raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
+    if any(is_wrapped(tensor) for tensor, _ in watched):
+        return map_tensors(lambda tensor: _whole(tensor, address), found)
+    # It may require a gradient now, although it did not when it passed.
+    return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+def without_graph(entry: Entry) -> Entry:
+    """The entry without the graph that a tensor of it has become part of since it was kept.
+
+    What a function of autograd's own returns, as a reentrant checkpoint does, gets its history after it has run.
+    """
+    if isinstance(entry, tuple):
+        return (entry[0].detach(), *entry[1:]) if entry[0].requires_grad else entry
+    if type(entry) is KeptValue and any(tensor.requires_grad for tensor, _ in entry.watched):
+        entry.value = map_tensors(_cut, entry.value)
+        entry.watched = [(_cut(tensor), version) for tensor, version in entry.watched]
+    return entry
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _whole(tensor: Tensor, address: str) -> Tensor:
+    if not is_wrapped(tensor):
+        return tensor.detach()
+    if in_transform():
+        raise TapeError(INSIDE.format(address=address))
+    whole, changed = unwrapped(tensor)
+    if changed:
+        raise ValueChanged(REUSED.format(address=address))
+    return whole
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy that later changes do not reach and that can be used outside inference mode."""
+    if tensor.is_inference():
+        with torch.inference_mode(mode=False):
+            return tensor.clone()
+    return tensor.clone()

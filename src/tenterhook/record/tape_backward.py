@@ -1,0 +1,131 @@
+"""``tape.backward``: the gradients of the recorded points alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tenterhook._tree import describe
+from tenterhook.errors import GradientError
+from tenterhook.record.gradient_slot import GradientSlot
+from tenterhook.record.recorded_gradients import NONE_RECORDED, WHY
+
+if TYPE_CHECKING:
+    from tenterhook.record.tape import Tape
+
+__all__ = ["backward"]
+
+FREED = (
+    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass but the "
+    "last, or call tape.backward first."
+)
+APART = (
+    "the loss depends on no recorded point whose graph is at hand. Compute it from the run that was recorded; where a "
+    "backward pass has freed that run's graph, pass retain_graph=True to it."
+)
+
+
+def backward(
+    tape: Tape,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    *,
+    parameters: bool = False,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Let the gradient of ``loss`` flow to the tape's points; what ``Tape.backward`` says in full."""
+    slots = tape.grad.slots()
+    _check(slots, loss, gradient)
+    tape.grad.views.settle()
+    for slot in slots:
+        slot.graphs = create_graph
+    try:
+        if parameters:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph)
+        else:
+            _to_points(tape, loss, gradient, retain_graph=retain_graph, create_graph=create_graph)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise GradientError(FREED.format(what="this loss")) from error
+        raise
+    finally:
+        for slot in slots:
+            slot.graphs = False
+
+
+def _check(slots: list[GradientSlot], loss: Any, gradient: Tensor | None) -> None:
+    if not slots:
+        raise GradientError(NONE_RECORDED)
+    if not isinstance(loss, Tensor):
+        raise GradientError(f"the loss is a tensor; got a {type(loss).__name__}")
+    if not loss.requires_grad:
+        raise GradientError(
+            "this loss requires no gradient: it was computed under no_grad, or from nothing that requires one"
+        )
+    if gradient is None and loss.numel() != 1:
+        raise GradientError(
+            f"this loss is {describe(loss)} and no single number. Reduce it, for example by .sum(), or give its own "
+            "gradient: tape.backward(loss, gradient)"
+        )
+    if all(slot.why for slot in slots):
+        raise GradientError(f"no recorded point can have a gradient: {WHY[slots[0].why]}")
+
+
+def _to_points(
+    tape: Tape, loss: Tensor, gradient: Tensor | None, *, retain_graph: bool | None, create_graph: bool
+) -> None:
+    """Run the engine as far as the points and no further, unless it is not known where they all are.
+
+    The hooks catch what comes by, as in any backward pass. What the engine hands out itself is of no use where an edit
+    has hooked the same tensor: for a tensor that lies on the way to another one it is the gradient before the edit.
+    Nothing lies behind a parameter, and its hook goes with the session, so its gradient is taken from the engine.
+    """
+    slots = tape.grad.slots()
+    leaves = [(slot, leaf) for slot in slots if slot.leaf is not None and (leaf := slot.leaf()) is not None]
+    parameters = [get_gradient_edge(leaf) for _, leaf in leaves]
+    wanted = [*parameters, *(edge for slot in slots for edge in slot.edges)]
+    targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
+    before = [_caught(slot) for slot in slots]
+    tape.grad.views.plain = False
+    for slot, _ in leaves:
+        slot.silent = True
+    try:
+        edges = [GradientEdge(*target) for target in targets]
+        found = torch.autograd.grad(loss, edges, gradient, retain_graph, create_graph, allow_unused=True)
+    finally:
+        for slot, _ in leaves:
+            slot.silent = False
+    arrived = dict(zip(targets, found, strict=True))
+    for (slot, _), edge in zip(leaves, parameters, strict=True):
+        if arrived[edge[:2]] is not None:
+            slot.take((), arrived[edge[:2]], frees=False)
+    if before == [_caught(slot) for slot in slots]:
+        raise GradientError(APART)
+
+
+def _has_lost_one(tape: Tape) -> bool:
+    """Whether an earlier pass has made a point's latest slot let go of the graph: the loss may still depend on it."""
+    latest = (track.entries[max(track.entries)] for track in tape.grad._tracks.values() if track.entries)
+    return any(isinstance(slot, GradientSlot) and slot.spent for slot in latest)
+
+
+def _ends(loss: Tensor) -> Iterator[Any]:
+    """Where the graph of a loss ends: its leaves."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            yield node, 0
+        todo.extend(before for before, _ in node.next_functions)
+
+
+def _caught(slot: GradientSlot) -> int:
+    return sum(len(found) for found in slot.parts.values())

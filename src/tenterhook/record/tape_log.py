@@ -1,0 +1,204 @@
+"""The log of a tape: everything that was recorded, in the order in which it was produced.
+
+All values of a tape are in one dict, and a dict keeps the order in which its keys came. A key is the number of the
+track and that of the call together, so that the code that runs at each call stores a value in one step, and pays
+nothing for the order. An output comes when its call returns, an argument when the call begins, a variable when it is
+assigned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain, count
+from operator import itemgetter
+from typing import Any
+
+from tenterhook.record.kept_value import without_graph
+
+__all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
+
+# The number of keys of one track. A dict looks at the last bits of a key first; multiples of this number differ there.
+SPAN = 2**32 + 0x9E3779B1
+
+
+Returned = tuple[int, Any]
+"""What a call has returned: its key, which is the first key of the module's track plus its number, and the entry."""
+
+
+class TapeLog:
+    """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
+
+    __slots__ = (
+        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_rebuilt", "_stamp", "_tick",
+        "_windows", "fresh", "ordered",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Any] = {}
+        self.fresh: list[Returned] = []
+        """what modules have returned since somebody read the tape"""
+        self._windows: dict[int, deque[tuple[int, Returned]]] = {}
+        self._tick, self._rebuilt = count(), -1
+        self._cleared: set[int] = set()
+        self.ordered = self._is_open = True
+        self._new = 0  # The first key of the next track.
+        self._calls: dict[int, dict[int, None]] = {}
+        self._last: int | None = None
+        self._held: dict[int, list[int]] = {}
+        self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which that holds.
+
+    def new_base(self) -> int:
+        """Return the first key of a new track."""
+        return self.new_bases(1)[0]
+
+    def new_bases(self, count: int) -> list[int]:
+        """Return the first keys of so many new tracks."""
+        first, self._new = self._new, self._new + count * SPAN
+        return list(range(first, self._new, SPAN))
+
+    @property
+    def entries(self) -> dict[int, Any]:
+        """All entries by their keys."""
+        if self._windows:
+            self._rebuild()
+        if self.fresh:
+            fresh = self.fresh.copy()
+            self._entries.update(fresh)
+            del self.fresh[: len(fresh)]
+        return self._entries
+
+    def windows(self, keep: int) -> Callable[[Returned], None]:
+        """Return what keeps the last so many calls of each module, for a tape that records nothing else."""
+        windows = self._windows
+
+        def add(returned: Returned) -> None:
+            track = returned[0] // SPAN
+            window = windows.get(track)
+            if window is None:
+                window = windows[track] = deque(maxlen=keep)
+            window.append((next(self._tick), returned))
+
+        return add
+
+    def _rebuild(self) -> None:
+        """Put what the windows hold in the order in which it came."""
+        held = sorted(chain.from_iterable(self._windows.values()), key=itemgetter(0))
+        if held and held[-1][0] != self._rebuilt:
+            self._rebuilt = held[-1][0]
+            self._entries.clear()
+            self._entries.update(returned for _, returned in held)
+
+    def adder(self, keep: int) -> Callable[[Returned], None]:
+        """Return what stores at once what a module has returned, and lets go of its call so many calls before."""
+        entries = self._entries
+
+        def add(returned: Returned) -> None:
+            if not self._is_open:
+                return
+            key, entries[key] = returned
+            if key % SPAN >= keep:
+                entries.pop(key - keep, None)
+
+        return add
+
+    def reached(self) -> set[int]:
+        """Return the bases of the tracks that have, or had, an entry."""
+        keys = self.entries
+        return {key - key % SPAN for key in keys} | self._cleared
+
+    def any_reached(self) -> bool:
+        """Return whether there is, or was, any entry."""
+        return bool(self.fresh or self._windows or self._entries or self._cleared)
+
+    def end(self) -> None:
+        """Take no more, also from a call that is still running, and hold no graph that a value has become part of."""
+        self.fresh, self._is_open = self.fresh.copy(), False
+        if self._windows:
+            self._rebuild()
+            self._windows = {}
+        for place, (key, entry) in enumerate(self.fresh):
+            if type(entry) is not tuple or entry[0].requires_grad:
+                self.fresh[place] = (key, without_graph(entry))
+        for key, entry in self._entries.items():
+            self._entries[key] = without_graph(entry)
+
+    def calls_of(self, base: int) -> list[int]:
+        """Return the calls of one track that are held, in the order in which they came."""
+        stamp = (len(self.entries), next(reversed(self.entries), None))
+        if stamp != self._stamp:
+            self._stamp, self._held = stamp, {}
+        found = self._held.get(base)
+        if found is None:
+            found = self._held[base] = self._calls_now(base)
+        return found
+
+    def _calls_now(self, base: int) -> list[int]:
+        self._look()
+        calls = self._calls.get(base, {})
+        held = [call for call in calls if base + call in self.entries]
+        if len(held) < len(calls):
+            self._calls[base] = dict.fromkeys(held)
+        return held
+
+    def _look(self) -> None:
+        """Sort what has come since the last look by its track."""
+        new = []
+        for key in reversed(self.entries):
+            if key == self._last:
+                break
+            new.append(key)
+        for key in reversed(new):
+            call = key % SPAN
+            self._calls.setdefault(key - call, {})[call] = None
+        if new:
+            self._last = new[0]
+
+    def places(self) -> dict[int, int]:
+        """Return the position of each key in the order in which entries came."""
+        return {key: place for place, key in enumerate(self.entries)}
+
+    def clear(self) -> None:
+        """Forget all entries; the tracks stay."""
+        self._cleared |= self.reached()
+        self.fresh.clear()
+        self._windows.clear()
+        self._entries.clear()
+        self._calls.clear()
+        self._last = None
+        self._held, self._stamp = {}, (0, None)
+
+
+class LogEntries(MutableMapping[int, Any]):
+    """The entries of one track of a log, by the number of the call."""
+
+    __slots__ = ("_log", "base", "stored")
+
+    def __init__(self, log: TapeLog, entries: Mapping[int, Any] | None = None, base: int | None = None) -> None:
+        self._log, self.stored = log, log.entries
+        self.base = log.new_base() if base is None else base
+        if entries is not None:
+            self.update(entries)
+
+    def __getitem__(self, call: int) -> Any:
+        return self._log.entries[self.base + call]
+
+    def __setitem__(self, call: int, entry: Any) -> None:
+        self.stored[self.base + call] = entry
+
+    def __delitem__(self, call: int) -> None:
+        del self._log.entries[self.base + call]
+
+    def __contains__(self, call: object) -> bool:
+        return isinstance(call, int) and self.base + call in self._log.entries
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._log.calls_of(self.base)))
+
+    def __len__(self) -> int:
+        return len(self._log.calls_of(self.base))
+
+    def clear(self) -> None:
+        """Forget the entries of this track."""
+        for call in list(self._log.calls_of(self.base)):
+            del self[call]

@@ -1,0 +1,183 @@
+"""Many cases as one batch: inputs and recorded values once for each, edits on each case's own examples."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+from tenterhook._tree import map_tensors, replace_at, tensors
+from tenterhook.edit.change import Change, check_same_kind
+from tenterhook.edit.ready import Edit, Set, Zero, fit
+from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.session import Session
+from tenterhook.pytorch.modes import copy_all
+from tenterhook.replay.row_checks import is_probe, spread
+
+__all__ = ["BatchedSession", "CannotBatch", "Slices", "examples", "parts", "room_for", "together"]
+
+MOST = 1024  # cases at once, beyond which a larger batch gains nothing
+SHARE = 0.25  # of the free memory that a batch may take
+
+
+class CannotBatch(Exception):
+    """The cases cannot go together; the text says why."""
+
+
+class BatchedSession(Session):
+    """The edits of one run of a sweep."""
+
+    verb = "sweep"
+    needs = ("modes",)
+
+    def __init__(self, model: nn.Module, bindings: list[Binding]) -> None:
+        super().__init__(model, bindings, [[binding] for binding in bindings if binding.point.explicit])
+
+
+class Slices:
+    """An edit at one point for several cases, each on its own examples; a case without changes passes as it is."""
+
+    observes = False
+    again = True
+
+    def __init__(self, changes: list[list[Change]], batch: int) -> None:
+        self._changes, self._batch = changes, batch
+        self.reached = False
+        self.measures: Tensor | None = None  # How large the values of each case are, once they are edited.
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        self.reached = True
+        if not isinstance(value, Tensor):
+            return self._structure(value, context)
+        self._check(value, context)
+        out = value.clone()
+        self._put_all(out, context)
+        self.measures = spread(out, len(self._changes))
+        return out
+
+    def _put_all(self, out: Tensor, context: Context) -> None:
+        """Change all cases where they are."""
+        pieces = out.split(self._batch)
+        if not self._put_at_once(pieces, context):
+            for changes, piece in zip(self._changes, pieces, strict=True):
+                for change in changes:
+                    _put(change, piece, context)
+
+    def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
+        """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
+        probes = list(map(is_probe, self._changes))
+        cases = [changes for changes, probe in zip(self._changes, probes, strict=True) if changes and not probe]
+        edits = [changes[0].call for changes in cases]
+        if max(map(len, self._changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
+            return False
+        for changes, probe, piece in zip(self._changes, probes, pieces, strict=True):
+            if probe:
+                _put(changes[0], piece, context)
+        marked = zip(self._changes, probes, pieces, strict=True)
+        pieces = tuple([piece for changes, probe, piece in marked if changes and not probe])
+        cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
+        new = [
+            fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]
+            for edit, cut in zip(edits, cuts, strict=True)
+        ]
+        copy_all(cuts, new)
+        return True
+
+    def _check(self, value: Tensor, context: Context) -> None:
+        if not value.dim() or value.shape[0] != self._batch * len(self._changes):
+            text = f"{context.address!r} passes {list(value.shape)}, which does not have the cases in front"
+            raise CannotBatch(text)
+
+    def _structure(self, value: Any, context: Context) -> Any:
+        count = len(self._changes)
+        old = parts(value, count, self._batch)
+        new = []
+        for changes, given in zip(self._changes, old, strict=True):
+            made = given
+            for change in changes:
+                made = _checked(change, made, context)
+            new.append(dict(tensors(made)))
+        for path, tensor in tensors(value):
+            if not tensor.dim() or tensor.shape[0] != self._batch * count:
+                if any(made[path] is not tensor for made in new):
+                    raise CannotBatch(f"{context.address!r} passes something that is one for all cases, and is edited")
+                continue
+            if any(made[path] is not dict(tensors(given))[path] for made, given in zip(new, old, strict=True)):
+                value = replace_at(value, path, torch.cat([made[path] for made in new]))
+        return value
+
+
+def _put(change: Change, piece: Tensor, context: Context) -> None:
+    """Apply a change to some examples where they are."""
+    edit = change.call
+    if isinstance(edit, Edit) and edit.part is None and edit.at is not None:
+        cut = edit._cut(piece, context)
+        if isinstance(edit, Zero):
+            piece[edit.at] = 0
+        elif isinstance(edit, Set):
+            piece[edit.at] = fit(edit.value, cut, context, edit) if isinstance(edit.value, Tensor) else edit.value
+        else:
+            piece[edit.at] = edit.change(cut, context)
+        return
+    new = _checked(change, piece, context)
+    if new is not piece:
+        piece.copy_(new)
+
+
+def _is_set_in_place(edit: Set) -> bool:
+    """Whether a part is set to a tensor by an index that gives a view of it."""
+    index = edit.at if isinstance(edit.at, tuple) else (edit.at,)
+    return (
+        isinstance(edit.value, Tensor)
+        and edit.part is None
+        and edit.at is not None
+        and all(each is None or each is ... or type(each) in (int, slice) for each in index)
+    )
+
+
+def _checked(change: Change, value: Any, context: Context) -> Any:
+    new = change(value, context)
+    if new is not value:
+        check_same_kind(value, new, context, change.name)
+    return new
+
+
+def examples(given: Any) -> int | None:
+    """How many examples the inputs of a model hold: the length of the first tensor that has one."""
+    return next((tensor.shape[0] for _, tensor in tensors(given) if tensor.dim()), None)
+
+
+def together(given: Any, count: int, batch: int) -> Any:
+    """Inputs for several cases at once, one case after the other."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != batch:
+            return tensor
+        return tensor.repeat(count, *[1] * (tensor.dim() - 1))
+
+    return map_tensors(one, given)
+
+
+def parts(value: Any, count: int, batch: int) -> list[Any]:
+    """Each case's part of a value."""
+    apart = {
+        id(tensor): tensor.split(batch)
+        for _, tensor in tensors(value)
+        if tensor.dim() and tensor.shape[0] == batch * count
+    }
+    return [
+        map_tensors(lambda tensor, index=index: apart[id(tensor)][index] if id(tensor) in apart else tensor, value)  # type: ignore[misc]
+        for index in range(count)
+    ]
+
+
+def room_for(nbytes: int, device: torch.device) -> int:
+    """How many cases fit, if one keeps so many bytes; what is made and freed in between counts four times that."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**31
+    return max(1, min(MOST, int(free * SHARE / max(1, 4 * nbytes))))

@@ -1,0 +1,429 @@
+"""Running a sweep: the unedited run, the cases in groups, batches where they are no other than single runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._look.progress import bar
+from tenterhook._tree import tensors
+from tenterhook.address import Point
+from tenterhook.call_trace.digest import digest
+from tenterhook.edit.change import Change
+from tenterhook.edit.verb import ValueEdit
+from tenterhook.engine.action import Binding
+from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, UnsupportedTorch
+from tenterhook.record.verb import record
+from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, Slices, examples, parts, room_for, together
+from tenterhook.replay.call_server import ServedCall
+from tenterhook.replay.cases import Case, Prepared
+from tenterhook.replay.growing_batch import (
+    TOLERANCE,
+    GrowingBatch,
+    apart,
+    begins,
+    is_whole,
+    keep_memory,
+    still_holds,
+    train,
+)
+from tenterhook.replay.row_checks import CheckedRow, Chooser, joining_rows, numbers, rows_of
+from tenterhook.replay.session import Replay
+from tenterhook.replay.sweep_result import Sweep
+
+__all__ = ["Runner"]
+
+WITH_CASE = 2
+TRAINING = (
+    "the model is in training mode, and each run of it changes its buffers ({changed}). A sweep runs it many times, so "
+    "that they are not what they were afterwards; call model.eval() first, or sweep a copy of the model."
+)
+
+
+class Runner:
+    """What is known while a sweep runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cases: list[Prepared],
+        axes: Any,
+        metric: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        read: str | None,
+        batch: int | None,
+        progress: bool | None,
+    ) -> None:
+        self.model, self.cases, self.metric, self.given, self.read = model, cases, metric, given, read
+        self._with_case = _takes_case(metric)
+        self._most = batch
+        self._progress = progress
+        self._per_case = examples(given)
+        self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
+        self._checked = False
+        self._unedited: Any = None  # What came out of the unedited run.
+        self._joins = read is None  # Whether groups join a batch that is under way.
+        self._joined = False
+        self._patient = self._depend = False  # Whether some cases of a batch depended on others.
+        self._chooser = Chooser(len(cases))
+        self._checks_served = ServedCall()
+        self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
+        self._checks: list[Tensor] = []  # What came out for the unedited input, compared, but not looked at so far.
+        self._replay: Replay | None = None
+        self.result = Sweep([each.case for each in cases], axes, ServedCall())
+
+    def go(self) -> Sweep:
+        """Run every case that has no result so far."""
+        result = self.result
+        with torch.no_grad():
+            if self._replay is None:
+                self._record()
+            session = Replay(self.model, self._script, verify=False)
+            session.served = session.server.served = result.served
+            self._replay = session
+            todo = [each for each in self.cases if each.index not in result._found]
+            try:
+                with _quietly(session), bar("sweep", total=len(todo), shown=self._progress) as move:
+                    for _ in self._run_all(self._in_order(_groups(todo))):
+                        move(advance=1)
+                    self._settle()
+            except KeyboardInterrupt as error:
+                raise SweepInterrupted(result) from error
+        if result.failed:
+            self._say_what_failed()
+        else:
+            result._runner = None  # Nothing is left to do, and it holds the model.
+        result.how = self._how()
+        return result
+
+    # -- the unedited run ---------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        args, kwargs = self.given
+        points = {point.module: point for each in self.cases for point, _ in each.edits}
+        session = record(self.model, replay=list(points.values()))
+        session.run_recorder.digests = False  # Nobody else comes near the model before the sweep is over.
+        # The kernels of batch norm change buffers without counting.
+        buffers = dict(self.model.named_buffers()) if any(each.training for each in self.model.modules()) else {}
+        before = digest(list(buffers.values()))
+        with session as tape:
+            output = self._read(lambda: self.model(*args, **kwargs))
+        after = digest(list(buffers.values()))
+        changed = [name for name, then, now in zip(buffers, before, after, strict=True) if then != now]
+        if changed:
+            self._warn_of_training(changed)
+        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
+        self._unedited = output
+        self._script = tape.script
+        found = [tensor for _, tensor in tensors((self.given, output))]
+        device = next((tensor.device for tensor in found), torch.device("cpu"))
+        size = tape.script.nbytes + sum(tensor.nbytes for tensor in found)
+        self._room = room_for(size, device)
+        if device.type == "cpu":
+            keep_memory()
+
+    @staticmethod
+    def _warn_of_training(changed: list[str]) -> None:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=5)
+
+    def _read(self, run: Callable[[], Any]) -> Any:
+        if self.read is None:
+            return run()
+        with record(self.model, self.read, stop=True, copy="never") as tape:
+            run()
+        return tape[self.read]
+
+    def _measure(self, output: Any, case: Case | None) -> Any:
+        if self._with_case:
+            return self.metric(output, case)
+        return self.metric(output)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _in_order(self, groups: list[list[Prepared]]) -> list[list[Prepared]]:
+        """Groups in the order in which the model comes to them, those of which that cannot be told first."""
+        if not self._joins or not self._script.runs:
+            return groups
+        ends = {id(group): begins(group, self._script.runs[0], self._per_case or 1) for group in groups}
+        return sorted(groups, key=lambda group: call.end if (call := ends[id(group)]) is not None else -1)
+
+    def _run_all(self, waiting: list[list[Prepared]]) -> Iterator[None]:
+        while waiting:
+            groups = [waiting[0]]
+            most = self._most or self._room
+            if self._joins and not self._alone and most > 1 and self._script.runs and self._script.runs[0].pure:
+                groups = train(waiting, self._script.runs[0], self._per_case or 1, most)
+            del waiting[: len(groups)]
+            if len(groups) > 1 and self._run_joined(groups):
+                yield from [None for group in groups for _ in group]
+                continue
+            for group in groups:
+                yield from self._run_group(group)
+
+    def _run_joined(self, groups: list[list[Prepared]]) -> bool:
+        """Run groups as one batch that each of them joins where it begins; False if that was no good."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        run, batch, server = self._script.runs[0], self._per_case or 1, self._replay.server
+        rows = [rows_of(groups[0])]
+        edits: list[Slices] = [Slices([row.changes[0] for row in rows[0]], batch)]
+        for group in groups[1:]:
+            call = begins(group, run, batch)
+            assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
+            before = sum(map(len, rows))
+            rows.append(joining_rows(group))
+            edits.append(GrowingBatch([row.changes[0] for row in rows[-1]], batch, before, call.gave.value, server))
+        count = sum(map(len, rows))
+        bindings = [Binding(group[0].edits[0][0], edit) for group, edit in zip(groups, edits, strict=True)]
+        try:
+            fine = still_holds(run)
+            inputs = together(self.given, len(rows[0]), batch)
+            output = self._run(bindings, *inputs, times=len(rows[0])) if fine else None
+            self._joins = fine and is_whole(output, self._unedited, count, batch)
+            pieces = iter(parts(output, count, batch))
+        except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
+            self._joins = False
+        if not self._joins:
+            return False
+        self._joined = self._checked = True
+        self._unsettled.append(([each for group in groups for each in group], list(server.doubts or [])))
+        for its, group, edit in zip(rows, groups, edits, strict=True):
+            for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
+                self._checks += apart(alone, piece)
+        return True
+
+    def _compared(
+        self, group: list[Prepared], rows: list[CheckedRow], pieces: list[Any], measures: Tensor | None
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Keep the results of a group, and yield what was also run alone: its name, that output, that of the batch."""
+        places = [place for place, row in enumerate(rows) if row.case is not None]
+        chosen = self._chooser.choose(len(group), None if measures is None else measures[:, places])
+        for row, piece in zip(rows, pieces, strict=True):
+            if row.kind == "unedited":
+                yield "the unedited input", self._unedited, piece
+            elif row.kind == "quiet":
+                edits = [(point, changes) for (point, _), changes in zip(group[0].edits, row.changes, strict=True)]
+                try:
+                    with self._checking():
+                        alone = self._run_edits(edits)
+                except Exception:  # noqa: BLE001, S112  A model that cannot take zeros there is checked by the cases.
+                    continue
+                yield "an input that is set to zero there", alone, piece
+        for place, at in enumerate(places):
+            case, piece = group[place], pieces[at]
+            if place not in chosen:
+                self._keep(case, piece)
+                continue
+            with self._checking():
+                alone = self._run_alone(case)
+            if alone is not None:
+                yield f"case {case.index} ({case.case})", alone, piece
+
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Count a run apart from those of the sweep."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        session, served = self._replay, self.result.served
+        session.served = session.server.served = self._checks_served
+        try:
+            yield
+        finally:
+            session.served = session.server.served = served
+
+    def _run_group(self, group: list[Prepared]) -> Iterator[None]:
+        """Run cases that edit at the same points, one step for each that is done."""
+        waiting = list(group)
+        while waiting:
+            size = self._most or self._room
+            if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_parameter:
+                now = waiting[:size]
+                if self._run_together(now):
+                    del waiting[: len(now)]
+                    yield from [None] * len(now)
+                    continue
+                if not self._alone:
+                    continue  # It did not fit, and the next batch is smaller.
+            case = waiting.pop(0)
+            if case.index not in self.result._found:
+                self._run_alone(case)
+            yield
+
+    def _settle(self) -> None:
+        """Look at the comparisons that were not waited for, and run those cases again that rested on a wrong one."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        self._replay.server.doubts = None
+        self._patient = True
+        wrong, self._checks = _any(self._checks), []
+        if wrong:  # No batch can be trusted: the next one is compared at once.
+            self._joins = self._joined = self._checked = False
+        while waiting := [cases for cases, doubts in self._unsettled if wrong or self._depend or _any(doubts)]:
+            self._unsettled, wrong = [], False
+            for cases in waiting:
+                for each in cases:
+                    self.result._found.pop(each.index, None)
+                    self.result.failed.pop(each.index, None)
+                for group in _groups(cases):
+                    for _ in self._run_group(group):
+                        pass
+
+    def _run_together(self, cases: list[Prepared]) -> bool:
+        """Run cases as one batch; False if that was no good."""
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        batch, rows = self._per_case or 1, rows_of(cases)
+        edits = [Slices([row.changes[place] for row in rows], batch) for place in range(len(cases[0].edits))]
+        bindings = [Binding(point, edit) for (point, _), edit in zip(cases[0].edits, edits, strict=True)]
+        args, kwargs = together(self.given, len(rows), batch)
+        try:
+            output = self._run(bindings, args, kwargs, times=len(rows))
+            pieces = parts(output, len(rows), batch)
+        except torch.OutOfMemoryError:
+            self._room = self._most = max(1, len(cases) // 2)
+            return False
+        except CannotBatch as error:
+            self._alone = str(error)
+            return False
+        except Exception as error:  # noqa: BLE001
+            # An edit or the model failed. One by one it will be seen which case did, or that only the batch does.
+            fine = [self._run_alone(each) is not None for each in cases]
+            if all(fine):
+                self._alone = f"the model failed with several cases at once: {error!r:.120}"
+            return True
+        self._unsettled.append((cases, self._replay.server.doubts or []))
+        for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
+            far = _distance(alone, piece)
+            if far:  # Earlier batches cannot be trusted either.
+                self._depend, self._alone = True, f"in a batch, {what} comes out otherwise than by itself ({far})"
+                return True
+        self._checked = True
+        return True
+
+    def _run_alone(self, case: Prepared) -> Any:
+        """Run one case, and return its output; None if it failed."""
+        try:
+            output = self._run_edits(case.edits)
+        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+            self.result.failed[case.index] = error
+            return None
+        return output if self._keep(case, output) else None
+
+    def _run_edits(self, edits: list[tuple[Point, list[Change]]]) -> Any:
+        args, kwargs = self.given
+        bindings = [Binding(point, ValueEdit(one, check=True)) for point, changes in edits for one in changes]
+        return self._run(bindings, args, kwargs, times=1)
+
+    def _run(self, bindings: list[Binding], args: Any, kwargs: Any, *, times: int) -> Any:
+        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        server = self._replay.server
+        server.times, server.batch = times, self._per_case or 1
+        # A run that changes nothing may be made once more, so the device is not waited for in the middle of it.
+        server.doubts = [] if times > 1 and self._checked and self._script.runs[0].pure and not self._patient else None
+        with BatchedSession(self.model, bindings):
+            return self._read(lambda: self.model(*args, **kwargs))
+
+    def _keep(self, case: Prepared, output: Any) -> bool:
+        try:
+            found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
+        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+            self.result.failed[case.index] = error
+            return False
+        self.result._found[case.index] = found.clone()  # A view would keep the whole output.
+        return True
+
+    def _of_one_shape(self, found: Tensor) -> Tensor:
+        first = next(iter(self.result._found.values()), found)
+        if found.shape != first.shape:
+            shapes = f"{list(found.shape)}, and {list(first.shape)} for the others"
+            raise SweepError(f"the metric gives a value of the shape {shapes}")
+        return found
+
+    # -- what is said -------------------------------------------------------------------------------------------------
+
+    def _say_what_failed(self) -> None:
+        failed = self.result.failed
+        for error in failed.values():
+            if isinstance(error, UnsupportedTorch):
+                raise error
+        index, error = next(iter(failed.items()))
+        text = f"{len(failed)} of {len(self.cases)} cases failed. Case {index} ({self.cases[index].case}): {error!r}"
+        if len(failed) == len(self.cases):
+            raise SweepError(text) from error
+        warnings.warn(f"{text}\nTheir rows are NaN; .failed has the errors.", TenterhookWarning, stacklevel=4)
+
+    def _how(self) -> list[str]:
+        served = self.result.served
+        calls = "1 call was" if len(served) == 1 else f"{len(served)} calls were"
+        runs = "1 run" if served.runs == 1 else f"{served.runs} runs"
+        lines = [f"{calls} served from the unedited run, in {runs} of the model"]
+        if self._alone:
+            lines.append(f"one case at a time: {self._alone}")
+        elif self._checked:
+            alone = self._checks_served.runs
+            text = "1 row that was" if alone == 1 else f"{alone} rows that were"
+            lines.append(f"cases were run as batches; the unedited input, and {text} also run alone, came out the same")
+            if self._joined:
+                lines.append("cases that begin later joined a batch that was under way")
+        reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
+        lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
+        return lines
+
+
+def _any(found: list[Tensor]) -> bool:
+    return bool(found) and bool(torch.stack([each.to(found[0].device) for each in found]).any())
+
+
+def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
+    found: dict[Any, list[Prepared]] = {}
+    for each in cases:
+        found.setdefault(each.key, []).append(each)
+    return list(found.values())
+
+
+def _distance(one: Any, other: Any) -> str:
+    """How two values part, in words; nothing if they do not."""
+    mine, theirs = dict(tensors(one)), dict(tensors(other))
+    if mine.keys() != theirs.keys():
+        return "they are built otherwise"
+    if list(numbers(one)) != list(numbers(other)):
+        return "numbers differ"
+    for path, tensor in mine.items():
+        partner = theirs[path]
+        if tensor.shape != partner.shape:
+            return f"shape {list(partner.shape)} instead of {list(tensor.shape)}"
+        if not tensor.is_floating_point():
+            if not torch.equal(tensor, partner):
+                return "whole numbers differ"
+            continue
+        gap = float((tensor.double() - partner.double()).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+        size = float(tensor.double().abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+        if gap > TOLERANCE.get(tensor.dtype, 0.1) * max(size, 1e-12) or not torch.equal(
+            tensor.isnan(), partner.isnan()
+        ):
+            return f"by {gap:.2g} where the largest value is {size:.2g}"
+    return ""
+
+
+def _takes_case(metric: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(metric).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == WITH_CASE
+
+
+@contextlib.contextmanager
+def _quietly(session: Replay) -> Iterator[None]:
+    """A replay whose report is the sweep's to give."""
+    session.start()
+    try:
+        yield
+    finally:
+        session._undo()
+        session._let_go()

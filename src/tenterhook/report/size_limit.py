@@ -1,0 +1,46 @@
+"""Keeps the numbers of a page within a size: first histograms go, then calls in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tenterhook.report.value_limit import ends
+
+__all__ = ["lighten"]
+
+TOO_SMALL = (
+    "the numbers of these {points:,} points alone take {bytes:,} bytes, and the page may have {size:,}. "
+    "Allow more (size=, or --size on the command line), or record fewer points."
+)
+
+
+def lighten(rows: list[dict[str, Any]], size: int, measure: Callable[[], int]) -> list[str]:
+    """Leave out of the rows what it takes until ``measure()`` is at most ``size``; says in words what was left out."""
+    said: list[str] = []
+    if measure() <= size:
+        return said
+    for row in rows:
+        for call in _calls(row):
+            _without_histograms(call)
+    said.append("histograms are left out, so that the page is not larger than allowed")
+    most = max((len(run) for row in rows for run in row["runs"] if run), default=1)
+    while measure() > size:
+        if most <= 1:
+            raise ValueError(TOO_SMALL.format(points=len(rows), bytes=measure(), size=size))
+        most = max(1, most // 2)
+        for row in rows:
+            row["runs"] = [None if run is None else ends(run, most) for run in row["runs"]]
+        said[1:] = [f"of modules that were called often, {most} calls are shown, from the first and the last ones"]
+    return said
+
+
+def _calls(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call for run in row["runs"] for call in run or ()]
+
+
+def _without_histograms(call: dict[str, Any]) -> None:
+    for part in call["parts"]:
+        for seen in (part.get("numbers"), (part.get("gradient") or {}).get("numbers")):
+            if seen:
+                seen["histogram"] = []

@@ -1,1 +1,0 @@
-"""Where what passes goes: shards on disk, running statistics, lines of text, TensorBoard."""

@@ -1,0 +1,47 @@
+"""What must be known of a whole model before any of its points is hooked, found once and kept as long as the model."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from torch import nn
+
+from tenterhook.address.walk import walk
+from tenterhook.sites.fused_layers import FUSED
+from tenterhook.sites.inplace import model_changes_in_place
+
+__all__ = ["Facts", "facts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a model.
+
+    ``in_place``: its code shows signs of changing tensors in place. ``fused``: the paths of layers whose fast path
+    bypasses their children.
+    """
+
+    in_place: bool
+    fused: tuple[str, ...]
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, Facts] = weakref.WeakKeyDictionary()
+
+
+def facts(model: nn.Module) -> Facts:
+    """The facts about ``model``.
+
+    They are found at the first question and not again: walking a large model costs more than a session on one point.
+    Nothing rests on their being fresh, because a value that is changed in place against them is noticed by its version
+    and a bypassed point is noticed as never reached.
+    """
+    known = _known.get(model)
+    if known is None:
+        known = _known[model] = _look(model)
+    return known
+
+
+def _look(model: nn.Module) -> Facts:
+    fused = tuple(path for path, module in walk(model)[0] if isinstance(module, FUSED))
+    return Facts(in_place=model_changes_in_place(model.modules()), fused=fused)

@@ -1,0 +1,362 @@
+"""The site of a plain tensor: hooks that stay with the value they were put on, and leave no trace when they go.
+
+PyTorch keeps a tensor's hook with the value that the tensor has now, whatever is done to it in place later. A view is
+the exception: when it or its base is changed in place, it gets a new history and its hook sees nothing more, or only
+what earlier readers send back. The base's hook is not lost, so it stands in there, with the view's part of the base's
+gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from sys import getrefcount
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import tensors
+from tenterhook.errors import GradientError, HookError
+from tenterhook.pytorch.autograd import (
+    LightHookTable,
+    forget_hooks,
+    is_of_several_views,
+    operation_number,
+    set_hooks,
+    tensor_hooks,
+    view_base,
+)
+from tenterhook.pytorch.hook_tables import TENSOR_ACCUMULATED, TENSOR_BACKWARD
+from tenterhook.pytorch.transforms import is_wrapped
+
+__all__ = [
+    "ALONE",
+    "TIED",
+    "WHY",
+    "Counter",
+    "LeafHook",
+    "PostAccumulateHook",
+    "TensorPlace",
+    "attach_hook",
+    "attach_part",
+    "base_of",
+    "hook_tensor",
+    "is_own",
+    "layout_of",
+    "mark_own",
+    "put_in_order",
+    "shows_every_change",
+    "why_no_gradient",
+]
+
+MANY = 16  # hooks of one base
+
+# Why a value has no gradient.
+WHY = {
+    "no_grad": "gradients were switched off (no_grad) when it passed. Run the forward with gradients on.",
+    "inference": "it passed in inference_mode, whose tensors can have no gradient. Use no inference_mode.",
+    "transform": (
+        "it passed inside vmap or jvp of torch.func, which differentiate nothing there. Use torch.func.grad, or run "
+        "the model on the whole batch."
+    ),
+    "no float": "it holds no floating-point tensor.",
+    "no need": (
+        "it did not require one: nothing before it does. Make an input require one, x.requires_grad_(), or unfreeze a "
+        "parameter before it."
+    ),
+}
+TIED = (
+    "it shows the same memory more than once, or as another type, and that memory was changed in place later, so that "
+    "its gradient cannot be told from that of the memory. Return a copy of it: .clone()"
+)
+TRANSFORMED = (
+    "inside a transform of torch.func, the gradient of a view, and of an argument through one module alone, cannot be "
+    "told from others. Ask for the gradient of the output that it comes from, or use no transform."
+)
+NO_HOOK = f"the hook of this view cannot be called: {TIED}."
+
+
+class _TracelessHook:
+    """A hook on a leaf that leaves no trace: with the last of ours, the table of hooks goes too, if there was none."""
+
+    __slots__ = ("_handle", "_tensor")
+
+    table = ""
+    # How many of our hooks a tensor has, and whether it had no table before the first; a hook keeps its tensor alive.
+    counts: ClassVar[dict[tuple[str, int], tuple[int, bool]]] = {}
+
+    def __init__(self, tensor: Tensor, register: Callable[[], Any]) -> None:
+        key = (self.table, id(tensor))
+        count, bare = self.counts.get(key, (0, getattr(tensor, self.table) is None))
+        self._tensor, self._handle = tensor, register()
+        self.counts[key] = (count + 1, bare)
+
+    def remove(self) -> None:
+        """Take it away; any number of times."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.remove()
+        key = (self.table, id(self._tensor))
+        count, bare = self.counts.pop(key)
+        if count > 1:
+            self.counts[key] = (count - 1, bare)
+        elif bare and not getattr(self._tensor, self.table):
+            forget_hooks(self._tensor, self.table)
+
+
+class LeafHook(_TracelessHook):
+    """A hook on the gradient of a leaf, before it is accumulated."""
+
+    __slots__ = ()
+
+    table = TENSOR_BACKWARD
+
+    def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
+        super().__init__(tensor, lambda: tensor.register_hook(function))
+        hooks: Any = tensor_hooks(tensor)
+        # What only looks sees what flows on, also if it was there before the hook that changes it.
+        for key in [key for key, hook in hooks.items() if getattr(hook, "observes", False)]:
+            hooks[key] = hooks.pop(key)  # Not move_to_end: autograd reads the dict beneath, whose order that leaves.
+
+
+class PostAccumulateHook(_TracelessHook):
+    """A hook on a leaf that runs after its gradient was accumulated."""
+
+    __slots__ = ()
+
+    table = TENSOR_ACCUMULATED
+
+    def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
+        super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))
+
+
+class _Holder:
+    __slots__ = ("hooks",)
+
+    def __init__(self) -> None:
+        self.hooks = LightHookTable()
+
+    def count(self) -> int:
+        """The references that are counted where nobody else has any; it depends on the interpreter."""
+        return getrefcount(self.hooks)
+
+
+ALONE = _Holder().count()
+"""References to hooks that one attribute has, and no tensor and no graph."""
+
+
+def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
+    """``Tensor.register_hook`` for a tensor that has a history, without a handle: a third of its cost."""
+    hooks: Any = tensor_hooks(tensor)
+    if hooks is None:
+        # Reading grad_fn first spares a crash on a view that was changed through an alias
+        # (https://github.com/pytorch/pytorch/issues/196459).
+        node = node or tensor.grad_fn
+        hooks = set_hooks(tensor, node, LightHookTable())
+    hooks[hook] = hook
+
+
+def attach_part(base: Tensor, node: Any, hook: Any) -> None:
+    """Hook a base for the view that ``node`` made; such hooks come before the base's own, and the latest view's first.
+
+    Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
+    """
+    hook.number = operation_number(node)
+    hooks: Any = tensor_hooks(base)
+    attach_hook(base, hook)
+    if hooks:
+        put_in_order(hooks)
+
+
+def put_in_order(hooks: dict[Any, Any]) -> None:
+    """Put the hooks of a base into that order."""
+    found: Any = hooks.items()
+    if len(hooks) > MANY:  # A tensor that lives long and is handed on often: what nobody holds any more goes.
+        found = [(key, each) for key, each in found if not getattr(each, "gone", False)]
+    in_order = sorted(found, key=lambda item: -getattr(item[1], "number", -1))
+    hooks.clear()
+    hooks.update(in_order)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The base through which a change in place could rewrite this tensor's history, if it is such a view."""
+    base = view_base(tensor)
+    if base is not None and is_of_several_views(tensor):
+        return None  # Autograd refuses to change it, and to use it once its base was changed.
+    # Nobody may change a leaf that requires a gradient in place, nor a view of it.
+    return base if base is not None and base.requires_grad and base.grad_fn is not None else None
+
+
+def shows_every_change(tensor: Tensor) -> bool:
+    """Return whether the version of a tensor counts every change of its memory.
+
+    Memory of NumPy, of a buffer or of another library is changed without PyTorch, and fused optimizers do not count
+    what they do to parameters. Raises ``RuntimeError`` for a tensor that has no memory of its own to ask, such as a
+    sparse one.
+    """
+    base = view_base(tensor)
+    return tensor.untyped_storage().resizable() and (base is None or not isinstance(base, nn.Parameter))
+
+
+def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
+    """Say that nobody but ``module`` has this tensor, for as long as its call runs; None takes it back."""
+    tensor.tenterhook_owner = module  # type: ignore[attr-defined]
+
+
+def is_own(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether nobody but ``module`` has this tensor."""
+    return getattr(tensor, "tenterhook_owner", None) is module
+
+
+class Counter:
+    """Whether a tensor's memory was changed in place since; it holds neither the memory nor the graph."""
+
+    __slots__ = ("__weakref__", "_counter", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        if is_wrapped(tensor):
+            raise GradientError(TRANSFORMED)
+        # A tensor that shares the other one's count of changes, and nothing else.
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)
+        self._version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether the memory was changed in place."""
+        return self._counter._version != self._version
+
+
+Layout = tuple[Any, ...]
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """How a tensor lies in its memory."""
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
+
+
+class TensorPlace(Counter):
+    """Where a view lies in its base, and whether either was changed in place since."""
+
+    __slots__ = ("_base", "_exact", "_view")
+
+    def __init__(self, view: Tensor, base: Layout) -> None:
+        super().__init__(view)
+        size, stride, offset, *kind = base
+        self._view = (view.size(), view.stride(), view.storage_offset() - offset)
+        self._base = (size, stride)
+        self._exact = kind == [view.dtype, view.is_conj(), view.is_neg()]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """The view's size, strides and offset in its base."""
+        return self._view
+
+    @property
+    def tied(self) -> bool:
+        """Whether the view's gradient cannot be read from the base's."""
+        return not self._exact or _overlaps(*self._view[:2]) or self._view[2] < 0 or self._reaches_out()
+
+    def take(self, gradient: Tensor) -> Tensor:
+        """The view's part of the base's gradient."""
+        if self._is_whole:
+            return gradient
+        return self._laid_out(gradient).as_strided(*self._view)
+
+    def put(self, gradient: Tensor, new: Tensor) -> Tensor:
+        """The base's gradient with another one in the view's part."""
+        if self._is_whole:
+            return new
+        return torch.as_strided_scatter(self._laid_out(gradient), new, *self._view)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the view shows all of its base as the base does."""
+        return self._view == (*self._base, 0)
+
+    def _laid_out(self, gradient: Tensor) -> Tensor:
+        size, stride = self._base
+        if gradient.stride() == stride and gradient.storage_offset() == 0:
+            return gradient
+        return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    def _reaches_out(self) -> bool:
+        return bool(self._view[2] + _extent(*self._view[:2]) > _extent(*self._base))
+
+
+def why_no_gradient(value: Any) -> str:
+    """Why this value can have no gradient, as a key of ``WHY``; nothing where it can."""
+    floats = [tensor for _, tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
+    if not floats:
+        return "no float"
+    if any(tensor.requires_grad for tensor in floats):
+        return ""
+    if any(tensor.is_inference() for tensor in floats):
+        return "inference"
+    if any(map(is_wrapped, floats)):
+        return "transform"
+    return "no need" if torch.is_grad_enabled() else "no_grad"
+
+
+def hook_tensor(
+    tensor: Tensor, function: Callable[[Tensor], Any], *, tied: Callable[[], Exception] = lambda: HookError(NO_HOOK)
+) -> Callable[[], None]:
+    """Hook the gradient of the value that ``tensor`` has now; gives what takes the hook away.
+
+    Where an operation has several results, autograd calls the hooks of those that nobody used too, with None.
+    ``tied`` makes the error for a view that was changed in place and whose gradient cannot be had then.
+    """
+    base = base_of(tensor) if tensor.grad_fn is not None else None
+    if base is None:
+
+        @functools.wraps(function)  # An audit tells whose it is.
+        def flows(gradient: Tensor | None) -> Any:
+            return None if gradient is None else function(gradient)
+
+        return tensor.register_hook(flows).remove  # type: ignore[no-any-return]
+    place = TensorPlace(tensor, layout_of(base))
+
+    def own(gradient: Tensor | None) -> Any:
+        return None if gradient is None or place.changed else function(gradient)
+
+    def part(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not place.changed:
+            return None
+        if place.tied:
+            raise tied()
+        mine = place.take(gradient)
+        new = function(mine)
+        if new is not None and new.shape != mine.shape:
+            raise HookError(f"a hook got a gradient of shape {list(mine.shape)} and returned {list(new.shape)}")
+        return None if new is None else place.put(gradient, new)
+
+    attach_part(base, tensor.grad_fn, part)
+    handle, shared = tensor.register_hook(own), tensor_hooks(base)
+    table: weakref.ref[Any] = weakref.ref(shared)
+
+    def remove() -> None:
+        handle.remove()
+        hooks = table()
+        if hooks is not None:
+            hooks.pop(part, None)
+
+    return remove
+
+
+def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether some memory may be shown twice; dimensions that lie inside one another cannot do that."""
+    reach = 0
+    for step, length in sorted(zip(stride, size, strict=True)):
+        if length > 1:
+            if step <= reach:
+                return True
+            reach += step * (length - 1)
+    return False
+
+
+def _extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    return 1 + sum(step * (length - 1) for step, length in zip(stride, size, strict=True)) if all(size) else 0

@@ -1,0 +1,250 @@
+"""The Triton kernels of :mod:`tenterhook.statistics.fused`; nothing else imports this, because Triton may not be there.
+
+All take many tensors in one launch: an array of addresses, and beside it what each tensor needs. A tensor is cut into
+pieces of ``TILE * TILES`` elements, and a program reads one piece once, keeping its numbers in registers. Sums are
+taken of the distance from the mean of the piece's first tile, so that a mean far from zero drowns nothing, and of very
+large or very small numbers after a scaling by a power of two, so that their squares are still numbers. The pieces of a
+tensor are then put together in double precision.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tenterhook.statistics.fused import ROW
+from tenterhook.statistics.sampling import RUN
+from tenterhook.statistics.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
+
+__all__ = ["FIELDS", "TILE", "TILES", "bins", "gather", "pieces", "put_together"]
+
+TILE, TILES = tl.constexpr(1024), tl.constexpr(64)
+AT_ONCE = tl.constexpr(4)  # Tiles whose reads are under way together.
+MANY = tl.constexpr(128)  # Pieces that are put together at a time.
+TINY, GROW = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
+HUGE, SHRINK = tl.constexpr(2.0**60), tl.constexpr(2.0**-100)
+FIELDS = tl.constexpr(8)  # Of a piece: finite elements, mean, squares about it, min, max, zeros, NaN, and one spare.
+ROW_ = tl.constexpr(ROW)
+RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
+SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
+INFINITE_ = tl.constexpr(INFINITE)
+jit: Any = triton.jit
+
+
+@jit
+def _tile(base, places, end, MASKED: tl.constexpr):
+    """The numbers at some places, whether each is finite, and whether it is there at all."""
+    if MASKED:
+        there = places < end
+        x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+        finite = (tl.abs(x) < float("inf")) & there
+    else:
+        x = tl.load(base + places).to(tl.float32)
+        there = places == places  # True everywhere, in the right shape.
+        finite = tl.abs(x) < float("inf")
+    return x, finite, there
+
+
+@jit
+def _shift(base, begin, end, MASKED: tl.constexpr):
+    """What is subtracted from the elements of a piece, after a scaling by the first of the two."""
+    early, usable, _ = _tile(base, begin + tl.arange(0, TILE), end, MASKED)
+    early = tl.where(usable, early, 0.0)
+    size = tl.max(tl.abs(early), 0)
+    small = (size < TINY) & (size > 0.0)
+    scale = tl.where(size > HUGE, SHRINK, tl.where(small, GROW, 1.0))
+    return scale, tl.sum(early * scale, 0) / tl.maximum(tl.sum(usable.to(tl.float32), 0), 1.0)
+
+
+@jit
+def _write(out, count, scale, shift, total, square, low, high, zeros, none):
+    """Write the fields of a piece: ``total`` and ``square`` are of the distances from ``shift``."""
+    some, unit = tl.maximum(count, 1.0), scale.to(tl.float64)
+    total = total.to(tl.float64)
+    tl.store(out, count)
+    tl.store(out + 1, (shift.to(tl.float64) + total / some) / unit)
+    tl.store(out + 2, tl.maximum(square.to(tl.float64) - total * total / some, 0.0) / unit / unit)
+    tl.store(out + 3, low.to(tl.float64))
+    tl.store(out + 4, high.to(tl.float64))
+    tl.store(out + 5, zeros.to(tl.float64))
+    tl.store(out + 6, none.to(tl.float64))
+
+
+@jit
+def _nothing_yet():
+    """The sum, the squares, the minimum and the maximum of no elements."""
+    none = tl.zeros((TILE,), tl.float32)
+    return none, none, tl.full((TILE,), float("inf"), tl.float32), tl.full((TILE,), float("-inf"), tl.float32)
+
+
+@jit
+def _piece(base, begin, end, out, MASKED: tl.constexpr):
+    """Measure the elements of a tensor from ``begin`` on, of which some may be missing, NaN or Inf."""
+    actions = tl.arange(0, TILE)
+    scale, shift = _shift(base, begin, end, MASKED)
+    apart, square, low, high = _nothing_yet()
+    tally = tl.zeros((TILE,), tl.int32)  # Finite ones, zeros and NaN, ten bits for each.
+    for group in range(TILES // AT_ONCE):
+        for part in tl.static_range(0, AT_ONCE):
+            place = begin + (group * AT_ONCE + part) * TILE
+            x, finite, there = _tile(base, place + actions, end, MASKED)
+            off = tl.where(finite, x * scale - shift, 0.0)
+            apart += off
+            square += off * off
+            low = tl.minimum(low, tl.where(finite, x, float("inf")))
+            high = tl.maximum(high, tl.where(finite, x, float("-inf")))
+            zero, none = (x == 0.0) & there, x != x  # NaN alone is not equal to itself.
+            tally += finite.to(tl.int32) + zero.to(tl.int32) * 1024 + none.to(tl.int32) * 1048576
+    count = tl.sum(tally & 1023, 0).to(tl.float64)
+    zeros, none = tl.sum((tally >> 10) & 1023, 0), tl.sum(tally >> 20, 0)
+    total, squares = tl.sum(apart, 0), tl.sum(square, 0)
+    _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), zeros, none)
+
+
+@jit
+def _full_piece(base, begin, end, out):
+    """The same for a piece of which nothing is missing, with half the work for each element where all are finite."""
+    actions = tl.arange(0, TILE)
+    scale, shift = _shift(base, begin, end, False)
+    apart, square, low, high = _nothing_yet()
+    zeros = tl.zeros((TILE,), tl.int32)
+    for group in range(TILES // AT_ONCE):
+        for part in tl.static_range(0, AT_ONCE):
+            x = tl.load(base + (begin + (group * AT_ONCE + part) * TILE + actions)).to(tl.float32)
+            off = x * scale - shift
+            apart += off
+            square += off * off
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
+            zeros += (x == 0.0).to(tl.int32)
+    squares = tl.sum(square, 0)
+    if squares < float("inf"):  # It is not where anything is NaN or Inf, and may not be where a square is too large.
+        count, none = tl.full((), TILE * TILES, tl.float64), tl.full((), 0, tl.int32)
+        total = tl.sum(apart, 0)
+        _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), tl.sum(zeros, 0), none)
+    else:
+        _piece(base, begin, end, out, False)
+
+
+@jit
+def pieces(
+    addresses,
+    counts,
+    of,
+    nth,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Measure one piece: ``of`` says of which tensor, ``nth`` which of its pieces."""
+    piece = tl.program_id(0)
+    which = tl.load(of + piece)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    base = tl.multiple_of(base, 16)
+    end = tl.load(counts + which)
+    begin = tl.load(nth + piece).to(tl.int64) * (TILE * TILES)
+    if begin + TILE * TILES <= end:
+        _full_piece(base, begin, end, out + piece * FIELDS)
+    else:
+        _piece(base, begin, end, out + piece * FIELDS, True)
+
+
+@jit
+def put_together(
+    found,
+    first,
+    last,
+    counts,
+    out,
+):
+    """Put the pieces of one tensor together, ``first[which]`` to ``last[which]``, which is not one of them."""
+    which = tl.program_id(0)
+    begin, end = tl.load(first + which), tl.load(last + which)
+    actions = tl.arange(0, MANY)
+    count = tl.zeros((MANY,), tl.float64)
+    total = tl.zeros((MANY,), tl.float64)
+    zeros = tl.zeros((MANY,), tl.float64)
+    none = tl.zeros((MANY,), tl.float64)
+    low = tl.full((MANY,), float("inf"), tl.float64)
+    high = tl.full((MANY,), float("-inf"), tl.float64)
+    for start in range(begin, end, MANY):
+        there = start + actions < end
+        at = found + (start + actions) * FIELDS
+        number = tl.load(at, mask=there, other=0.0)
+        count += number
+        total += number * tl.load(at + 1, mask=there, other=0.0)
+        low = tl.minimum(low, tl.load(at + 3, mask=there, other=float("inf")))
+        high = tl.maximum(high, tl.load(at + 4, mask=there, other=float("-inf")))
+        zeros += tl.load(at + 5, mask=there, other=0.0)
+        none += tl.load(at + 6, mask=there, other=0.0)
+    finite = tl.sum(count, 0)
+    some = tl.maximum(finite, 1.0)
+    mean = tl.sum(total, 0) / some
+    square = tl.zeros((MANY,), tl.float64)
+    for start in range(begin, end, MANY):
+        there = start + actions < end
+        at = found + (start + actions) * FIELDS
+        off = tl.load(at + 1, mask=there, other=0.0) - mean
+        square += tl.load(at + 2, mask=there, other=0.0) + tl.load(at, mask=there, other=0.0) * off * off
+    spread = tl.sum(square, 0)
+    nan = tl.sum(none, 0)
+    line = out + which * ROW_
+    tl.store(line, mean)
+    tl.store(line + 1, tl.sqrt(spread / some))
+    tl.store(line + 2, tl.where(finite > 0, tl.min(low, 0), float("nan")))
+    tl.store(line + 3, tl.where(finite > 0, tl.max(high, 0), float("nan")))
+    tl.store(line + 4, tl.sqrt(spread + finite * mean * mean))
+    tl.store(line + 5, tl.sum(zeros, 0))
+    tl.store(line + 6, nan)
+    tl.store(line + 7, tl.load(counts + which).to(tl.float64) - finite - nan)
+
+
+@triton.jit(do_not_specialize=["phase"])
+def bins(
+    addresses,
+    phase,
+    members,
+    rooms,
+    steps,
+    takes,
+    rows,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Count a sample of one tensor of a type, ``members`` says of which, in the bins of its row of a sketch."""
+    which = tl.load(members + tl.program_id(0))
+    actions = tl.arange(0, SAMPLE_)
+    there = actions < tl.load(takes + which)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    places = phase % tl.load(rooms + which) + actions * tl.load(steps + which)
+    x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    there = there & ((bits & 0x7FFFFFFF) < INFINITE_)
+    found = ((bits & 0x7FFFFFFF) >> SHIFT_) - BASE_
+    found = tl.minimum(tl.maximum(found, 0), HALF_ - 1) + tl.where(bits < 0, HALF_, 0)
+    row = tl.load(rows + which)
+    tl.atomic_add(out + row * (2 * HALF_) + found, tl.full((SAMPLE_,), 1, tl.int32), mask=there)
+
+
+@jit
+def gather(
+    addresses,
+    steps,
+    widths,
+    offsets,
+    of,
+    nth,
+    out,
+    DTYPE: tl.constexpr,
+):
+    """Lay the sampled places of one tensor side by side, from ``offsets[which]`` on."""
+    piece = tl.program_id(0)
+    which = tl.load(of + piece)
+    place = tl.load(nth + piece).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = place < tl.load(widths + which)
+    base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
+    source = place // RUN_ * tl.load(steps + which) + place % RUN_
+    x = tl.load(base + source, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + tl.load(offsets + which) + place, x, mask=there)

@@ -1,0 +1,395 @@
+"""Statistics of many tensors at once, on their own device.
+
+What an operation costs to start is paid once for many tensors: on a GPU :mod:`tenterhook.statistics.fused` reads
+everything in a few launches, where it can be, and otherwise tensors are laid side by side in matrices, by
+:mod:`tenterhook.statistics.stacked_reductions`. Nothing is read back to the host before :meth:`Measured.host`, and that
+is one copy.
+
+A tensor of more than ``limit`` elements is read at ``limit`` places: short runs by a step that is chosen so that they
+are spread evenly over examples, channels and rows alike. Its norm is still that of all elements, and since one NaN or
+Inf makes a norm that is none, nothing non-finite is missed. What is fused is read whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tenterhook.statistics.fused import ROW, Block, serves
+from tenterhook.statistics.host_copy import HostCopies, PendingCopy
+from tenterhook.statistics.stacked_reductions import Memory, Norms, Stacks
+from tenterhook.statistics.tensor_signature import TensorSignature
+
+if TYPE_CHECKING:
+    from tenterhook.statistics.sketch import Sketch
+
+
+__all__ = [
+    "COLUMNS",
+    "LIMIT",
+    "Array",
+    "MeasurePlan",
+    "Measured",
+    "RowNumbers",
+    "Wanted",
+    "Workspace",
+    "hosts",
+    "measure",
+    "measure_together",
+    "none_where_nothing_is_finite",
+    "whole",
+]
+
+COLUMNS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
+"""What is told of a tensor. ``std`` is that of the elements themselves, without a correction for their number."""
+COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
+
+LIMIT = 2**13
+"""Elements up to which a tensor is read whole."""
+
+JOINT = 4  # Lists of tensors that are known to be measured together; steps that are alike have one.
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
+
+
+class MeasurePlan:
+    """How some tensors are measured together; it holds as long as they have the same shapes and types."""
+
+    def __init__(self, tensors: Sequence[Tensor], limit: int | None, *, times: int = 1) -> None:
+        self.like = TensorSignature(tensors)
+        self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
+        self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
+        ours: dict[torch.device, list[int]] = {}
+        others: dict[Kind, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if not counts[index]:
+                continue
+            if serves(tensor.dtype, tensor.device):
+                ours.setdefault(tensor.device, []).append(index)
+            else:
+                others.setdefault((tensor.dtype, tensor.device), []).append(index)
+        self.fused = ours  # By device: those that kernels of our own read.
+        shapes = self.like.kinds[0]
+        self.stacks = [Stacks(shapes, members, device, limit, times=times) for (_, device), members in others.items()]
+        long = [i for members in others.values() for i in members if limit is not None and counts[i] > limit]
+        self.sampled = np.zeros(len(tensors), bool)
+        self.sampled[long] = True
+        self.shares = np.array([counts[i] / (limit or 1) for i in long])
+        self.long = np.array(long, int)
+        whole_on = [device for device, members in ours.items() if len(members) == len(tensors)]
+        self.device = whole_on[0] if whole_on else None
+        """where kernels of our own read all of them"""
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple[list[int], Block]]:
+        """What kernels of our own read."""
+        shapes, dtypes, _ = self.like.kinds
+        return [
+            (members, Block([shapes[i] for i in members], [dtypes[i] for i in members], device))
+            for device, members in self.fused.items()
+        ]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is the plan for these tensors too."""
+        return self.like.fits(tensors)
+
+
+class RowNumbers:
+    """Measured numbers on a device, on their way to the host, or there; several may have a part of them."""
+
+    def __init__(self, found: Tensor | PendingCopy) -> None:
+        self._letter = found if isinstance(found, PendingCopy) else None
+        self._tensor = None if isinstance(found, PendingCopy) else found
+        self._array: Array | None = None
+        self._finite: bool | None = None
+        self._counted: bool | None = None
+
+    def send(self, post: HostCopies) -> None:
+        """Begin to copy them to the host, without waiting; once."""
+        if self._tensor is not None and self._tensor.is_cuda and self._letter is None:
+            self._letter = post.send(self._tensor)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are there."""
+        return self._letter is None or self._letter.arrived
+
+    def host(self) -> Tensor:
+        """The numbers, on the host."""
+        found = self._tensor if self._letter is None else self._letter.read()
+        assert found is not None  # noqa: S101 - it is one or the other
+        self._tensor, self._letter = found if found.is_cpu else found.cpu(), None
+        return self._tensor
+
+    def array(self) -> Array:
+        """The same as an array."""
+        if self._array is None:
+            self._array = self.host().numpy()
+        return self._array
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor Inf among them."""
+        if self._finite is None:
+            found = self.host()
+            # A sum has it if one of them does. If they are so large that it has it nevertheless, each is asked.
+            self._finite = math.isfinite(found.sum()) or bool(found.isfinite().all())
+        return self._finite
+
+    def counted(self, part: slice) -> bool:
+        """Whether NaN or Inf were counted in some of the rows that kernels of our own give."""
+        if self._counted is None:
+            self._counted = bool(self.array()[:, NAN - MEAN :].any())
+        return self._counted and bool(self.array()[part, NAN - MEAN :].any())
+
+
+class Measured:
+    """What was measured of a list of tensors; it is still on their devices."""
+
+    def __init__(self, plan: MeasurePlan, *, quick: bool = False) -> None:
+        self.plan, self._quick = plan, quick
+        self.sampled = plan.sampled
+        self.shares = plan.long, plan.shares  # What is to be scaled up from a sample when it is read.
+        self._tables: list[tuple[Any, RowNumbers, slice]] = []
+        self._stacked: list[tuple[Stacks, RowNumbers, Any]] = []
+        self._norms: list[tuple[Sequence[int], RowNumbers]] = []
+
+    def add(self, members: Sequence[int] | slice, numbers: RowNumbers, part: slice = slice(None)) -> None:
+        """Take the measured columns of some of the tensors, as kernels of our own give them."""
+        self._tables.append((members, numbers, part))
+
+    def stack(self, stacks: Stacks, numbers: RowNumbers, columns: Any = slice(None)) -> None:
+        """Take the fields of rows, or some of them."""
+        self._stacked.append((stacks, numbers, columns))
+
+    def norms(self, norms: Norms) -> None:
+        """Take the norms of everything of which only samples were read."""
+        if norms:
+            members, found = zip(*norms, strict=True)
+            together = torch.stack([norm for each in found for norm in each])
+            self._norms.append(([i for each in members for i in each], RowNumbers(together)))
+
+    @property
+    def numbers(self) -> list[RowNumbers]:
+        """Everything that has to come to the host."""
+        parts: list[Any] = [*self._tables, *self._stacked, *self._norms]
+        return [part[1] for part in parts]
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor Inf in any tensor: what was measured of it would not be finite either."""
+        found = self._finite
+        if found is None:
+            # What kernels of our own have read was counted.
+            self._finite = found = (
+                not any(numbers.counted(part) for _, numbers, part in self._tables)
+                and all(numbers.finite() for _, numbers, _ in self._stacked)
+                and all(numbers.finite() for _, numbers in self._norms)
+            )
+        return found
+
+    _finite: bool | None = None
+
+    @property
+    def may_be_read_again(self) -> bool:
+        """Whether some may have to be read once more, because squares do not tell their spread."""
+        return self._quick and bool(self._stacked)
+
+    def may_drown(self) -> bool:
+        """Whether there may be rows whose spread cannot be told; see ``drowned``."""
+        return self._quick and any(stacks.may_drown(each.host()) for stacks, each, _ in self._stacked)
+
+    def host(self) -> Array:
+        """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
+        found: Array = hosts([self])[0]
+        return found
+
+    drowned: Sequence[int] = ()
+    """rows whose squares cannot tell their spread: the mean is too far from zero, or all is too close to it"""
+
+
+def hosts(each: Sequence[Measured]) -> Array:
+    """What :meth:`Measured.host` gives, of several that were measured alike, by one plan: the rows of each.
+
+    It takes hardly longer than one of them does.
+    """
+    like = each[0]
+    found = np.repeat(like.plan.blank[np.newaxis], len(each), 0)
+    for place, (members, _, _) in enumerate(like._tables):
+        tables = [one._tables[place] for one in each]  # Each may be another part of what was measured together.
+        found[:, members, MEAN:] = np.stack([numbers.array()[part] for _, numbers, part in tables])
+    drowned: list[list[int]] = [[] for _ in each]
+    with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
+        for place, (stacks, _, columns) in enumerate(like._stacked):
+            fields = np.stack([one._stacked[place][1].array()[:, columns] for one in each], 1, dtype=float)
+            for more, some in zip(drowned, stacks.read(fields, found, quick=like._quick), strict=True):
+                more.extend(some)
+    for one, some in zip(each, drowned, strict=True):
+        one.drowned = sorted(some)
+    long, shares = like.shares
+    if len(long):
+        found[:, long, ZEROS] *= shares
+        if not like._norms:
+            found[:, long, NORM] *= np.sqrt(shares)
+    for place, (members, _) in enumerate(like._norms):
+        found[:, members, NORM] = np.stack([one._norms[place][1].array() for one in each])
+    return found
+
+
+class Workspace:
+    """What is used again and again: memory, and plans for the tensors that come by in every step."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.post = HostCopies()
+        self._plans: dict[Any, MeasurePlan] = {}
+        self._joint: dict[tuple[MeasurePlan, ...], Block] = {}
+
+    def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> MeasurePlan:
+        """The plan for some tensors: that of the last time under this name, if it still fits."""
+        plan = self._plans.get((name, limit))
+        if plan is None or not plan.fits(tensors):
+            plan = self._plans[name, limit] = MeasurePlan(tensors, limit)
+        return plan
+
+    def joint(self, plans: Sequence[MeasurePlan]) -> Block | None:
+        """What reads the tensors of several plans together, if kernels of our own read all of them on one device."""
+        device = plans[0].device
+        if device is None or any(plan.device != device for plan in plans):
+            return None
+        key = tuple(plans)
+        block = self._joint.get(key)
+        if block is None:
+            if len(self._joint) >= JOINT:
+                self._joint.clear()
+            shapes, dtypes, _ = ([each for plan in plans for each in plan.like.kinds[i]] for i in range(3))
+            block = self._joint[key] = Block(shapes, dtypes, device)
+        return block
+
+    def numbers(self, rows: int, device: torch.device, write: Callable[[Tensor], None]) -> RowNumbers:
+        """What kernels of our own write for so many tensors: those of a GPU into memory that the host can read."""
+        if device.type == "cuda":
+            return RowNumbers(self.post.receive((rows, ROW), torch.float64, device, write))
+        table = torch.empty(rows, ROW, dtype=torch.float64, device=device)
+        write(table)
+        return RowNumbers(table)
+
+
+class Wanted(NamedTuple):
+    """Tensors that ``likeness.plain`` gave, to be measured; see :func:`measure`."""
+
+    tensors: Sequence[Tensor]
+    limit: int | None = LIMIT
+    phase: int = 0
+    rows: Sequence[int] = ()
+    name: str = ""
+    plan: MeasurePlan | None = None
+    quick: bool = False
+    in_a_row: bool = False
+    """whether all are known to be contiguous"""
+
+
+@torch.inference_mode()  # Operations start sooner in it, views above all.
+def measure_together(each: Sequence[Wanted], sketch: Sketch | None, workspace: Workspace) -> list[Measured]:
+    """Measure several lists of tensors, where it can be in the launches that one of them takes."""
+    plans = [one.plan or workspace.plan(one.tensors, one.limit, one.name) for one in each]
+    found = [Measured(plan, quick=one.quick) for one, plan in zip(each, plans, strict=True)]
+    block = workspace.joint(plans) if len(each) > 1 and sketch is None else None
+    if block is None:
+        for one, measured in zip(each, found, strict=True):
+            _measure(one, measured, sketch, workspace)
+        return found
+    tensors = [tensor for one in each for tensor in one.tensors]
+    in_a_row = all(one.in_a_row for one in each)
+    numbers = workspace.numbers(
+        len(tensors), block.device, functools.partial(block.measure, tensors, in_a_row=in_a_row)
+    )
+    begin = 0
+    for one, measured in zip(each, found, strict=True):
+        measured.add(slice(None), numbers, slice(begin, begin + len(one.tensors)))
+        begin += len(one.tensors)
+    return found
+
+
+def measure(  # noqa: PLR0913 - each says something else, and most need not be said
+    tensors: Sequence[Tensor],
+    limit: int | None = LIMIT,
+    *,
+    phase: int = 0,
+    sketch: Sketch | None = None,
+    rows: Sequence[int] = (),
+    workspace: Workspace | None = None,
+    name: str = "",
+    plan: MeasurePlan | None = None,
+    quick: bool = False,
+) -> Measured:
+    """Measure tensors that can be, without a word to the host; ``sketch`` takes samples of them under ``rows``.
+
+    ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
+    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass
+    less; see :meth:`Measured.drowned`.
+
+    >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
+    >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
+    {'count': 3.0, 'mean': 2.0, 'std': 0.82, 'min': 1.0, 'max': 3.0, 'norm': 3.74, 'zeros': 0.0, 'nan': 0.0,
+    'inf': 0.0}
+    """
+    wanted = Wanted(tensors, limit, phase, rows, name, plan, quick)
+    return measure_together([wanted], sketch, workspace or Workspace())[0]
+
+
+def _measure(wanted: Wanted, measured: Measured, sketch: Sketch | None, workspace: Workspace) -> None:
+    tensors, rows, phase = wanted.tensors, wanted.rows, wanted.phase
+    for members, block in measured.plan.blocks:
+        few = len(members) < len(tensors)
+        ours = [tensors[i] for i in members] if few else tensors
+        write = functools.partial(block.measure, ours, in_a_row=wanted.in_a_row)
+        measured.add(members if few else slice(None), workspace.numbers(len(ours), block.device, write))
+        if sketch is not None:
+            block.count(sketch, [rows[i] for i in members], phase)
+    for stacks in measured.plan.stacks:
+        fields, parts = stacks.fields(tensors[stacks.order[0]])
+        norms: Norms = []
+        for stack, into in zip(stacks.all, parts, strict=True):
+            matrix = stack.fill(tensors, phase, workspace.memory, norms)
+            if sketch is not None:
+                stack.sample(matrix, sketch, rows, phase)
+            stack.reduce(matrix, into, workspace.memory, quick=wanted.quick)
+        measured.stack(stacks, RowNumbers(fields.clone()))  # The memory is used again.
+        measured.norms(norms)
+
+
+@torch.no_grad()
+def none_where_nothing_is_finite(lines: Array) -> Array:
+    """Return lines of ``COLUMNS`` with NaN for the moments, extremes and norms of tensors without a finite element.
+
+    While steps are added up these are zeros, which add nothing. A reader would take them for measured zeros.
+    """
+    empty = (lines[..., COUNT] > 0) & (lines[..., NAN] + lines[..., INF] >= lines[..., COUNT])
+    if not empty.any():
+        return lines
+    told = lines.copy()
+    told[..., MEAN : NORM + 1][empty] = np.nan
+    return told
+
+
+def whole(tensor: Tensor) -> Array:
+    """One row for a tensor that holds NaN or Inf: their numbers, and the statistics of everything else."""
+    values = tensor.detach().reshape(-1)
+    finite = values[torch.isfinite(values)].double()
+    row = np.zeros(len(COLUMNS))
+    row[COUNT] = values.numel()
+    row[NAN] = int(torch.isnan(values).sum())
+    row[INF] = values.numel() - finite.numel() - row[NAN]
+    row[[MIN, MAX]] = np.nan
+    if finite.numel():
+        low, high = torch.aminmax(finite)
+        spread, mean = finite.std(correction=0), finite.mean()
+        row[MEAN : ZEROS + 1] = torch.stack(
+            (mean, spread, low, high, torch.linalg.vector_norm(finite), (finite == 0).sum())
+        ).cpu()
+    return row

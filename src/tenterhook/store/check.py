@@ -1,0 +1,279 @@
+"""Checks of a store's own words before they are used: names, numbers and sizes, whoever wrote them.
+
+A store may come from anywhere. Every field that is used later is checked here for its type and its range, and against
+the others: what a manifest promises, what a commit says, what the names of files are. What does not fit is a
+``StoreError`` that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from tenterhook.errors import StoreError
+from tenterhook.store import rows_file as shards_file
+from tenterhook.store.rows_file import DTYPES, Rows
+
+__all__ = [
+    "COMMIT_BYTES",
+    "MANIFEST_BYTES",
+    "check_columns",
+    "check_commit",
+    "check_manifest",
+    "head_fault",
+    "integer",
+    "parsed",
+]
+
+MANIFEST_BYTES = 64 << 20
+COMMIT_BYTES = 16 << 20
+DEEPEST = 64  # levels of JSON
+MOST = 1 << 60  # rows, bytes, batches, samples
+MOST_COLUMNS = 100_000
+LONGEST = 200  # characters of a file's name, and 12 of its ending
+LONGEST_KEY = 100_000
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+BLOCK_DIGEST = re.compile(r"[0-9a-f]{16}")
+FILE_DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}")
+KINDS = ("value", "grad", "row")
+MOST_DIMENSIONS = 64
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def parsed(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object that is not too deep and has no NaN."""
+    try:
+        body = json.loads(data, parse_constant=_not_a_number)
+    except RecursionError:
+        raise StoreError(f"{where} is damaged: its JSON is more than {DEEPEST} levels deep.") from None
+    except (ValueError, UnicodeError) as error:
+        raise StoreError(f"{where} is cut short, damaged, or not of tenterhook: {error!r:.200}") from error
+    if not isinstance(body, dict):
+        raise StoreError(f"{where} is damaged, or not of tenterhook: it is a {type(body).__name__}, and no object.")
+    if _is_deeper(body, DEEPEST):
+        raise StoreError(f"{where} is damaged: its JSON is more than {DEEPEST} levels deep.")
+    return body
+
+
+def _not_a_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether values are nested deeper; without recursion, so that any depth can be checked."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            each
+            for part in layer
+            for each in (part.values() if isinstance(part, dict) else part)
+            if isinstance(each, dict | list)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+
+class Fields:
+    """The fields of one object in a file, each of which must be what it is asked for as."""
+
+    def __init__(self, body: Any, where: str) -> None:
+        if not isinstance(body, dict):
+            raise StoreError(f"{where} is damaged: an object was expected, and there is {body!r:.60}.")
+        self._body, self._where = body, where
+
+    def wrong(self, name: str, expected: str) -> StoreError:
+        """Return the error for a field."""
+        got = self._body.get(name, "nothing")
+        return StoreError(f"{self._where} is damaged: {name!r} must be {expected}, and is {got!r:.80}.")
+
+    def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
+        """Return a whole number in a range; ``true`` is none."""
+        value = self._body.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.wrong(name, f"a whole number from {least:,} to {most:,}")
+        return value
+
+    def text(self, name: str, pattern: re.Pattern[str] | None = None, most: int = LONGEST_KEY) -> str:
+        """Return a text of some form."""
+        value = self._body.get(name)
+        if not isinstance(value, str) or len(value) > most or (pattern is not None and not pattern.fullmatch(value)):
+            raise self.wrong(name, f"a text like {pattern.pattern}" if pattern else "a text")
+        return value
+
+    def listed(self, name: str, most: int = MOST) -> list[Any]:
+        """Return a list that is not too long."""
+        value = self._body.get(name)
+        if not isinstance(value, list) or len(value) > most:
+            raise self.wrong(name, "a list" if most == MOST else f"a list of {most:,} at most")
+        return value
+
+    def inside(self, name: str) -> Fields:
+        """Return the fields of an object in this one."""
+        return Fields(self._body.get(name), f"{self._where}, {name!r},")
+
+    def pair(self, name: str) -> tuple[int, int]:
+        """Return two whole numbers: a beginning and an end."""
+        value = self.listed(name, 2)
+        whole = [each for each in value if isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST]
+        if len(whole) != 2 or len(value) != 2 or whole[0] > whole[1]:  # noqa: PLR2004  # a pair
+            raise self.wrong(name, "two whole numbers, the smaller one first")
+        return whole[0], whole[1]
+
+
+def integer(body: dict[str, Any], name: str, where: str, least: int = 0) -> int:
+    """Return a whole number that a file must have."""
+    return Fields(body, where).integer(name, least)
+
+
+# -- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def check_manifest(body: dict[str, Any], where: str) -> None:
+    """Check all that is used of a manifest."""
+    fields = Fields(body, where)
+    check_columns(fields.listed("columns", MOST_COLUMNS), where)
+    data = fields.inside("harvest").inside("data")
+    plan = fields.inside("plan")
+    per_shard = plan.integer("batches_per_shard", 1)
+    batches = None if body["harvest"]["data"].get("batches") is None else data.integer("batches")
+    ranges = body["plan"].get("shards")
+    if ranges is not None:
+        _check_ranges(plan.listed("shards"), per_shard, batches, f"{where}, 'plan',")
+    for name in ("values", "unknown"):
+        if name in body:
+            fields.inside(name)
+    changes = fields.listed("changes") if "changes" in body else []
+    if not all(isinstance(each, str) for each in changes):
+        raise fields.wrong("changes", "a list of texts")
+
+
+def check_columns(columns: list[Any], where: str) -> None:
+    """Check the names, types and shapes of columns."""
+    keys, files = set(), set()
+    for place, described in enumerate(columns):
+        fields = Fields(described, f"{where}, column {place},")
+        if set(described) != {"key", "kind", "file", "dtype", "shape"}:
+            raise StoreError(f"{where} is damaged: column {place} has the fields {sorted(described)!r:.100}.")
+        key, kind = fields.text("key"), fields.text("kind")
+        if kind not in KINDS:
+            raise fields.wrong("kind", f"one of {', '.join(KINDS)}")
+        if fields.text("dtype") not in DTYPES:
+            raise fields.wrong("dtype", f"one of {', '.join(DTYPES)}")
+        _check_shape(fields, described["dtype"])
+        file = fields.text("file", NAME, LONGEST)
+        if (key, kind) in keys or file.lower() in files:
+            raise fields.wrong("file", "another one than that of the columns before")
+        keys.add((key, kind))
+        files.add(file.lower())
+    if not columns:
+        raise StoreError(f"{where} is damaged: it has no columns.")
+
+
+def _check_shape(fields: Fields, dtype: str) -> None:
+    shape = fields.listed("shape", MOST_DIMENSIONS)
+    whole = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST for each in shape)
+    if not whole or math.prod(shape) * DTYPES[dtype].itemsize > MOST:
+        raise fields.wrong("shape", "a list of whole numbers, and a row of a size that can be")
+
+
+def _check_ranges(ranges: list[Any], per_shard: int, batches: int | None, where: str) -> None:
+    """Check that the batches and samples of every shard follow from the plan."""
+    if batches is None or len(ranges) != -(-batches // per_shard):
+        raise StoreError(f"{where} is damaged: it has {len(ranges):,} shards, and {batches} batches.")
+    before = 0
+    for shard, each in enumerate(ranges):
+        fields = Fields(each, f"{where} shard {shard},")
+        first, last = fields.pair("samples")
+        if fields.pair("batches") != (shard * per_shard, min((shard + 1) * per_shard, batches)):
+            raise fields.wrong("batches", "those that the plan has for it")
+        if first != before:
+            raise fields.wrong("samples", f"from {before:,} on")
+        before = last
+
+
+# -- commits ----------------------------------------------------------------------------------------------------------
+
+
+def check_commit(commit: dict[str, Any], shard: int, manifest: dict[str, Any], where: str) -> None:
+    """Check all that is used of a commit, against the manifest: exactly the files that it must have."""
+    fields = Fields(commit, where)
+    if fields.integer("shard") != shard:
+        raise StoreError(f"{where} is the commit of shard {commit['shard']}; it was moved or renamed.")
+    rows = fields.integer("rows")
+    _check_range(fields, shard, manifest)
+    _check_data(fields, commit)
+    columns = manifest["columns"]
+    names = {f"shards/{shard:08d}/{column['file']}.safetensors": column for column in columns}
+    files = fields.inside("files")
+    found = commit["files"]
+    if set(found) != set(names):
+        different = sorted(set(found) ^ set(names))
+        raise StoreError(f"{where} is damaged: its files are not those of the manifest: {different[0]!r:.100}.")
+    for name, column in names.items():
+        kind = Rows(column["key"], DTYPES[column["dtype"]], tuple(column["shape"]))
+        _check_record(files.inside(name), kind, rows)
+
+
+def _check_range(fields: Fields, shard: int, manifest: dict[str, Any]) -> None:
+    plan, batches = manifest["plan"], manifest["harvest"]["data"].get("batches")
+    start, stop = fields.pair("batches")
+    per_shard = plan["batches_per_shard"]
+    last = (shard + 1) * per_shard if batches is None else min((shard + 1) * per_shard, batches)
+    is_short = batches is None and start < stop <= last  # Of a stream nobody knows where it ends.
+    if start != shard * per_shard or (stop != last and not is_short) or stop <= start:
+        raise fields.wrong("batches", f"[{shard * per_shard}, {last}], as the manifest has it")
+    samples, ranges = fields.pair("samples"), plan.get("shards")
+    if ranges is not None and list(samples) != ranges[shard]["samples"]:
+        raise fields.wrong("samples", f"{ranges[shard]['samples']}, as the manifest has it")
+
+
+def _check_data(fields: Fields, commit: dict[str, Any]) -> None:
+    data = fields.inside("data")
+    data.text("first", most=64)
+    data.text("all", most=64)
+    if "each" in commit["data"]:
+        start, stop = commit["batches"]
+        each = data.listed("each", stop - start)
+        if len(each) != stop - start or not all(isinstance(one, str) and BLOCK_DIGEST.fullmatch(one) for one in each):
+            raise data.wrong("each", f"{stop - start:,} digests, one for each batch")
+
+
+def _check_record(record: Fields, rows: Rows, count: int) -> None:
+    """Check what is said of a file: its size follows from the rows, and its checksums from its size."""
+    stored = count if rows.nbytes else 0  # Rows without numbers take no room, and are not counted there.
+    if record.integer("rows") != stored:
+        raise record.wrong("rows", f"{stored:,}, as the shard has")
+    head = record.integer("head", shards_file.PAGE, rows.room() + shards_file.PAGE)
+    if head % shards_file.PAGE:
+        raise record.wrong("head", f"a multiple of {shards_file.PAGE:,}")
+    size = record.integer("bytes")
+    if size != head + count * rows.nbytes:
+        raise record.wrong("bytes", f"{head + count * rows.nbytes:,}: the header and {count:,} rows")
+    wanted = -(-count * rows.nbytes // shards_file.BLOCK)
+    blocks = record.listed("blocks", wanted)
+    if len(blocks) != wanted or not all(isinstance(each, str) and BLOCK_DIGEST.fullmatch(each) for each in blocks):
+        raise record.wrong("blocks", f"{wanted:,} checksums")
+    record.text("checksum", FILE_DIGEST)
+
+
+def head_fault(data: bytes, column: Rows, record: dict[str, Any]) -> str:
+    """Return the fault of a file's header, or an empty text: it must match its checksum and the commit."""
+    if shards_file.checksum_of(data, record["blocks"]) != record["checksum"]:
+        return "its header is not what was written"
+    try:
+        said = parsed(data[8:], "the header")
+    except StoreError as error:
+        return str(error)
+    shape = [record["rows"], *column.shape]
+    expected = {"dtype": column.kind, "shape": shape, "data_offsets": [0, record["rows"] * column.nbytes]}
+    said.pop("__metadata__", None)
+    is_length = int.from_bytes(data[:8], "little") == len(data) - 8
+    return "" if is_length and said == {column.name: expected} else "its header speaks of other rows"

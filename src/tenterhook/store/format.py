@@ -1,0 +1,191 @@
+"""The format of a store: a manifest, shards of rows, and one commit for each shard.
+
+::
+
+    acts/
+      manifest.json                     what is harvested, from what, how; written once and never changed
+      shards/00000012/h.6.safetensors   the rows of one point in shard 12
+      shards/00000012/sample.safetensors, position.safetensors, token.safetensors
+      commits/00000012.json             written last, with a checksum of every file: shard 12 exists if and only if
+                                        this does
+
+Every file is written under another name and put in its place when the disk has it. The names and the contents of files
+depend on the harvest alone, never on who made them or when, so that a shard that is made twice is the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import xxhash
+
+from tenterhook._version import __version__
+from tenterhook.errors import StoreError
+from tenterhook.store.check import (
+    COMMIT_BYTES,
+    MANIFEST_BYTES,
+    check_commit,
+    check_manifest,
+    integer,
+    parsed,
+)
+from tenterhook.store.place import COMMITS, SHARDS, StorePlace
+from tenterhook.store.rows_file import DTYPES, Rows
+
+__all__ = [
+    "END",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "StoredColumn",
+    "commit_name",
+    "commits_found",
+    "committed",
+    "file_name",
+    "pack",
+    "planned",
+    "read_commit",
+    "read_end",
+    "read_manifest",
+    "unpack",
+]
+
+FORMAT, FORMAT_VERSION = "tenterhook.rows", 2
+MANIFEST, END = "manifest.json", "end.json"
+COMMIT = re.compile(rf"{COMMITS}/([0-9]{{8,18}})\.json")
+FOREIGN = (
+    "{place}/{name} is a commit that the manifest does not expect. tenterhook verify {place} lists all of them; --drop "
+    "removes them."
+)
+
+Kind = Literal["value", "grad", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """One thing that is stored for every row: a point's value, its gradient, or a fact about the row."""
+
+    key: str
+    kind: Kind
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> Rows:
+        """What its files hold."""
+        return Rows(self.key, DTYPES[self.dtype], tuple(self.shape))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self) | {"shape": list(self.shape)}
+
+    @classmethod
+    def of(cls, described: dict[str, Any]) -> StoredColumn:
+        """From the manifest."""
+        return cls(**described | {"shape": tuple(described["shape"])})
+
+
+def commit_name(shard: int) -> str:
+    """Where the commit of a shard is."""
+    return f"{COMMITS}/{shard:08d}.json"
+
+
+def file_name(shard: int, column: StoredColumn) -> str:
+    """Where the rows of a column are."""
+    return f"{SHARDS}/{shard:08d}/{column.file}.safetensors"
+
+
+def pack(described: dict[str, Any]) -> bytes:
+    """A description as it is written: JSON, with a checksum over all the rest of it."""
+    body = {"format": FORMAT, "format_version": FORMAT_VERSION, "tenterhook": __version__, **described}
+    body["checksum"] = _checksum(body)
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def unpack(data: bytes, where: str) -> dict[str, Any]:
+    """What ``pack`` wrote, if it is still that."""
+    body = parsed(data, where)
+    form, version = body.get("format"), body.get("format_version")
+    if form != FORMAT:
+        raise StoreError(f"{where} is not of tenterhook, or is damaged: its format is {form!r:.60}.")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise StoreError(f"{where} is damaged: its format version is {version!r:.60}.")
+    if version > FORMAT_VERSION:
+        text = (
+            f"{where} has format version {version:.6g}, and this tenterhook ({__version__}) reads up to "
+            f"{FORMAT_VERSION}."
+        )
+        raise StoreError(f"{text} Upgrade tenterhook: pip install -U tenterhook")
+    if body.get("checksum") != _checksum(body):
+        raise StoreError(f"{where} is damaged: its checksum does not match what it says.")
+    return body
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    rest = {key: value for key, value in body.items() if key != "checksum"}
+    return "xxh3_128:" + xxhash.xxh3_128(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(place: StorePlace) -> dict[str, Any]:
+    """Read and check the manifest of a store."""
+    try:
+        data = place.read(MANIFEST, MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise StoreError(f"{place} is no store of harvested rows: it has no {MANIFEST}.") from error
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{place} cannot be read: {error}") from error
+    body = unpack(data, f"{place}/{MANIFEST}")
+    check_manifest(body, f"{place}/{MANIFEST}")
+    return body
+
+
+def planned(place: StorePlace, manifest: dict[str, Any]) -> int | None:
+    """Return the number of planned shards, if it is known."""
+    batches = manifest["harvest"]["data"].get("batches")
+    batches = read_end(place) if batches is None else batches
+    return None if batches is None else -(-batches // manifest["plan"]["batches_per_shard"])
+
+
+def commits_found(place: StorePlace) -> tuple[list[int], list[str]]:
+    """Return the committed shards in order, and the names of files that only look like commits."""
+    names = [name for name in place.names(COMMITS) if name.endswith(".json")]
+    matches = {name: COMMIT.fullmatch(name) for name in names}
+    shards = {int(match[1]) for match in matches.values() if match}
+    return sorted(shards), sorted(set(names) - {commit_name(shard) for shard in shards})
+
+
+def committed(place: StorePlace, most: int | None = None) -> list[int]:
+    """Return the committed shards in order. Commits from ``most`` on, and misnamed ones, are an error."""
+    shards, others = commits_found(place)
+    others += [commit_name(shard) for shard in shards if most is not None and shard >= most]
+    if others:
+        raise StoreError(FOREIGN.format(place=place, name=others[0]))
+    return shards
+
+
+def read_commit(place: StorePlace, shard: int, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Read a commit, and check it against the manifest."""
+    name = commit_name(shard)
+    try:
+        data = place.read(name, COMMIT_BYTES)
+    except OSError as error:
+        raise StoreError(f"{place}/{name} cannot be read: {error}") from error
+    commit = unpack(data, f"{place}/{name}")
+    check_commit(commit, shard, manifest, f"{place}/{name}")
+    return commit
+
+
+def read_end(place: StorePlace) -> int | None:
+    """Read how many batches a stream had, if its end was seen."""
+    try:
+        data = place.read(END, COMMIT_BYTES)
+    except FileNotFoundError:
+        return None
+    where = f"{place}/{END}"
+    return integer(unpack(data, where), "batches", where)

@@ -1,0 +1,205 @@
+"""Batches of rows in a new order each epoch, for training on a store.
+
+Shuffling single rows over a whole store would read a page for each. Instead the store is cut into chunks of
+neighbouring rows; an epoch goes through the chunks in a random order, a buffer full at a time, and through the rows of
+the buffer in a random order. The order depends on the seed and the epoch alone, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tenterhook.errors import StoreError
+
+if TYPE_CHECKING:
+    from tenterhook.store.read import Store, StoredRows
+
+__all__ = ["Loader"]
+
+CHUNK = 1 << 20  # Bytes of a chunk, about: enough for a disk to read at its full speed.
+BUFFER = 128 << 20
+
+Group = tuple[dict[str, Tensor], Tensor]
+Chunks = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+class Loader:
+    """Iterating it is one epoch: every row once. One point gives tensors, several give dicts of them, row-aligned.
+
+    Args:
+        store: what to read.
+        points: addresses, and names of facts such as ``"sample"`` or ``"token"``.
+        batch_size: rows in a batch.
+        shuffle: a new order each epoch; otherwise the order of the store.
+        seed: of the order.
+        buffer_rows: rows that are mixed with each other; by default what 128 MiB hold.
+        workers: threads that fill the next buffers meanwhile, one buffer each.
+        drop_last: leave out a last batch that is not full.
+        rank: which share of the rows, of ``world``.
+        world: shares that the rows are cut into, one for each process; all must use one seed.
+    """
+
+    def __init__(  # noqa: PLR0913  # all but three have a default
+        self,
+        store: Store,
+        points: tuple[str, ...],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        buffer_rows: int | None = None,
+        workers: int = 1,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size= is a positive number of rows; got {batch_size}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank= is from 0 to world - 1 = {world - 1}; got {rank}")
+        self._columns: dict[str, StoredRows] = {key: store.rows(key) for key in points}
+        self._store, self._size, self._shuffle, self._seed = store, batch_size, shuffle, seed
+        self._workers, self._drop = workers, drop_last
+        row_bytes = max(
+            1, sum(rows[:0].element_size() * int(np.prod(rows.shape[1:])) for rows in self._columns.values())
+        )
+        wanted = buffer_rows or max(1, BUFFER // row_bytes)
+        self._group = -(-wanted // batch_size) * batch_size  # Whole batches, so that a batch is of one buffer.
+        self._chunk = max(1, CHUNK // row_bytes)
+        first, last = len(store) * rank // world, len(store) * (rank + 1) // world
+        self._first, self._total = first, last - first
+        self._share = (rank, world)
+        self.epoch, self.batch = -1, 0
+        self._resume: int | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._total // self._size if self._drop else -(-self._total // self._size)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._resume is not None:
+            self.batch, self._resume = self._resume, None
+        else:
+            self.epoch, self.batch = self.epoch + 1, 0
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Any]:
+        first = self.batch * self._size // self._group
+        groups = range(first, -(-self._total // self._group))
+        for group, (buffer, order) in zip(groups, self._filled(groups), strict=True):
+            begins = group * self._group
+            start = self.batch * self._size - begins
+            for low in range(start, len(order), self._size):
+                chosen = order[low : low + self._size]
+                if self._drop and len(chosen) < self._size:
+                    return
+                self.batch += 1
+                yield self._batch(buffer, chosen)
+
+    def _batch(self, buffer: dict[str, Tensor], chosen: Tensor) -> Any:
+        taken = {key: rows.index_select(0, chosen) for key, rows in buffer.items()}
+        return taken if len(taken) > 1 else next(iter(taken.values()))
+
+    # -- where it stands ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, for ``load_state_dict`` of a loader of the same kind: it gives what follows."""
+        return {**self._kind(), "epoch": max(self.epoch, 0), "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another stood."""
+        different = [
+            f"{key}: {state.get(key)!r}, not {mine!r}" for key, mine in self._kind().items() if state.get(key) != mine
+        ]
+        if different:
+            raise StoreError(f"that state is of another loader, whose order was another: {'; '.join(different)}")
+        self.epoch, self._resume = state["epoch"], state["batch"]
+
+    def _kind(self) -> dict[str, Any]:
+        return {
+            "rows": len(self._store),
+            "batch_size": self._size,
+            "buffer_rows": self._group,
+            "chunk_rows": self._chunk,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "share": list(self._share),
+        }
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def _filled(self, groups: range) -> Iterator[Group]:
+        """One buffer after the other, the next ones being filled meanwhile. Their memory is used again."""
+        chunks = self._chunks()
+        free: queue.SimpleQueue[dict[str, Tensor]] = queue.SimpleQueue()
+        for _ in range(self._workers + 1):
+            free.put({})
+        if not self._workers:
+            for group in groups:
+                buffer = free.get()
+                yield self._fill(group, chunks, buffer)
+                free.put(buffer)
+            return
+        with ThreadPoolExecutor(self._workers, "tenterhook-read") as pool:
+            ahead: deque[tuple[Future[Group], dict[str, Tensor]]] = deque()
+            left = iter(groups)
+
+            def ask() -> None:
+                group = next(left, None)
+                if group is not None:
+                    buffer = free.get()
+                    ahead.append((pool.submit(self._fill, group, chunks, buffer), buffer))
+
+            for _ in range(self._workers):
+                ask()
+            while ahead:
+                future, buffer = ahead.popleft()
+                found = future.result()
+                ask()
+                yield found
+                free.put(buffer)
+
+    def _chunks(self) -> Chunks:
+        """The chunks in the order of this epoch: the first row of each, and how many rows there are up to its end."""
+        starts = np.arange(0, len(self._store), self._chunk)
+        if self._shuffle:
+            starts = np.random.default_rng([self._seed, self.epoch]).permutation(starts)
+        return starts, np.cumsum(np.minimum(self._chunk, len(self._store) - starts))
+
+    def _fill(self, group: int, chunks: Chunks, buffer: dict[str, Tensor]) -> Group:
+        start = self._first + group * self._group
+        count = min(self._group, self._first + self._total - start)
+        pieces = list(_pieces(chunks, start, start + count))
+        for key, rows in self._columns.items():
+            room = buffer.get(key)
+            if room is None:
+                most = min(self._group, self._total)
+                room = buffer[key] = torch.empty(most, *rows.shape[1:], dtype=rows.dtype)
+            at = 0
+            for low, high in pieces:
+                for place, first, last in self._store.pieces(low, high):
+                    room[at : at + last - first] = rows.of_shard(place, first, last)
+                    at += last - first
+        if not self._shuffle:
+            return buffer, torch.arange(count)
+        order = np.random.default_rng([self._seed, self.epoch, group]).permutation(count)
+        return buffer, torch.from_numpy(order)
+
+
+def _pieces(chunks: Chunks, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The rows of the store that stand from ``start`` to ``stop`` in the order of the chunks."""
+    firsts, ends = chunks
+    place = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        begins = int(ends[place - 1]) if place else 0
+        first, last = int(firsts[place]), min(stop, int(ends[place]))
+        yield first + start - begins, first + last - begins
+        start, place = last, place + 1

@@ -1,0 +1,209 @@
+"""The writer: a thread that takes rows from the model's thread and writes them; another one commits shards.
+
+A commit waits for the disk several times. Meanwhile the memory of the rows that come next has to be given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.errors import StoreError, TenterhookError
+from tenterhook.store.device_copy import Budget, HostStage, Piece, PinnedStage, stage_for
+from tenterhook.store.format import StoredColumn, commit_name, file_name, pack
+from tenterhook.store.place import StorePlace
+from tenterhook.store.rows_file import Helpers, RowsFile
+
+__all__ = ["Writer"]
+
+FULL = (
+    "shard {shard} could not be written to {place}: {error}\nThe {count} shards that were committed are whole. Make "
+    "room, or give a larger place, and call the same again: it goes on from there."
+)
+
+
+class Writer:
+    """Writes shards behind the back of whoever runs the model. Shards are committed in the order of their ``end``.
+
+    ``put`` waits when more than ``memory`` bytes are on their way; it never drops anything. What goes wrong in the
+    thread is raised by the next call.
+    """
+
+    def __init__(self, place: StorePlace, memory: int) -> None:
+        self.place, self.budget = place, Budget(memory)
+        self.seconds = {"copy": 0.0, "disk": 0.0}
+        self.committed = 0
+        self._stages: dict[torch.device, HostStage | PinnedStage] = {}
+        self._host = HostStage(self.budget)
+        self._files: dict[tuple[int, StoredColumn], RowsFile] = {}
+        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._committing: Future[None] | None = None
+        self._helpers = Helpers()
+        self._thread = threading.Thread(target=self._run, name="tenterhook-write", daemon=True)
+        self._thread.start()
+
+    # -- from the model's thread --------------------------------------------------------------------------------------
+
+    def put(self, shard: int, column: StoredColumn, rows: Tensor) -> None:
+        """Append rows to a shard."""
+        for piece in self._stage(rows.device).stage(rows):
+            self.hand(shard, [(column, piece)])
+
+    def ahead(self, rows: Tensor) -> Piece | None:
+        """Begin to take rows from their device, if there is room at once; ``hand`` must be given what this gives."""
+        return self._stage(rows.device).ahead(rows)
+
+    def hand(self, shard: int, pieces: Sequence[tuple[StoredColumn | None, Piece]]) -> None:
+        """Append to a shard what is on its way; without a column it comes to nothing. In the order of ``ahead``."""
+        self._raise()
+        for stage in self._stages.values():
+            stage.seal()
+        self._todo.put((shard, functools.partial(self._write_all, shard, pieces)))
+
+    def end(self, shard: int, columns: tuple[StoredColumn, ...], facts: dict[str, Any]) -> None:
+        """The shard has all its rows: commit it."""
+        self._raise()
+        self._todo.put((shard, functools.partial(self._end, shard, columns, facts)))
+
+    def mark(self) -> Callable[[], None]:
+        """What waits until all that was put so far is written and committed; others may put more meanwhile."""
+        done = threading.Event()
+        self._todo.put(done)
+
+        def wait() -> None:
+            done.wait()
+            self._raise()
+
+        return wait
+
+    def drain(self) -> None:
+        """Wait until all that was put is written and committed."""
+        self.mark()()
+
+    def close(self, *, quiet: bool = False) -> None:
+        """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
+        self._todo.put(None)
+        self._thread.join()
+        self._helpers.close()
+        _discard(self._files.values())
+        self._files.clear()
+        if not quiet:
+            self._raise()
+
+    def _stage(self, device: torch.device) -> HostStage | PinnedStage:
+        if device.type == "cpu":
+            return self._host
+        if device not in self._stages:
+            self._stages[device] = stage_for(device, self.budget)
+        return self._stages[device]
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            if isinstance(item, threading.Event):
+                self._set_when_committed(item)
+                continue
+            shard, work = item
+            self._try(shard, work)
+        self._wait_for_commits()
+
+    def _try(self, shard: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+            self._wait_for_commits()
+            self._fail(shard, error)
+
+    def _write_all(self, shard: int, pieces: Sequence[tuple[StoredColumn | None, Piece]]) -> None:
+        for column, piece in pieces:  # If one fails, the others still have to give their memory back.
+            self._try(shard, functools.partial(self._write, shard, column, piece))
+
+    def _write(self, shard: int, column: StoredColumn | None, piece: Piece) -> None:
+        try:
+            if self._error is None:
+                self.seconds["copy"] += piece.ready()
+            if self._error is None and column is not None:
+                began = time.perf_counter()
+                self._file(shard, column).write(piece.data)
+                self.seconds["disk"] += time.perf_counter() - began
+        finally:
+            piece.release()
+
+    def _file(self, shard: int, column: StoredColumn) -> RowsFile:
+        file = self._files.get((shard, column))
+        if file is None:
+            path = self.place.spool(file_name(shard, column))
+            file = self._files[shard, column] = RowsFile(path, column.rows, self._helpers)
+        return file
+
+    def _end(self, shard: int, columns: tuple[StoredColumn, ...], facts: dict[str, Any]) -> None:
+        """Have the shard committed while the next one is written; a third one waits."""
+        if self._error is not None:
+            return
+        began = time.perf_counter()
+        self._wait_for_commits()
+        self.seconds["disk"] += time.perf_counter() - began
+        if self._error is None:
+            files = {file_name(shard, column): self._file(shard, column) for column in columns}
+            for column in columns:
+                del self._files[shard, column]
+            self._committing = self._helpers.committer.submit(self._committed, shard, files, facts)
+
+    def _set_when_committed(self, done: threading.Event) -> None:
+        if self._committing is None:
+            done.set()
+        else:
+            self._committing.add_done_callback(lambda _: done.set())
+
+    def _wait_for_commits(self) -> None:
+        if self._committing is not None:
+            self._committing.result()
+            self._committing = None
+
+    # -- in the thread that commits -----------------------------------------------------------------------------------
+
+    def _committed(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
+        try:
+            self._commit(shard, files, facts)
+        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+            _discard(files.values())
+            self._fail(shard, error)
+
+    def _commit(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
+        """Finish the files, put them in their places, and only then say so."""
+        records = {name: file.finish() for name, file in files.items()}
+        self.place.publish({name: file.path for name, file in files.items()})
+        self.place.write(commit_name(shard), pack({"shard": shard, **facts, "files": records}))
+        self.committed += 1
+
+    def _fail(self, shard: int, error: BaseException) -> None:
+        if self._error is None:
+            if isinstance(error, OSError) and not isinstance(error, TenterhookError):
+                text = FULL.format(shard=shard, place=self.place, error=error, count=self.committed)
+                made = StoreError(text)
+                made.__cause__ = error
+                error = made
+            self._error = error
+        self.budget.close()  # The model's thread may be waiting for room that nobody will make.
+
+
+def _discard(files: Iterable[RowsFile]) -> None:
+    for file in files:
+        file.close()
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)

@@ -1,0 +1,227 @@
+"""The books of a watch: which row is which, what the present step has brought, and everything so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tenterhook.statistics.measure import COLUMNS, INF, NAN, Array, Workspace, none_where_nothing_is_finite
+from tenterhook.statistics.merge import MergeOrder, stacked
+from tenterhook.statistics.sketch import Sketch, histogram, quantiles
+
+if TYPE_CHECKING:
+    from tenterhook.watch.measured_batch import RowLayout
+
+__all__ = ["KINDS", "History", "Kind", "StepStats"]
+
+Kind = Literal["values", "gradients", "parameters", "updates"]
+KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
+AT_ONCE = 8  # Steps that are added to the running statistics together.
+ORDERS = 8  # Steps of so many kinds are known at a time.
+QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step: the rows that it brought, as indices, and a line of ``COLUMNS`` for each."""
+
+    step: int
+    time: float
+    rows: Array
+    table: Array
+    names: Sequence[tuple[Kind, str]] = field(repr=False)
+    kinds: Array | None = field(default=None, repr=False)
+    """the kind of each row, as an index of ``KINDS``"""
+
+    def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
+        """Kind, address and statistics, row by row."""
+        table = none_where_nothing_is_finite(self.table)
+        for row, line in zip(self.rows.tolist(), table.tolist(), strict=True):
+            yield *self.names[row], dict(zip(COLUMNS, line, strict=True))
+
+    def column(self, name: str, kind: Kind) -> dict[str, float]:
+        """One statistic of all rows of a kind, by address, in the order in which they first came."""
+        rows, table = self.of(kind)
+        numbers = none_where_nothing_is_finite(table)[:, COLUMNS.index(name)].tolist()
+        return {self.names[row][1]: number for row, number in zip(rows.tolist(), numbers, strict=True)}
+
+    def of(self, kind: Kind) -> tuple[Array, Array]:
+        """The rows of a kind, and their lines."""
+        kinds = self.kinds if self.kinds is not None else [KINDS.index(self.names[row][0]) for row in self.rows]
+        chosen = np.asarray(kinds) == KINDS.index(kind)
+        return self.rows[chosen], self.table[chosen]
+
+
+class History:
+    """Rows by kind and address, with running statistics over all steps and a page for each of the last ones."""
+
+    def __init__(self, pages: int) -> None:
+        self.names: list[tuple[Kind, str]] = []
+        self.workspace = Workspace()
+        self._sketch = Sketch()
+        self.alike: dict[int, int] = {}  # Rows whose tensors were those of another row, which has the samples of both.
+        self._likened: RowLayout | None = None  # Where that was last found.
+        self.slow = True  # Whether what changes slowly is taken in this step.
+        self._bins: Array | None = None
+        self.pages: deque[StepStats] = deque(maxlen=pages)
+        self.lock = threading.RLock()
+        self._index: dict[tuple[Kind, str], int] = {}
+        self._sampled: set[int] = set()
+        self._step: list[tuple[Array, Array]] = []
+        # Most steps bring the rows of the last one: by the arrays that named them.
+        self._orders: dict[tuple[int, ...], tuple[list[Array], MergeOrder, Array]] = {}
+        self._total = np.zeros((0, len(COLUMNS)))
+        self._steps = np.zeros(0, int)
+        self._latest = np.zeros((0, len(COLUMNS)))
+        self._when = np.zeros(0, int)
+        self._unmerged: list[StepStats] = []
+        self._kinds: list[int] = []
+
+    @property
+    def sketch(self) -> Sketch | None:
+        """What takes samples in this step, if it is one of those whose samples are taken."""
+        return self._sketch if self.slow else None
+
+    def row(self, kind: Kind, label: str) -> int:
+        """The row of a kind and an address, a new one if there is none."""
+        found = self._index.get((kind, label))
+        if found is None:
+            with self.lock:
+                found = self._index[kind, label] = len(self.names)
+                self.names.append((kind, label))
+        return found
+
+    def liken(self, layout: RowLayout) -> None:
+        """Note which rows of a layout have one tensor."""
+        if layout is not self._likened:
+            self._likened = layout
+            self.alike.update(layout.alike)
+
+    def add(self, rows: Array, table: Array, sampled: Sequence[int]) -> None:
+        """Take a part of the present step; ``rows`` is not changed after, and ``sampled`` are some of them."""
+        self._step.append((rows, table))
+        self._sampled.update(sampled)
+
+    def replace(self, rows: Array) -> None:
+        """Forget what the present step has brought for some rows: it was only provisional."""
+        kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
+        self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
+
+    def close_step(self, step: int) -> StepStats | None:
+        """The step is over: add it to what there is, and give its page, if it brought anything."""
+        self._sketch.pour()
+        parts, self._step = self._step, []
+        if not parts:
+            return None
+        order, kinds = self._order([rows for rows, _ in parts])
+        table = order.combine(np.concatenate([table for _, table in parts]) if len(parts) > 1 else parts[0][1])
+        page = StepStats(step, time.time(), order.rows, table, self.names, kinds)
+        with self.lock:
+            self._unmerged.append(page)
+            if len(self._unmerged) >= AT_ONCE:
+                self._merge()
+            self.pages.append(page)
+        return page
+
+    def _order(self, parts: list[Array]) -> tuple[MergeOrder, Array]:
+        """How the rows of a step are put in order, and the kind of each."""
+        key = tuple(map(id, parts))
+        found = self._orders.get(key)
+        if found is None:
+            if len(self._orders) >= ORDERS:
+                self._orders.clear()
+            order = MergeOrder(np.concatenate(parts))
+            kinds = np.array([KINDS.index(self.names[row][0]) for row in order.rows.tolist()], int)
+            found = self._orders[key] = parts, order, kinds  # The arrays are held, so that their ids stay theirs.
+        return found[1], found[2]
+
+    def _merge(self) -> None:
+        """Add the last steps to the running statistics: many at once, which costs hardly more than one."""
+        if not self._unmerged:
+            return
+        pages, self._unmerged = self._unmerged, []
+        self._grow()
+        alike: dict[int, list[StepStats]] = {}  # Most pages have the rows of the one before, in the same array.
+        for page in pages:
+            alike[id(page.rows)] = [*alike.pop(id(page.rows), ()), page]  # Last is whose last page is.
+        for few in alike.values():
+            rows = few[-1].rows
+            self._latest[rows], self._when[rows] = few[-1].table, few[-1].step
+            self._steps[rows] += len(few)
+            self._total[rows] = stacked([self._total[rows], *(page.table for page in few)])
+
+    def _grow(self) -> None:
+        more = len(self.names) - len(self._steps)
+        if more > 0:
+            blank = np.zeros((more, len(COLUMNS)))
+            self._total, self._latest = np.concatenate([self._total, blank]), np.concatenate([self._latest, blank])
+            self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
+
+    def freeze(self) -> None:
+        """Nothing more will come: keep numbers, and no tensor."""
+        self._likened = None
+        with self.lock:
+            if self._bins is None:
+                self._bins = self._sketch.host(len(self.names))
+                self._sketch, self.workspace = Sketch(), Workspace()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
+        with self.lock:
+            self._merge()
+            count = len(self._steps)
+            bins = self._sketch.host(count) if self._bins is None else self._bins
+            own = bins.sum(1)
+            of = [row if own[row] else self.alike.get(row, row) for row in range(count)]
+            return [self._plain(row, bins[of[row]]) for row in range(count) if self._steps[row]]
+
+    def latest(self) -> tuple[list[tuple[Kind, str]], Array, Array, Array, Array]:
+        """A copy, for another thread, of the names of all rows and of what is known of each.
+
+        That is its kind as an index of ``KINDS`` (-1 before it has come), its latest line, the step of that line, and
+        whether it ever held NaN or Inf.
+        """
+        with self.lock:
+            self._merge()
+            count = len(self._steps)
+            while len(self._kinds) < count:
+                self._kinds.append(KINDS.index(self.names[len(self._kinds)][0]))
+            kinds = np.where(self._steps > 0, np.array(self._kinds[:count], int), -1)
+            bad = (self._total[:, NAN] > 0) | (self._total[:, INF] > 0)
+            return self.names[:count], kinds, self._latest.copy(), self._when.copy(), bad
+
+    def bins(self, rows: Array) -> Array:
+        """The bins of some rows, each of the row that has its samples; it does not wait for a step to be published."""
+        if self._bins is not None:
+            found = self._bins[rows]
+            others = self._bins[[self.alike.get(row, row) for row in rows.tolist()]] if len(rows) else found
+        else:
+            found = self._sketch.some(rows)
+            others = self._sketch.some(np.array([self.alike.get(row, row) for row in rows.tolist()], int))
+        return np.where(found.any(1, keepdims=True), found, others)
+
+    def _plain(self, row: int, bins: Array) -> dict[str, Any]:
+        kind, address = self.names[row]
+        edges, counts = histogram(bins)
+        return {
+            "kind": kind,
+            "address": address,
+            "steps": int(self._steps[row]),
+            **_numbers(self._total[row]),
+            "exact": row not in self._sampled,
+            "quantiles": dict(zip(map(str, QUANTILES), quantiles(bins, QUANTILES), strict=True)),
+            "histogram": {"edges": edges, "counts": counts},
+            "last": {"step": int(self._when[row]), **_numbers(self._latest[row])},
+        }
+
+
+def _numbers(line: Array) -> dict[str, Any]:
+    whole = ("count", "nan", "inf")
+    named = zip(COLUMNS, none_where_nothing_is_finite(line).tolist(), strict=True)
+    return {name: int(number) if name in whole and number == number else number for name, number in named}  # noqa: PLR0124

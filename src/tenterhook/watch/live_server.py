@@ -1,0 +1,175 @@
+"""A live view of a watch: one small page on this machine, which asks every second for what is new on its screen.
+
+It listens on the loopback address alone, answers nothing but the page and its numbers, and answers only requests that
+name that address as their host, so that no other site's script can read it. Everything that the page needs is in it.
+A page that nobody sees asks for nothing. Nothing that a reader does or fails to do reaches the training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from tenterhook.errors import SessionError
+from tenterhook.watch.live_updates import REFRESH, LiveUpdates, LiveView
+
+if TYPE_CHECKING:
+    from tenterhook.watch.results import Results
+
+__all__ = ["MOST_READERS", "LiveServer"]
+
+HOST = "127.0.0.1"
+TAKEN = (
+    "cannot serve on port {port} of {host}: {why}. Something else may be using it. Choose another port, or let the "
+    "system choose a free one: w.serve()."
+)
+MOST_PORT = 65535
+MOST_READERS = 64
+TIMEOUT = 10.0  # seconds that a connection may be silent, or a reader may leave what it was sent
+LONGEST_LINE, MOST_LINES = 8192, 100  # of a request
+PAGE = Path(__file__).with_name("live.html")
+FULL = (
+    f"{MOST_READERS} connections are open, which is the most there can be: close another page, and load this one again"
+)
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+class LiveServer:
+    """Serves a watch from threads of its own, until it is closed."""
+
+    def __init__(self, watch: Results, port: int) -> None:
+        if type(port) is not int or not 0 <= port <= MOST_PORT:
+            raise ValueError(f"a port is a number from 0, for any that is free, to {MOST_PORT}; got {port!r}")
+        try:
+            self._listener = _Listener((HOST, port), LiveUpdates(watch))
+        except OSError as error:
+            raise SessionError(TAKEN.format(port=port, host=HOST, why=error.strerror or error)) from error
+        self.url = f"http://{HOST}:{self._listener.server_address[1]}/"
+        self._published = 0.0
+        self._thread = threading.Thread(target=self._listener.serve_forever, name="tenterhook-watch", daemon=True)
+        self._thread.start()
+
+    def due(self) -> bool:
+        """Whether somebody looks, and has waited long enough for steps to be published."""
+        now = time.monotonic()
+        if now - self._listener.asked > 3 * REFRESH or now - self._published < REFRESH / 2:
+            return False
+        self._published = now
+        return True
+
+    def close(self) -> None:
+        """Stop, give the port back, and hang up on every reader."""
+        self._listener.shutdown()
+        self._listener.server_close()
+        self._listener.hang_up()
+        self._thread.join()
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 2 * MOST_READERS
+
+    def __init__(self, address: tuple[str, int], live: LiveUpdates) -> None:
+        self.live = live
+        self.asked = float("-inf")
+        """when somebody last asked for numbers"""
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            full = len(self._open) >= MOST_READERS
+            if not full:
+                self._open.add(request)
+        if full:
+            _refuse(request)
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a training run's terminal is not the place."""
+
+
+def _refuse(request: socket.socket) -> None:
+    """Say why to one reader too many, in the moment that there is for it."""
+    with contextlib.suppress(OSError):
+        request.settimeout(0.1)
+        request.recv(LONGEST_LINE)  # Closed with something unread, the connection would be reset before it is told.
+        request.sendall(_answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", FULL.encode(), close=True))
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = TIMEOUT
+    server: _Listener
+
+    def handle(self) -> None:
+        """Answer one request after the other, until the reader is silent, gone or makes no sense."""
+        with contextlib.suppress(OSError, ValueError):
+            while (asked := self._read()) is not None:
+                self.wfile.write(self._answered(*asked))
+
+    def _read(self) -> tuple[str, str, str] | None:
+        """The method, the target and the host of a request; None at the end, ValueError where it is none."""
+        line = self.rfile.readline(LONGEST_LINE)
+        if not line.strip():
+            return None
+        method, target, _version = line.decode("ascii").split()
+        host = ""
+        for _ in range(MOST_LINES):
+            name, _, value = self.rfile.readline(LONGEST_LINE).decode("latin-1").partition(":")
+            if not name.strip():
+                return method, target, host
+            if name.lower() == "host":
+                host = value.strip().rsplit(":", 1)[0]
+        raise ValueError("a request without an end")
+
+    def _answered(self, method: str, target: str, host: str) -> bytes:
+        asked = urlsplit(target)
+        if host not in (HOST, "localhost"):
+            return _answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine alone")
+        if method != "GET":
+            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"this page is only read")
+        if asked.path == "/":
+            return _answer(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
+        if asked.path != "/numbers":
+            return _answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /numbers")
+        self.server.asked = time.monotonic()
+        try:
+            view = LiveView.of(dict(parse_qsl(asked.query, keep_blank_values=True)))
+        except ValueError as error:
+            return _answer(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode())
+        return _answer(HTTPStatus.OK, "application/json", self.server.live.answer(view))
+
+
+def _answer(status: HTTPStatus, kind: str, body: bytes, *, close: bool = False) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        f"Content-Security-Policy: {POLICY}",
+        *(["Connection: close"] if close else []),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

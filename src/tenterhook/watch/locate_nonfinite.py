@@ -1,0 +1,222 @@
+"""Where a NaN or an Inf was born: which call, and which line inside its forward.
+
+The log of a step holds every call with its arguments, in the order in which they ended. The first one whose output is
+not finite is where it was *seen* first. It was born there if what came in was finite; otherwise in the innermost call
+around it whose own arguments were. That call is then made once more on the same arguments, each operation is looked at,
+and from the bad output the way is followed back to the operation that made the first bad value of finite ones.
+
+A mask of -Inf is no mishap, and is passed over by that: where NaN is looked for, only NaN is followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._text import printable
+from tenterhook._tree import show_path, tensors
+from tenterhook.address import Point, Site
+from tenterhook.statistics.measure import COLUMNS, none_where_nothing_is_finite, whole
+from tenterhook.statistics.tensor_signature import plain
+from tenterhook.watch.operands import range_of
+from tenterhook.watch.step_log import LogEntry
+from tenterhook.watch.trace_operations import Line, trace_backward, trace_forward
+
+__all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]
+
+LATE = 'found after the parameters had moved on, so that the line cannot be told; on_nan="raise" finds it in time.'
+
+
+@dataclass
+class NonFiniteReport:
+    """The first place where something was not finite."""
+
+    step: int
+    kind: str
+    """values, gradients, parameters or updates"""
+    address: str
+    call: int
+    statistics: dict[str, float]
+    born: str | None = None
+    """the address of the call in which it was born, None where that is not known or outside of the model"""
+    reason: str = ""
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """the statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
+    inputs_of: str = ""
+    """the address of the call whose arguments they are"""
+    line: Line | None = None
+    """the line of the operation that made it; ``line.operands`` are the arguments of the operation"""
+    note: str = ""
+
+    def __str__(self) -> str:
+        nan, inf = int(self.statistics["nan"]), int(self.statistics["inf"])
+        counts = (
+            " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (inf, "Inf")) if number) or "NaN or Inf"
+        )
+        where = f"{self.address}#{self.call}" if self.call else self.address
+        one = {
+            "values": "the value",
+            "gradients": "the gradient",
+            "parameters": "the parameter",
+            "updates": "the update",
+        }
+        count = int(self.statistics["count"])
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {count} numbers."]
+        if self.reason:
+            text.append(f"  {self.reason}")
+        if self.line is not None:
+            text.append(f"  {self.line}")
+            text += [f"  {argument}" for argument in self.line.arguments()]
+        if self.note:
+            text.append(f"  {self.note}")
+        text += [f"  {argument}" for argument in self._arguments()]
+        return "\n".join(map(printable, text))
+
+    def _arguments(self) -> list[str]:
+        """The arguments of the call where the operation is not known, and the gradient of its output."""
+        shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
+        gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
+        told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
+        if self.line is None:
+            told += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
+        return told
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"text": str(self)}
+
+
+def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, late: bool) -> NonFiniteReport:
+    """Explain the first entry of the log that is not finite."""
+    seen = log[first]
+    report = _report(log, seen, "values", step, seen.tensor)
+    own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
+    for place, call in (*own, *_around(log, first)):
+        if call.args is None:
+            report.note = f"the arguments of {_name(log, call)!r} were not held, so that nothing is known of them."
+            return report
+        report.inputs, report.inputs_of = _inputs(call), _name(log, call)
+        if not any(_is_bad(numbers) for numbers in report.inputs.values()):
+            report.born = _name(log, call)
+            _born_in(report, call, same=place == first, autocast=autocast, late=late)
+            return report
+    report.reason = "It was in the input of the model." if report.inputs else ""
+    return report
+
+
+def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
+    what = "It was made here" if same else f"It was made inside {report.born!r}, between its modules"
+    report.reason = f"{what}: all arguments were finite."
+    if late:
+        report.note = LATE
+        return
+    poisoned = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
+    if poisoned:
+        shown = ", ".join(poisoned[:3]) + (" …" if len(poisoned) > 3 else "")  # noqa: PLR2004
+        report.reason = f"All arguments were finite; {len(poisoned)} of its parameters were not: {shown}."
+        return
+    report.line, report.note = trace_forward(call.slot.module, call.args, call.kwargs, autocast)
+
+
+def backward(
+    report: NonFiniteReport,
+    log: Sequence[LogEntry],
+    place: int,
+    arrived: Callable[[LogEntry], Tensor | None],
+    autocast: Any,
+    *,
+    late: bool,
+) -> None:
+    """Explain the first gradient that is not finite, that of the value at ``place`` in the log."""
+    known = False
+    for _, call in _around(log, place):
+        gradient = arrived(call)
+        if gradient is None or call.args is None:
+            continue
+        known = True
+        if not bool(torch.isfinite(gradient).all()):
+            continue
+        report.born = _name(log, call)
+        report.reason = (
+            f"It was made in the backward pass through {report.born!r}: the gradient of its output was finite."
+        )
+        report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
+        report.inputs_of = report.born
+        if late:
+            report.note = LATE
+        else:
+            report.line, report.note = trace_backward(call.slot.module, call.args, call.kwargs, gradient, autocast)
+        return
+    if known or log[place].slot.path == "":
+        report.reason = "It was not finite already as it came to the model: look at the loss."
+
+
+def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry]]:
+    """The calls around one, from the inside: those that ended after it, of modules that hold its module."""
+    inner = log[place].slot.point
+    for index in range(place + 1, len(log)):
+        outer = log[index].slot.point
+        if outer.site is Site.RETURN and _holds(outer, inner):
+            inner = outer
+            yield index, log[index]
+
+
+def _holds(outer: Point, inner: Point) -> bool:
+    """Whether one point's call is around the other's."""
+    if outer.path == inner.path:
+        return inner.site is not Site.RETURN
+    return not outer.path or inner.path.startswith(f"{outer.path}.")
+
+
+def _report(log: Sequence[LogEntry], seen: LogEntry, kind: str, step: int, tensor: Tensor) -> NonFiniteReport:
+    return NonFiniteReport(step, kind, seen.slot.label(seen.path), call_of(log, seen), measured(tensor))
+
+
+def call_of(log: Sequence[LogEntry], seen: LogEntry) -> int:
+    """Which call of its module it was, counted since the last backward pass."""
+    return seen.call - min(other.call for other in log if other.slot is seen.slot)
+
+
+def _inputs(call: LogEntry) -> dict[str, dict[str, Any]]:
+    """The statistics of every tensor among a call's arguments."""
+    found = {}
+    for path, tensor in tensors((call.args, call.kwargs)):
+        real = plain(tensor)
+        if real is not None and real.numel():
+            found[str(path[1]) + show_path(path[2:])] = _described(tensor, measured(real))
+    return found
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in module.named_parameters():
+        real = plain(tensor)
+        if real is not None:
+            yield name, real
+
+
+def _name(log: Sequence[LogEntry], call: LogEntry) -> str:
+    number = call_of(log, call)
+    return f"{call.slot.address}#{number}" if number else call.slot.address
+
+
+def measured(tensor: Tensor) -> dict[str, float]:
+    """The statistics of one tensor, with NaN and Inf counted."""
+    return dict(zip(COLUMNS, none_where_nothing_is_finite(whole(tensor)).tolist(), strict=True))
+
+
+def _described(tensor: Tensor, numbers: dict[str, float]) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), **numbers}
+
+
+def _is_bad(numbers: dict[str, Any]) -> bool:
+    return bool(numbers["nan"] or numbers["inf"])
+
+
+def _shown(numbers: dict[str, Any]) -> str:
+    low, high = (None if math.isnan(numbers[end]) else numbers[end] for end in ("min", "max"))
+    return range_of(numbers["dtype"], numbers["shape"], low, high, int(numbers["nan"]), int(numbers["inf"]))

@@ -1,0 +1,200 @@
+"""Measured rows on their way to the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from tenterhook.statistics.measure import (
+    COLUMNS,
+    COUNT,
+    INF,
+    MAX,
+    MEAN,
+    MIN,
+    NAN,
+    NORM,
+    STD,
+    Array,
+    Measured,
+    MeasurePlan,
+    Wanted,
+    hosts,
+    measure_together,
+    whole,
+)
+from tenterhook.watch.locate_nonfinite import NonFiniteReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tenterhook.statistics.host_copy import HostCopies
+    from tenterhook.watch.history import History
+
+__all__ = ["MeasureRequest", "MeasuredBatch", "RowLayout", "measured", "read_together"]
+
+Explain = Callable[[list[int], bool], NonFiniteReport]
+
+
+class RowLayout:
+    """Which rows of the books some tensors belong to: ``index`` says for each row which tensor it tells of.
+
+    It serves every step that brings tensors for the same rows.
+    """
+
+    def __init__(self, rows: Sequence[int], index: Sequence[int] | None = None) -> None:
+        self.rows = np.array(rows, int)
+        self.index = None if index is None else np.array(index, int)
+        self.first = list(rows)  # For each tensor, the first row that it belongs to.
+        if index is not None:
+            self.first = [0] * (max(index, default=-1) + 1)
+            for row, place in zip(reversed(rows), reversed(index), strict=True):
+                self.first[place] = row
+        self._sampled: tuple[Array | None, list[int]] = None, []
+        self.plan: MeasurePlan | None = None  # How its tensors were measured the last time.
+
+    @property
+    def alike(self) -> dict[int, int]:
+        """The rows, each beside the one that has the samples of its tensor."""
+        places = range(len(self.rows)) if self.index is None else self.index.tolist()
+        return {row: self.first[place] for row, place in zip(self.rows.tolist(), places, strict=True)}
+
+    def sampled(self, tensors: Array) -> list[int]:
+        """The rows whose tensors were not read whole."""
+        if self._sampled[0] is not tensors:
+            each = tensors if self.index is None else tensors[self.index]
+            self._sampled = tensors, self.rows[each].tolist()
+        return self._sampled[1]
+
+    def place(self, row: int) -> int:
+        """Which tensor a row tells of."""
+        return row if self.index is None else int(self.index[row])
+
+
+class MeasureRequest(NamedTuple):
+    """Tensors that are to be measured, the rows that they belong to, and what is told if one is not finite."""
+
+    layout: RowLayout
+    wanted: Wanted
+    explain: Explain
+    replaces: bool = False
+    """whether it stands in the place of what the same step has brought for its rows before"""
+
+
+def measured(drafts: Sequence[MeasureRequest], history: History) -> list[MeasuredBatch]:
+    """Measure what was drafted."""
+    if not drafts:
+        return []
+    found = measure_together([draft.wanted for draft in drafts], history.sketch, history.workspace)
+    parcels = []
+    for draft, numbers in zip(drafts, found, strict=True):
+        draft.layout.plan = numbers.plan
+        parcels.append(
+            MeasuredBatch(draft.layout, numbers, draft.wanted.tensors, draft.explain, replaces=draft.replaces)
+        )
+    return parcels
+
+
+class MeasuredBatch:
+    """The numbers of some tensors, and what is told if one is not finite."""
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        measured: Measured,
+        tensors: Sequence[Tensor] | None,
+        explain: Explain,
+        *,
+        replaces: bool = False,
+    ) -> None:
+        self._layout, self._measured, self._replaces = layout, measured, replaces
+        self._tensors = tensors
+        self._explain: Explain | None = explain
+        self.late = False
+        self._versions: list[int] | None = None
+        self._table: Array | None = None
+
+    def send(self, post: HostCopies) -> None:
+        """Let the numbers come while training goes on."""
+        self.late = True
+        if self._tensors is not None and self._measured.may_be_read_again:
+            self._versions = [tensor._version for tensor in self._tensors]
+        for numbers in self._measured.numbers:
+            numbers.send(post)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the numbers are there."""
+        return all(numbers.arrived for numbers in self._measured.numbers)
+
+    def let_go(self) -> None:
+        """Keep no tensor of the model any longer: a NaN that is found later is not explained."""
+        self._tensors = self._explain = None
+
+    def settle(self) -> bool:
+        """Whether everything is finite; then no tensor is needed any more, and it can be opened at any time."""
+        if not self._measured.finite():
+            return False
+        if self._tensors is not None and self._measured.may_drown():
+            self._table = self._read()
+        self.let_go()
+        return True
+
+    def _read(self) -> Array:
+        table = self._measured.host()
+        if self._tensors is not None:
+            for place in self._measured.drowned:
+                if self._versions is not None and self._tensors[place]._version != self._versions[place]:
+                    continue  # It is something else by now.
+                exact = self._tensors[place].detach().double()
+                table[place, [STD, NORM]] = float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))
+        return table
+
+    def open(self, history: History) -> NonFiniteReport | None:
+        """Enter the rows into the books; gives the first that is not finite."""
+        layout, table = self._layout, self._read() if self._table is None else self._table
+        if layout.index is not None:
+            table = table[layout.index]
+        bad = [] if self._measured.finite() else self._odd(table)
+        if self._replaces:
+            history.replace(layout.rows)
+        history.add(layout.rows, table, layout.sampled(self._measured.sampled))
+        if not bad:
+            return None
+        if self._explain is not None:
+            return self._explain(bad, self.late)
+        kind, address = history.names[layout.rows[bad[0]]]
+        return NonFiniteReport(-1, kind, address, 0, dict(zip(COLUMNS, table[bad[0]].tolist(), strict=True)))
+
+    def _odd(self, table: Array) -> list[int]:
+        """The rows that hold NaN or Inf; where these were not counted, they are now."""
+        counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
+        bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
+        for row in bad:
+            place = self._layout.place(row)
+            if self._measured.sampled[place] or not counted[row]:
+                table[row] = self._looked_at(place, table[row])
+        return [row for row in bad if table[row, NAN] or table[row, INF]]
+
+    def _looked_at(self, place: int, line: Array) -> Array:
+        if self._tensors is not None:
+            return whole(self._tensors[place])
+        # How many cannot be told any more: the tensor is counted as a whole.
+        found = np.zeros(len(COLUMNS))
+        found[[COUNT, MIN, MAX]] = line[COUNT], np.nan, np.nan
+        found[NAN if np.isnan(line[NORM]) else INF] = line[COUNT]
+        return found
+
+
+def read_together(parcels: Iterable[MeasuredBatch]) -> None:
+    """Read the numbers of several parcels that are settled; those of the same tensors in other steps in one go."""
+    alike: dict[tuple[RowLayout, MeasurePlan], list[MeasuredBatch]] = {}
+    for parcel in parcels:
+        if parcel._tensors is None and parcel._table is None:
+            alike.setdefault((parcel._layout, parcel._measured.plan), []).append(parcel)
+    for few in alike.values():
+        for parcel, table in zip(few, hosts([parcel._measured for parcel in few]), strict=True):
+            parcel._table = table

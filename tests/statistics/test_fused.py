@@ -1,0 +1,203 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU; on a GPU, benchmarks/gpu_watch.py compares them too."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tenterhook as th
+from tenterhook.statistics import fused
+from tenterhook.statistics.measure import COLUMNS, MEAN, Wanted, Workspace, measure, measure_together, whole
+from tenterhook.statistics.sketch import Sketch
+from tenterhook.statistics.snapshot import Snapshot
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed (it comes with PyTorch for CUDA): pip install triton",
+)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the kernels are run on the CPU with TRITON_INTERPRET=1, which has to be set before Triton loads")
+    monkeypatch.setattr(fused, "devices", frozenset(["cpu"]))
+    why = fused.why_not(CPU)
+    if why is not None and "only 0-dimensional arrays can be converted" in why:
+        pytest.skip(f"the interpreter of this Triton does not go with this NumPy: {why}")
+    assert why is None
+
+
+def tensors(dtype):
+    torch.manual_seed(0)
+    found = [
+        torch.randn(5, 7),
+        torch.randn(40000) * 3 + 1000,  # A mean that would drown the spread.
+        torch.full((3,), float("nan")),
+        torch.tensor(2.0),
+        torch.zeros(2000),
+        torch.randn(3, 1024 * 33),
+        torch.randn(64, 64).t(),
+        torch.randn(65)[1:],  # It begins at an odd place.
+        torch.randn(1, 8).expand(4, 8),
+        torch.randn(65536),  # A piece exactly.
+    ]
+    found = [tensor.to(dtype) for tensor in found]
+    found[0][0, 0], found[5][2, 5], found[5][0, 0] = float("-inf"), float("nan"), float("inf")
+    return found
+
+
+@pytest.mark.parametrize("dtype", sorted(fused.DTYPES, key=str))
+def test_all_statistics_are_those_of_every_element(dtype):
+    given = tensors(dtype)
+    assert fused.why_not(CPU) is None
+    found = measure(given, 16)
+    assert not any(found.sampled)
+    np.testing.assert_allclose(found.host(), np.stack([whole(tensor) for tensor in given]), rtol=1e-5, atol=1e-5)
+
+
+def test_squares_beyond_float32_are_no_trouble():
+    large, small = torch.full((2000,), 1e30), torch.full((2000,), 1e-25)
+    large[::2] *= -1
+    table = measure([large, small]).host()
+    line = [dict(zip(COLUMNS, row, strict=True)) for row in table.tolist()]
+    assert line[0]["norm"] == pytest.approx(1e30 * 2000**0.5, rel=1e-5)
+    assert line[0]["std"] == pytest.approx(1e30, rel=1e-5)
+    assert line[1]["norm"] == pytest.approx(1e-25 * 2000**0.5, rel=1e-5)
+
+
+def test_tensors_of_several_types_are_measured_in_one_call_and_odd_ones_the_other_way():
+    given = [torch.randn(50), torch.randn(50).double(), torch.randn(50).bfloat16(), torch.zeros(0), torch.randn(50)]
+    found = measure(given).host()
+    expected = np.stack([whole(tensor) if tensor.numel() else found[3] for tensor in given])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert found[3, 0] == 0
+
+
+def test_addresses_are_followed_when_tensors_move():
+    workspace = Workspace()
+    for _ in range(3):
+        given = [torch.randn(100), torch.randn(7)]
+        found = measure(given, workspace=workspace, name="x").host()
+        np.testing.assert_allclose(found, np.stack([whole(t) for t in given]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that are launched."""
+    found = []
+    launch = fused._Kernel.__call__
+    monkeypatch.setattr(
+        fused._Kernel, "__call__", lambda kernel, *args: (found.append(kernel._kernel), launch(kernel, *args))[1]
+    )
+    return found
+
+
+def test_several_lists_are_measured_in_the_launches_of_one(launches):
+    lists = [[torch.randn(100), torch.randn(7)], [torch.randn(3, 3), torch.full((4,), float("nan"))], [torch.ones(2)]]
+    workspace = Workspace()
+    for _ in range(2):
+        lists = [[tensor.clone() for tensor in each] for each in lists]
+        launches.clear()
+        found = measure_together([Wanted(each) for each in lists], None, workspace)
+        assert len(launches) == 2, "one for the pieces, and one that puts them together"
+        for each, measured in zip(lists, found, strict=True):
+            true = np.stack([whole(tensor) for tensor in each])
+            np.testing.assert_allclose(measured.host(), true, rtol=1e-5, atol=1e-6)
+        assert [measured.finite() for measured in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("odd", [torch.randn(5).double(), torch.zeros(0)], ids=["another type", "empty"])
+def test_lists_with_what_the_kernels_do_not_read_are_measured_one_after_the_other(odd):
+    lists = [[torch.randn(100), torch.randn(7)], [torch.randn(3, 3), odd]]
+    found = measure_together([Wanted(each) for each in lists], None, Workspace())
+    for each, measured in zip(lists, found, strict=True):
+        true = np.stack([whole(tensor) if tensor.numel() else np.zeros(len(COLUMNS)) for tensor in each])
+        np.testing.assert_allclose(measured.host(), true, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_of_several_lists_are_counted_under_their_own_rows():
+    lists, sketch = [[torch.full((40,), 2.0)], [torch.full((5,), -3.0), torch.zeros(3)]], Sketch()
+    measure_together([Wanted(lists[0], rows=[2]), Wanted(lists[1], rows=[0, 1])], sketch, Workspace())
+    assert sketch.host(3).sum(1).tolist() == [5, 3, 32]
+
+
+def test_the_sketch_takes_the_places_that_it_says():
+    given = [torch.arange(1.0, 33.0), torch.full((500,), -3.0), torch.tensor([4.0]), torch.zeros(5)]
+    ours, theirs = Sketch(), Sketch()
+    measure(given, sketch=ours, rows=[2, 0, 1, 3])
+    fused.wanted = False
+    try:
+        measure(given, sketch=theirs, rows=[2, 0, 1, 3])
+    finally:
+        fused.wanted = True
+    theirs.pour()
+    np.testing.assert_array_equal(ours.host(4), theirs.host(4))
+    assert ours.host(4).sum(1).tolist() == [32, 1, 32, 5]
+
+
+@pytest.mark.parametrize("limit", [None, 64, 5])
+def test_how_far_tensors_have_moved(limit):
+    torch.manual_seed(0)
+    given = [torch.randn(10, 20), torch.randn(30), torch.randn(500).bfloat16()]
+    before = [tensor.clone() for tensor in given]
+    snapshot = Snapshot(given, limit, Workspace())
+    snapshot.take()
+    for tensor in given:
+        tensor.add_(0.5)
+    here, moved = snapshot.moved(None, range(3), range(3))
+    way = moved.host()
+    for i, (tensor, old) in enumerate(zip(given, before, strict=True)):
+        true = (tensor.float() - old.float()).norm()
+        assert way[i, 5] == pytest.approx(float(true), rel=0.1 if here.sampled[i] else 1e-4)
+    if limit is None:
+        np.testing.assert_allclose(here.host(), np.stack([whole(t) for t in given]), rtol=1e-5, atol=1e-5)
+    assert here.sampled.tolist() == ([False] * 3 if limit is None else [True, limit == 5, True])
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "together, before the update"])
+def test_a_watch_tells_the_same_as_one_that_reads_every_element_the_other_way(later, monkeypatch):
+    joint, join = [], Workspace.joint
+    monkeypatch.setattr(Workspace, "joint", lambda *args: (joint.append(1), join(*args))[1])
+
+    def run(sample):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 300))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with th.watch(model, optimizer=optimizer, sample=sample, on_nan="record", slow=3) as w:
+            w._late = later  # As it is on a GPU.
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(50, 16)).square().mean().backward()
+                optimizer.step()
+        return w
+
+    ours = run(2**13)
+    assert bool(joint) == later
+    fused.wanted = False
+    try:
+        theirs = run(None)
+    finally:
+        fused.wanted = True
+    assert len(ours.rows()) == len(theirs.rows())
+    for mine, other in zip(ours.rows(), theirs.rows(), strict=True):
+        assert (mine["kind"], mine["address"], mine["count"]) == (other["kind"], other["address"], other["count"])
+        if mine["exact"]:
+            for name in COLUMNS[MEAN:]:
+                assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (mine["address"], name)
+    assert {row["address"] for row in ours.rows() if not row["exact"]} == {"3.weight"}
+
+
+def test_nan_is_counted_and_named_as_ever():
+    model = nn.Sequential(nn.Linear(4, 3000), nn.ReLU())
+    with th.watch(model, on_nan="record") as w:
+        x = torch.ones(5, 4)
+        x[1] = float("nan")
+        model(x).sum().backward()
+    assert w.row("0")["nan"] == 3000
+    assert "came in with what the model was given" in str(w.nonfinite)
