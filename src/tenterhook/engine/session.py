@@ -307,7 +307,8 @@ class Session:
             for swap in reversed(self._swaps):  # Of a call that was interrupted as it put them in or back.
                 swap.put_back()
             self.on_close()
-        self._told = compiled_support().end(self)
+        if self.graph_outputs is not None:
+            self._told = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
@@ -322,7 +323,7 @@ class Session:
     def _say_what_was_missed(self) -> None:
         if self.graph_outputs is not None and self.graph_outputs.error is not None:
             raise self.graph_outputs.error
-        if self._structure is not None and structure(self.model) is not self._structure:
+        if self._structure is not None and self._structure.still_has(self.model) is None:
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
                 "open on it: new modules were not part of it, and lost ones may have been missed."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -253,13 +254,17 @@ class Tape(Drawn, TapeView):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        from tenterhook.record.recorded_gradients import Gradients  # It builds on View, which stands here.
-
-        self.grad = Gradients(self)
         self.log = TapeLog()
         self.script: Any = None  # What th.replay serves from, where it was asked for.
         self.notes: dict[str, Any] = {}
         """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
+
+    @cached_property
+    def grad(self) -> Gradients:
+        """The recorded gradients, by the same addresses."""
+        from tenterhook.record.recorded_gradients import Gradients  # It builds on TapeView, which stands here.
+
+        return Gradients(self)
 
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""

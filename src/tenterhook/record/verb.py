@@ -270,6 +270,8 @@ class Recording(Session):
 
     def missed(self) -> list[list[Binding]]:
         """Return the groups of which no point was reached."""
+        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
+            return []
         bound = self._bound
         recorded = self._outputs.reached() if self._outputs is not None else None
 
@@ -280,8 +282,6 @@ class Recording(Session):
             # Of a parameter whose gradient alone is recorded nothing passes.
             return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
-        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
-            return []
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
@@ -347,7 +347,8 @@ class Recording(Session):
             )
         for point, recorder, grads in self._parameters:
             self._watch_parameter(point, recorder, grads)
-        compiled.waiting(self, self._waiting)
+        if self._waiting:
+            compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
 
@@ -371,7 +372,8 @@ class Recording(Session):
         for handle in self._handles:
             handle.remove()
         self.tape._let_go()
-        self.tape.grad.end()
+        if self._grad:
+            self.tape.grad.end()
 
     def _let_go(self) -> None:
         super()._let_go()
