@@ -143,6 +143,8 @@ def _reason(text: str) -> TenterhookError | None:
     reason = found[1].strip().rstrip(".")
     if reason.startswith(CHANGED_KIND):
         return EditError(KIND.format(reason=reason))
+    if "torch.export" in reason:
+        return SessionError(f"a tenterhook session is open on the model: {reason}.")
     return SessionError(WHOLE.format(what=f"{reason}: this"))
 
 
