@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Selector, Site, resolve
+from tenterhook.address.grammar import CallRange
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import find
 from tenterhook.compiled.traced_features import Door, doors, several, traced
@@ -207,13 +208,22 @@ class _Tap:
         self._session.took_one()
 
 
+def _single_calls(point: Point) -> list[str]:
+    """Return the address of a point, or that of each call where it has a range of calls."""
+    if not isinstance(point.call, CallRange):
+        return [str(point)]
+    if point.call.last is None:
+        raise AddressError(f"{point}: each call is a feature, so the range needs an end, such as #{{0..3}}")
+    return [f"{point.address}#{call}" for call in range(point.call.first, point.call.last + 1)]
+
+
 def _named(model: nn.Module, points: Any) -> dict[str, str]:
     if not isinstance(points, Mapping):
-        named = {str(point): str(point) for point in resolve(model, [points])}
+        named = {each: each for point in resolve(model, [points]) for each in _single_calls(point)}
     else:
         named = {}
         for selector, name in points.items():
-            found = [str(point) for point in resolve(model, [selector])]
+            found = [each for point in resolve(model, [selector]) for each in _single_calls(point)]
             if len(found) != 1:
                 text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a feature is one of them."
                 raise SelectorError(f"{text}\nGive a list of selectors, and each value has its address for a name.")
@@ -225,6 +235,6 @@ def _named(model: nn.Module, points: Any) -> dict[str, str]:
     for point in resolve(model, list(named)):
         if point.site is Site.PARAMETER:
             raise SelectorError(f"{point} is a parameter, which every run has; a feature is a value of a run")
-        if point.call is not None and point.call < 0:
+        if isinstance(point.call, int) and point.call < 0:
             raise AddressError(f"{point}: a run cannot know which call will be the last; count from the first, #0")
     return named

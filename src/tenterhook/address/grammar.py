@@ -6,7 +6,7 @@ r"""The text of an address, and what it means before any model is looked at.
     path     =  segment ("." segment)*            nothing at all is the root
     inner    =  name "()"? ("[" place "]")?       name: in, return, an argument, a variable, self.x, out["x"]
     place    =  an integer, the number of a place among those of that name; or "*", all of them
-    call     =  an integer; -1 is the last call
+    call     =  an integer, where -1 is the last call; or a range, "{2..8}" or "{1..}"
 
 In a segment or a name, ``*`` is any text, ``{a,b}`` are alternatives and ``{4..8}`` is a range; a segment ``**`` is
 any number of segments. A backslash takes the meaning from the character after it; what stands in square brackets is
@@ -16,6 +16,8 @@ taken as it is. Here is text only: nothing in this file knows torch.
 0
 >>> str(parse("layer4.1:return"))
 'layer4.1'
+>>> 8 in parse("h.3#{2..8}").call, 9 in parse("h.3#{2..8}").call
+(True, False)
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import NoReturn, TypeAlias
 
 from tenterhook.errors import AddressError
 
-__all__ = ["ESCAPED", "Address", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
+__all__ = ["ESCAPED", "Address", "CallRange", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
 
 _IN_PATH = frozenset("\\:#*{}.")
 _IN_NAME = frozenset("\\:#*{}[]()")
@@ -37,6 +39,7 @@ _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
 _PLACE = re.compile(r"\[(-?[0-9]+|\*)\](?=[:#]|\Z)")
 _ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
 _CALL = re.compile(r"#(-?[0-9]+)\Z")
+_CALLS = re.compile(r"#\{([0-9]+)\.\.([0-9]*)\}\Z")
 # A range becomes a list of alternatives when it is matched: this keeps a slip of the finger from filling the memory.
 _WIDEST_RANGE = 10_000
 
@@ -62,6 +65,20 @@ class Range:
         """Every name that the range stands for, smallest first."""
         low, high = sorted((self.first, self.last))
         return [str(number) for number in range(low, high + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRange:
+    """Calls ``{first..last}``, both included; ``{first..}`` has no end."""
+
+    first: int
+    last: int | None = None
+
+    def __contains__(self, call: int) -> bool:
+        return call >= self.first and (self.last is None or call <= self.last)
+
+    def __str__(self) -> str:
+        return f"{{{self.first}..{'' if self.last is None else self.last}}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,7 @@ class Address:
 
     path: tuple[Pattern, ...]
     inner: tuple[Inner, ...] = ()
-    call: int | None = None
+    call: int | CallRange | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -287,13 +304,23 @@ class _Reader:
         self.at = found.end()
         return Wild.ANY if found[1] == "*" else int(found[1])
 
-    def call(self) -> int | None:
+    def call(self) -> int | CallRange | None:
         if not self.next:
             return None
+        if found := _CALLS.match(self.text, self.at):
+            return self.calls(int(found[1]), int(found[2]) if found[2] else None)
         found = _CALL.match(self.text, self.at)
         if found is None:
-            self.fail("'#' takes the number of a call and ends the address", "Write 'cell:h#5', or '\\#' in a name.")
+            self.fail(
+                "'#' takes the number of a call, or a range of calls, and ends the address",
+                "Write 'cell:h#5', 'cell:h#{2..8}' or 'cell:h#{2..}', or '\\#' in a name.",
+            )
         return int(found[1])
+
+    def calls(self, first: int, last: int | None) -> CallRange:
+        if last is not None and last < first:
+            self.fail("this range of calls ends before it begins", f"Write '#{{{last}..{first}}}'.")
+        return CallRange(first, last)
 
     def piece(self, special: frozenset[str]) -> Piece:
         """One piece of a pattern; a literal comes a character at a time."""

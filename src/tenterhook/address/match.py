@@ -18,7 +18,7 @@ from torch import nn
 
 from tenterhook.address.found_outputs import FoundOutputs, remember
 from tenterhook.address.globs import has_literal, path_regex
-from tenterhook.address.grammar import ESCAPED, Address, Pattern, Wild, escape, parse
+from tenterhook.address.grammar import ESCAPED, Address, CallRange, Pattern, Wild, escape, parse
 from tenterhook.address.inner_points import arguments, no_such_name, sites_inside
 from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
@@ -302,7 +302,7 @@ def _filtered(model: nn.Module, fits: Callable[[str, nn.Module], object], site: 
 _IN = parse(":in")
 
 
-def _returns(modules: Sequence[Named], call: int | None, *, explicit: bool) -> list[Point]:
+def _returns(modules: Sequence[Named], call: int | CallRange | None, *, explicit: bool) -> list[Point]:
     paths = [path for path, _ in modules]
     addresses = _escaped(paths)
     site = Site.RETURN

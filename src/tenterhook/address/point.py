@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tenterhook._text import printable
+from tenterhook.address.grammar import CallRange
 from tenterhook.pytorch.module_calls import buffers_of, parameters_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Point:
     """that module's name, as ``named_modules`` spells it"""
     name: Final[str | None] = None
     """the argument's or the parameter's name"""
-    call: Final[int | None] = None
+    call: Final[int | CallRange | None] = None
+    """the call, or the range of calls, that is meant; None for all of them"""
     explicit: Final[bool] = False
     """named itself (by a literal address or as a module object), not found by a glob, class, regex or predicate"""
     spot: Final[InnerPlaces | None] = None
@@ -70,6 +72,11 @@ class Point:
 
     def __hash__(self) -> int:
         return hash((self.address, self.call))
+
+    def has_call(self, call: int) -> bool:
+        """Return whether the point is meant in a call, given by its number."""
+        wanted = self.call
+        return wanted is None or (call in wanted if isinstance(wanted, CallRange) else call == wanted)
 
     @property
     def tensor(self) -> Tensor | None:

@@ -270,7 +270,7 @@ def _mark(bindings: tuple[Binding, ...], done: tuple[bool, ...]) -> None:
 def _show(part: TracedPart, bindings: tuple[Binding, ...], values: tuple[Any, ...], call: int, token: int) -> None:
     for binding, value in zip(bindings, values, strict=True):
         point, action = binding.point, binding.action
-        if value is MISSING or (point.call is not None and point.call != call):
+        if value is MISSING or not point.has_call(call):
             continue
         context = Context(point.address, call, part.actions.module, part.actions.session)
         action.taken(value, context, token)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from tenterhook.errors import EditError
 from tenterhook.pytorch.dynamo_tracing import graph_break
 
 if TYPE_CHECKING:
+    from tenterhook.address import Point
     from tenterhook.compiled.trace_plan import Step
 
 __all__ = ["CalledEdit", "opaque"]
@@ -47,10 +48,10 @@ library.define("opaque_backward(Tensor gradient, Tensor value, Tensor token) -> 
 class CalledEdit:
     """An edit as the operation finds it: by a number that the graph is given as a tensor, with each session anew."""
 
-    __slots__ = ("__weakref__", "_count", "call", "context", "function", "name", "token")
+    __slots__ = ("__weakref__", "_count", "context", "function", "name", "point", "token")
 
-    def __init__(self, function: Any, name: str, call: int | None, context: Any) -> None:
-        self.function, self.name, self.call, self.context = function, name, call, context
+    def __init__(self, function: Any, name: str, point: Point, context: Any) -> None:
+        self.function, self.name, self.point, self.context = function, name, point, context
         self._count = itertools.count()
         number = next(_numbers)
         self.token = torch.tensor(number, device="cpu")
@@ -62,7 +63,7 @@ class CalledEdit:
     def __call__(self, value: Tensor, *, again: bool = False) -> Tensor:
         if not again:
             self.context.call = next(self._count)
-        meant = self.call is None or self.call == self.context.call
+        meant = self.point.has_call(self.context.call)
         try:
             new = self.function(value, self.context) if meant else None
         except Exception as error:

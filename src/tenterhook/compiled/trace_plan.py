@@ -15,6 +15,7 @@ from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_
 from tenterhook.sites.parameter import Swap
 
 if TYPE_CHECKING:
+    from tenterhook.address import Point
     from tenterhook.compiled.graph_outputs import GraphOutputs
     from tenterhook.engine.action import Binding
     from tenterhook.engine.install import ForwardPatch, ModuleActions
@@ -57,7 +58,7 @@ class Step:
         elif not self.observes:
             self._change(action, TracedContext(point.address, point.module))
             if self.opaque or point.call is not None:
-                self._call_back(action, point.call, Context(point.address, 0, point.module, actions.session))
+                self._call_back(action, point, Context(point.address, 0, point.module, actions.session))
 
     def _look(self, action: Any) -> None:
         policy = action.policy
@@ -75,9 +76,9 @@ class Step:
         part = change.part
         self.part = part if part is None or isinstance(part, tuple) else (part,)
 
-    def _call_back(self, action: Any, call: int | None, context: Context) -> None:
+    def _call_back(self, action: Any, point: Point, context: Context) -> None:
         self.opaque = True
-        self.called = CalledEdit(self.function, action.change.name, call, context)
+        self.called = CalledEdit(self.function, action.change.name, point, context)
         self.token = self.called.token
 
 

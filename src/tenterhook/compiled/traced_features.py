@@ -15,6 +15,7 @@ from torch import nn
 
 from tenterhook._tree import map_tensors
 from tenterhook.address import Point, Site
+from tenterhook.address.grammar import CallRange
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AmbiguousCall, NeverReached
 from tenterhook.pytorch.dynamo import inline_only
@@ -41,7 +42,9 @@ def doors(points: Iterable[Point], names: Mapping[str, str]) -> list[Door]:
         return []
     # The table is kept beside the module: only what Dynamo reaches by another way is put back as the very same object.
     return [
-        (names[str(point)], str(point), point.module, forward_hooks_of(point.module), point.call) for point in found
+        (names[str(point)], str(point), point.module, forward_hooks_of(point.module), call)
+        for point in found
+        if not isinstance(call := point.call, CallRange)  # Features are single calls; a range was spelled out before.
     ]
 
 

@@ -90,7 +90,7 @@ class Editing(Session):
             change.opaque = change.opaque or self._opaque
         found: list[Binding] = []
         for point in resolve(self.model, [selector]):
-            if point.call is not None and point.call < 0:
+            if isinstance(point.call, int) and point.call < 0:
                 raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
             refuse_several_places(point)
             bound = [binding for change in changes for binding in bind(point, change)]

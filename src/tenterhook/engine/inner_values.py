@@ -183,7 +183,7 @@ def _next_execution(actions: ModuleActions, binding: Binding) -> int:
 def _context(actions: ModuleActions, binding: Binding) -> Context | None:
     """The context of this execution, or None where another one is meant."""
     point, count = binding.point, _next_execution(actions, binding)
-    if point.call is not None and point.call != count:
+    if point.call is not None and not point.has_call(count):
         return None
     return Context(point.address, count, actions.module, actions.session)
 

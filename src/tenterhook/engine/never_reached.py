@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tenterhook.address.grammar import CallRange
 from tenterhook.address.match import Site
 from tenterhook.address.walk import find
 from tenterhook.errors import NeverReached
@@ -62,7 +63,8 @@ def _called(binding: Binding, calls: int) -> str:
     own = getattr(binding.action, "why", None)
     if own is not None:
         return str(own)
-    if point.call is not None and point.call >= calls:
+    first = point.call.first if isinstance(point.call, CallRange) else point.call
+    if first is not None and first >= calls:
         return f"the module was called {_times(calls)}, so its last call is #{calls - 1}"
     if point.spot is not None:
         return f"the module was called {_times(calls)}, but this was never run: {point.spot.where}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tenterhook._draw import Drawn, Table
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site, resolve
-from tenterhook.address.grammar import Wild, parse
+from tenterhook.address.grammar import CallRange, Wild, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
 from tenterhook.pytorch.wrappers import unwrapped
@@ -125,11 +125,11 @@ class TapeView(Mapping[str, Any]):
         return self._read(entries[self._choose(shown, entries, call)], address)
 
     def calls(self, address: str) -> list[Any]:
-        """The values of every call that is held, in the order of the calls."""
+        """The values of every call that is held, in the order of the calls; with ``#{2..8}``, of those calls."""
         base, call = self._find(address)
-        if call is not None:
+        if isinstance(call, int):
             raise AddressError(f"{address!r} names one call already; ask for the calls of {base!r}")
-        entries = self._tracks[base].entries_at(self._place(base, address))
+        entries = _of_range(self._tracks[base].entries_at(self._place(base, address)), call)
         return [self._read(entries[index], f"{base}#{index}") for index in sorted(entries)]
 
     def __iter__(self) -> Iterator[str]:
@@ -148,10 +148,10 @@ class TapeView(Mapping[str, Any]):
         except TenterhookError:
             return False
         entries = self._tracks[base].entries_at(self._place(base, str(address)))
-        if call is not None:
+        if isinstance(call, int):
             index = self._position(entries, call)
             return index in entries and self._held(entries[index])
-        return any(map(self._held, entries.values()))
+        return any(map(self._held, _of_range(entries, call).values()))
 
     def _read(self, entry: Any, address: str) -> Any:
         return read(entry, address)
@@ -162,7 +162,7 @@ class TapeView(Mapping[str, Any]):
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def _find(self, address: str) -> tuple[str, int | None]:
+    def _find(self, address: str) -> tuple[str, int | CallRange | None]:
         """The track that an address means, by the name it was recorded under or by another name of the same module."""
         if address in self._tracks:
             return address, None
@@ -208,13 +208,18 @@ class TapeView(Mapping[str, Any]):
             return None
         return next((name for name, track in self._tracks.items() if track.is_at(meant)), None)
 
-    def _choose(self, base: str, entries: Mapping[int, Any], call: int | None) -> int:
-        if call is None:
-            if len(entries) > 1:
-                shown = listed([f"{base}#{index}" for index in sorted(entries)])
-                fix = f"Ask for one of {shown}, or for all of them with .calls({base!r})."
-                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call is held.\n{fix}")
-            return min(entries)
+    def _choose(self, base: str, entries: Mapping[int, Any], call: int | CallRange | None) -> int:
+        if not isinstance(call, int):
+            meant = _of_range(entries, call)
+            asked = base if call is None else f"{base}#{call}"
+            if len(meant) > 1:
+                shown = listed([f"{base}#{index}" for index in sorted(meant)])
+                fix = f"Ask for one of {shown}, or for all of them with .calls({asked!r})."
+                raise AmbiguousCall(f"{asked!r} was called {len(meant)} times, and each call is held.\n{fix}")
+            if not meant:
+                held = listed([f"#{held}" for held in sorted(entries)])
+                raise NotRecorded(f"{asked}: no such call is held. Held: {held}.")
+            return min(meant)
         index: int = self._position(entries, call)
         if index not in entries:
             held = listed([f"#{held}" for held in sorted(entries)])
@@ -425,6 +430,11 @@ def _of_all_places(base: str) -> list[str]:
     *above, last = parsed.inner
     others = [replace(last, place=place) for place in (None, Wild.ANY) if place is not last.place]
     return [str(replace(parsed, inner=(*above, other))) for other in others]
+
+
+def _of_range(entries: Mapping[int, Any], call: CallRange | None) -> Mapping[int, Any]:
+    """Return the entries of a range of calls; all of them for None."""
+    return entries if call is None else {index: entry for index, entry in entries.items() if index in call}
 
 
 def load(path: str | os.PathLike[str]) -> Tape:

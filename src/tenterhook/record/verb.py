@@ -443,7 +443,7 @@ def _is_ever_called(module: nn.Module) -> bool:
 
 
 def _check_call(point: Point) -> None:
-    if point.call is not None and point.call < 0:
+    if isinstance(point.call, int) and point.call < 0:
         raise AddressError(f"{point}: a session cannot know which call will be the last; count from the first, #0")
 
 

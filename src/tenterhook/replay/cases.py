@@ -12,6 +12,7 @@ from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address import Point, Site, resolve
+from tenterhook.address.grammar import CallRange
 from tenterhook.edit.change import Change, as_change
 from tenterhook.errors import AddressError, SweepError, TenterhookError
 
@@ -88,7 +89,7 @@ class Prepared:
     edits: list[tuple[Point, list[Change]]]
 
     @property
-    def key(self) -> tuple[tuple[str, int | None], ...]:
+    def key(self) -> tuple[tuple[str, int | CallRange | None], ...]:
         """Cases with the same key edit at the same points, and can go together."""
         return tuple((point.address, point.call) for point, _ in self.edits)
 
@@ -128,7 +129,7 @@ def prepare(model: nn.Module, cases: Iterable[Any]) -> list[Prepared]:
         except TenterhookError as error:
             error.add_note(f"in case {index} ({case}) of the sweep")
             raise
-        last = [point for point, _ in edits if point.call is not None and point.call < 0]
+        last = [point for point, _ in edits if isinstance(point.call, int) and point.call < 0]
         if last:
             raise AddressError(f"{last[0]}: a run cannot know which call will be the last; count from #0")
         prepared.append(Prepared(index, case, edits))

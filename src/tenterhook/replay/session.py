@@ -282,8 +282,7 @@ def first_edit(run: TracedRun, action_sets: list[ModuleActions]) -> float:
         ):
             limit = min(limit, *(call.begin for call in calls))
         for binding in actions.edits_out:
-            index = binding.point.call
-            of_it = [call for call in calls if call.index == index] or calls
+            of_it = [call for call in calls if binding.point.has_call(call.index)] or calls
             limit = min(limit, *(call.end for call in of_it))
     return limit
 

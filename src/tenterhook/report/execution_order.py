@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from tenterhook.address.globs import name_regex, path_regex
-from tenterhook.address.grammar import Address, Inner, parse
+from tenterhook.address.grammar import Address, CallRange, Inner, parse
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import NotRecorded
 from tenterhook.record.tape import Tape
@@ -95,7 +95,10 @@ def _fits(wanted: Address, parsed: Address) -> bool:
     path = ".".join(parsed.names or ())
     if not re.fullmatch(path_regex(wanted.path), path) or len(wanted.inner) != len(parsed.inner):
         return False
-    if wanted.call is not None and wanted.call != (parsed.call or 0):
+    made = parsed.call if isinstance(parsed.call, int) else 0
+    if isinstance(wanted.call, CallRange) and made not in wanted.call:
+        return False
+    if isinstance(wanted.call, int) and made != wanted.call:
         return False
     return all(_inner_fits(*pair) for pair in zip(wanted.inner, parsed.inner, strict=True))
 
