@@ -1,4 +1,4 @@
-"""Why a point was never reached, in words."""
+"""The error for points that were never reached, with the likely reason for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 10
 
 
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
-    """The error for groups of bindings that no call passed."""
+    """Return the error for groups of bindings of which none was reached."""
     what = "edit took no effect" if session.verb == "edit" else "point was never reached"
     called = session.has_calls()
     count = len(missed) if session.verb == "edit" else sum(map(len, missed))
@@ -36,7 +36,7 @@ def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached
 
 
 def why(session: Session, binding: Binding, *, called: bool) -> str:
-    """The likeliest reason, from what the session saw; ``called`` says whether any of its modules was."""
+    """Return the likely reason. ``called`` is True if any module of the session was called."""
     point = binding.point
     kind = type(point.module).__name__
     if not can_be_called(point.module) and point.site is not Site.PARAMETER:
