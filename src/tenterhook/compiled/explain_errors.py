@@ -1,7 +1,7 @@
-"""Errors of ``torch.compile`` in a session, as errors that name the point and the fix.
+"""Clear errors for failures of ``torch.compile`` in a session: they name the point and the fix.
 
-Dynamo's own errors tell of its inner workings. They are replaced where the session is the cause; to all others a note
-is added that says which session was part of the graph.
+Dynamo's own errors describe its internals. If the session caused the error, the error is replaced. All others get a
+note that names the session that was part of the graph.
 """
 
 from __future__ import annotations
@@ -56,33 +56,33 @@ GOT = re.compile(r"(?:got|raised exception) (\w+\(.*\))\s*$", re.MULTILINE)
 CHANGED_KIND = "an edit changed the kind of a value"
 SHOWN = 5
 
-# What the graph that is being traced has come to: views whose gradients are wanted, and the last edit.
+# State of the graph that is being traced: views whose gradients are recorded, and the last edit.
 _views: dict[str, None] = {}
 _edited: list[str] = []
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_view(address: str) -> bool:
-    """Note, while a graph is traced, that the gradient of a view is wanted at a point: the value may not be changed."""
+    """Note during tracing that the gradient of a view is used at a point. No in-place operation may change it later."""
     _views[address] = None
     return True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_edit(address: str) -> bool:
-    """Note, while a graph is traced, that the edit at a point comes next."""
+    """Note during tracing that the edit at this point comes next."""
     _edited[:] = [address]
     return True
 
 
 def forget() -> None:
-    """Forget what earlier graphs have noted."""
+    """Clear the notes of earlier graphs."""
     _views.clear()
     _edited.clear()
 
 
 def explained(session: Session, error: BaseException) -> TenterhookError | None:
-    """Return the error to raise in the place of one that came out of compiled code; None to leave it as it is."""
+    """Return the error to raise instead of one from compiled code, or None to keep it."""
     from tenterhook.pytorch.dynamo_tracing import DynamoError
 
     _copy_notes(error)
@@ -96,7 +96,7 @@ def explained(session: Session, error: BaseException) -> TenterhookError | None:
 
 
 def _edit(session: Session, error: Any) -> TenterhookError | None:
-    """The error that names the edit at which tracing failed, if it was at one."""
+    """Return an error that names the edit at which tracing failed, or None if it failed elsewhere."""
     stack = getattr(error, "real_stack", None) or ()
     found = [binding for binding in session.bindings if _is_on(binding, stack)]
     if not found:
@@ -110,7 +110,7 @@ def _edit(session: Session, error: Any) -> TenterhookError | None:
 
 
 def _is_on(binding: Binding, stack: Any) -> bool:
-    """Tell whether the function of an edit is on the stack of what was traced."""
+    """Return whether the function of an edit is on the stack of the traced code."""
     change = getattr(binding.action, "change", None)
     function = getattr(change, "call", None)
     if not isinstance(function, FunctionType):
@@ -136,7 +136,7 @@ def _view(session: Session, error: Any, text: str) -> TenterhookError | None:
 
 
 def _reason(text: str) -> TenterhookError | None:
-    """The reason for which this room has left the graph."""
+    """Return an error with the reason for which our own code broke the graph, or None."""
     found = REASON.search(text)
     if found is None:
         return None
@@ -166,7 +166,7 @@ def _listed(bindings: list[Binding]) -> str:
 
 
 def _copy_notes(error: BaseException) -> None:
-    """Copy the note that names an edit from the error that it raised to the one that a backend made of it."""
+    """Copy the note that names an edit from the original error to the error that a backend raised from it."""
     for before in _causes(error):
         for note in getattr(before, "__notes__", ()):
             if note.startswith("in the edit ") and note not in getattr(error, "__notes__", ()):

@@ -1,7 +1,7 @@
-"""Graphs that must be whole: what cannot be part of one is said as a session starts, not in the middle of a run.
+"""A check at the start of a session for actions that cannot be part of a graph with ``fullgraph=True``.
 
-That a graph must be whole (``fullgraph=True``) is known where the session is opened on what ``torch.compile`` gave, or
-on a model with ``compile()``. Where a model is compiled beside the session, the first call says it, by
+``fullgraph=True`` is known at the start if the session is opened on the result of ``torch.compile``, or on a model on
+which ``compile()`` was called. If the model is compiled separately, the first call raises the error: see
 :mod:`tenterhook.compiled.explain_errors`.
 """
 
@@ -43,7 +43,7 @@ WRITTEN = "the calls of a run are written down as they are made, for a replay"
 
 
 def check(session: Session) -> None:
-    """Raise if something of a session cannot be part of a graph that must be whole."""
+    """Raise :class:`SessionError` if an action of the session cannot be part of a graph with ``fullgraph=True``."""
     if is_forced_eager():
         return
     whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
@@ -58,7 +58,7 @@ def check(session: Session) -> None:
 
 
 def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
-    """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
+    """Return the module, or its wrappers from ``torch.compile``, if they were compiled with ``fullgraph=True``."""
     compiled = [each for each in wrappers_at(session.model, path) if isinstance(each, OptimizedModule)]
     outers = [each for each in compiled if original_module(each) is module]
     if outers:
@@ -67,7 +67,7 @@ def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
-    """Why what is asked for at a module cannot be traced."""
+    """Return the reason why the actions at a module cannot be traced, or None."""
     try:
         part = part_of(actions)
     except Untraceable as error:
@@ -82,7 +82,7 @@ def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
 
 
 def _why_not_outside(actions: ModuleActions) -> str | None:
-    """Say why it cannot be traced where the graph begins before the compiled module's own forward."""
+    """Return the reason, for a graph that begins before the compiled module's own forward, or None."""
     if hasattr(actions.guard, "prepare"):
         return UNDECIDED
     bindings = (*actions.looks_out, *actions.inner, *(binding for _, binding in actions.looks_in))
@@ -90,7 +90,7 @@ def _why_not_outside(actions: ModuleActions) -> str | None:
 
 
 def _begins_outside(outer: nn.Module) -> bool:
-    """Return whether the graph begins before the compiled module's own forward, where a stop could be caught."""
+    """Return whether the graph begins before the compiled module's own forward, in which a stop could be caught."""
     if isinstance(outer, OptimizedModule):
         return is_skipped(type(original_module(outer)).forward)
     return begins_outside_of(compiled_call(outer))
