@@ -1,4 +1,4 @@
-"""Writing the script of a run as it happens."""
+"""The guard that records the call trace of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = ["RunRecorder", "worth_keeping"]
 
 
 def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
-    """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
+    """Return the modules whose calls may be served when some modules are edited.
+
+    These are the modules beside the paths to the edited modules, and the edited modules.
+    """
     paths = {module: path for path, module in walk(model)[0]}
     found: dict[nn.Module, None] = {model: None, unwrapped(model): None}
     for target in edited:
@@ -50,16 +53,17 @@ class _Frame:
 
 
 class RunRecorder:
-    """The guard that writes a script: what each call was given and gave, and what forbids to serve it again.
+    """The guard that records a call trace: inputs and outputs of each call, and reasons why it cannot be served.
 
-    ``modules``: those whose calls are written down; what is below others is part of their calls.
+    ``modules``: the modules whose calls are recorded. Calls of modules below other modules are part of those modules'
+    calls.
     """
 
     def __init__(self, script: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
         self.script, self._model = script, model
         self.modules = dict.fromkeys(modules)
-        self.digests = True  # Whether the weights' bits are summed up, for a replay to compare.
-        # Where open sessions change something: what contains that is not the model's own doing.
+        self.digests = True  # True if digests of the weights are computed, for a replay to compare.
+        # Modules at which open sessions have edits. Calls that contain them are not the model's own computation.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
         self._paths = {module: path for path, module in with_wrappers(model)}
@@ -74,10 +78,10 @@ class RunRecorder:
             if module is self._model:
                 self._begin()
             else:
-                return MISSING  # A part of the model, called by itself.
+                return MISSING  # A submodule was called directly.
         self._observe()
         run = self._run
-        assert run is not None  # noqa: S101  It was begun above.
+        assert run is not None  # noqa: S101  Set by _begin above.
         index = self._counts.get(module, 0)
         self._counts[module] = index + 1
         self._tick += 1
@@ -137,7 +141,7 @@ class RunRecorder:
 
     def _end(self, root: TracedCall) -> None:
         run, self._run = self._run, None
-        assert run is not None  # noqa: S101  A call ends that has begun.
+        assert run is not None  # noqa: S101  Only a call that has begun can end.
         run.root = root
         run.calls[root.module, 0] = root
         astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
@@ -160,7 +164,7 @@ class RunRecorder:
             self.script.refused = root.why
 
     def _region(self, module: nn.Module) -> list[nn.Module]:
-        """The module, and what is below it without being written down by itself."""
+        """Return the module and the modules below it whose calls are not recorded separately."""
         found = self._regions.get(module)
         if found is None:
             found, waiting = [], [module]
@@ -174,7 +178,7 @@ class RunRecorder:
         return found
 
     def _observe(self, ending: _Frame | None = None) -> None:
-        """See whether random numbers were drawn or anything was changed since the last time."""
+        """Check whether random numbers were drawn or a module changed since the last check."""
         self._draws += self._randomness.drawn()
         for frame in (*self._stack, ending):
             for module in frame.region if frame is not None else ():
@@ -186,7 +190,7 @@ class RunRecorder:
                     self._what = self._paths.get(module) or "the model"
 
     def _obstacle(self, frame: _Frame, value: Any) -> str:
-        """What forbids to serve a call that has just ended."""
+        """Return the reason why a call that has just ended cannot be served, or ""."""
         if value is MISSING:
             return "it raised, or was stopped, when it was recorded"
         if frame.draws != self._draws:
@@ -201,13 +205,16 @@ class RunRecorder:
         return self._handed_on(out, now) or self._inside(frame.call)
 
     def _handed_on(self, out: set[int], given: list[Any]) -> str:
-        """What a call gave that was there before it, so that its place cannot be taken by something recorded."""
+        """Return the reason if the output of a call shares memory with its input or the model, or "".
+
+        A recorded copy cannot replace such an output.
+        """
         if out & storages(given):
             return "it gives back its input, or a view of it"
         return "it gives back a parameter, or something else that the model holds" if out & self._held else ""
 
     def _inside(self, call: TracedCall) -> str:
-        """What stands inside a call and forbids to pass it over."""
+        """Return the reason if something inside a call prevents skipping it, or ""."""
         own = self._run.below(call.module) if self._run is not None else []
         if not all(each.known for each in own):
             return "it holds a module whose state cannot be seen"
@@ -227,7 +234,7 @@ def _versions(leaves: list[Any]) -> list[int]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What a structure has in it, in order."""
+    """Return the leaves of a structure, in order."""
     if isinstance(value, Tensor):
         return [value]
     parts = parts_of(value)
