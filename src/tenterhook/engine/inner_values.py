@@ -1,7 +1,7 @@
 """The code that a rewritten ``forward`` calls at each place that a session has touched.
 
 The actions of a call form a tree of :class:`RewrittenFunction`: one node for ``forward`` and one for each function that
-it enters. A node is also the :class:`~tenterhook.sites.rewrite.Hands` object of its rewritten function.
+it enters. A node is also the :class:`~tenterhook.sites.rewrite.PlaceCallbacks` object of its rewritten function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a backward hook is called, what it may return, and what its errors say."""
+"""The call of a backward hook, the check of its result, and its error messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ORDER = (
 
 
 def run_hook(hook: Hook, module: nn.Module, *gradients: Gradients) -> Any:
-    """Call a hook; an error in it says which hook it was, which autograd's traceback does not."""
+    """Call a hook. An error gets a note that names the hook, because autograd's traceback does not."""
     try:
         return hook(module, *gradients)
     except Exception as error:
@@ -65,12 +65,12 @@ def run_hook(hook: Hook, module: nn.Module, *gradients: Gradients) -> Any:
 
 
 def as_tuple(new: Any) -> Gradients:
-    """Return what a hook returned as a tuple."""
+    """Return the result of a hook as a tuple."""
     return new if isinstance(new, tuple) else (new,)
 
 
 def checked(new: Any, length: int, what: str, hook: Hook) -> Gradients:
-    """Return what a hook returned as a tuple of the right length."""
+    """Return the result of a hook as a tuple, or raise :class:`HookError` if its length is wrong."""
     gradients = as_tuple(new)
     if len(gradients) != length:
         text = f"the backward hook {name_of(hook)} returned {len(gradients)} gradients for {what}"
@@ -79,5 +79,5 @@ def checked(new: Any, length: int, what: str, hook: Hook) -> Gradients:
 
 
 def name_of(hook: Hook) -> str:
-    """Return the name of a hook for an error."""
+    """Return the name of a hook for an error message."""
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
