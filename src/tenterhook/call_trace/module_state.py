@@ -31,7 +31,7 @@ __all__ = [
     "in_the_way",
 ]
 
-OTHER_STATE = "a module in it holds something else than in the recorded run"
+OTHER_STATE = "the state of a module in it differs from the recorded run"
 FIXED = frozenset({type(None), bool, int, float, str, bytes})
 BOXES = (list, tuple, set, frozenset, deque, dict)
 MANY = 256  # Containers with more items are only compared once per run.
@@ -136,7 +136,7 @@ class SubtreeState:
     def obstacle(self) -> str:
         """Return a text about what has changed, or "" if nothing has."""
         if any(self._hooks):
-            return "other libraries' hooks stand inside it"
+            return "it contains hooks of other libraries"
         try:
             now = list(chain.from_iterable(map(_values_of, self._dicts)))
             versions = [tensor._version for tensor in self._watched]
@@ -192,9 +192,9 @@ def ambient() -> Contents:
 def in_the_way() -> str:
     """Return why the result of a call cannot be predicted at present, or "" if it can."""
     if any_mode():
-        return "a torch function or dispatch mode is on, which may change what operations do"
+        return "a torch function or dispatch mode is active, which may change operations"
     if in_transform():
         return "a transform of torch.func is running"
     if GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
-        return "there are global module hooks, which may do anything at any call"
+        return "there are global module hooks, which may change any call"
     return ""

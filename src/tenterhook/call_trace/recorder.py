@@ -147,7 +147,9 @@ class RunRecorder:
         astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
         if astray and not run.why:
             path = self._paths.get(astray[0].module) or ":return"
-            run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
+            run.why = (
+                f"the state of {path!r} changed during the recorded run, and it is not known which call changed it"
+            )
         elsewhere = run.dependencies.changed()
         run.pure = not (self._draws or self._changes or elsewhere or astray or self._unknown)
         for call in run.calls.values():
@@ -196,10 +198,10 @@ class RunRecorder:
         if frame.draws != self._draws:
             return "it drew random numbers"
         if frame.changes != self._changes:
-            return f"it changed what {self._what!r} holds"
+            return f"it changed the state of {self._what!r}"
         now, out = _leaves(frame.given), storages(value)
         if len(now) != len(frame.leaves) or not all(map(operator.is_, now, frame.leaves)):
-            return "it changed what it was given"
+            return "it changed its arguments"
         if _versions(now) != frame.versions:
             return "it changed its input in place"
         return self._handed_on(out, now) or self._inside(frame.call)
@@ -211,21 +213,21 @@ class RunRecorder:
         """
         if out & storages(given):
             return "it gives back its input, or a view of it"
-        return "it gives back a parameter, or something else that the model holds" if out & self._held else ""
+        return "it gives back a parameter, or another tensor of the model" if out & self._held else ""
 
     def _inside(self, call: TracedCall) -> str:
         """Return the reason if something inside a call prevents skipping it, or ""."""
         own = self._run.below(call.module) if self._run is not None else []
         if not all(each.known for each in own):
-            return "it holds a module whose state cannot be seen"
+            return "it contains a module whose state cannot be read"
         if call.module in self._unknown:
             return f"it may read {self._unknown[call.module]}"
         if any(each.hooked for each in own if each.module is not call.module):
-            return "other libraries' hooks stand inside it"
+            return "it contains hooks of other libraries"
         if call.module in self._edited_within or (
             self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)
         ):
-            return "an edit was at work inside it when it was recorded"
+            return "an edit was active inside it when it was recorded"
         return ""
 
 

@@ -79,9 +79,9 @@ class CopyKeeper:
         if known is not None and known[1] == version(tensor) and known[1] >= 0:
             return known[2]
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise Unkeepable(f"a {type(tensor).__name__} of {tensor.layout} passes there, which is not kept")
+            raise Unkeepable(f"it has a {type(tensor).__name__} with layout {tensor.layout}, which cannot be stored")
         if tensor.device.type not in ("cpu", "cuda"):
-            raise Unkeepable(f"randomness on {tensor.device.type} cannot be watched")
+            raise Unkeepable(f"random numbers on {tensor.device.type} cannot be detected")
         with torch.inference_mode(mode=False):
             kept = copied(tensor.detach())
         self._known[id(tensor)] = (tensor, version(tensor), kept)
@@ -106,7 +106,7 @@ def _fixed(value: Any) -> Any:
         return value
     kind = type(value).__name__
     hint = ": call the model with use_cache=False" if "Cache" in kind else ""
-    raise Unkeepable(f"a {kind} passes there, which a call may change{hint}")
+    raise Unkeepable(f"it has a {kind} as argument or output, which a call may change{hint}")
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +195,8 @@ class CallTrace:
     def __repr__(self) -> str:
         calls = [call for run in self.runs for call in run.calls.values()]
         ready = sum(not call.why for call in calls)
-        return (
-            f"<script of {len(self.runs)} run(s): {ready} of {len(calls)} calls can be served, {self.nbytes:,} bytes>"
-        )
+        served = f"{ready} of {len(calls)} calls can be served"
+        return f"<call trace of {len(self.runs)} run(s): {served}, {self.nbytes:,} bytes>"
 
 
 def of_one_kind(one: Tensor, other: Tensor) -> bool:

@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["CHANGED_KIND", "explained", "forget", "note_edit", "note_view"]
 
 UNTRACED = (
-    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
-    "alone, or let it run outside: th.edit(..., opaque=True)."
+    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nUse only PyTorch "
+    "operations in it, or run it outside the graph: th.edit(..., opaque=True)."
 )
 FAILS = (
-    "the edit {name} at {address!r} fails inside a compiled graph: {reason}\nCall it by itself on a value of that "
-    "shape to see why, or let it run outside of the graph: th.edit(..., opaque=True)."
+    "the edit {name} at {address!r} fails inside a compiled graph: {reason}\nCall it alone on a value of that "
+    "shape to see why, or run it outside the graph: th.edit(..., opaque=True)."
 )
 VIEW = (
-    "the gradient of {points} cannot be recorded or edited inside a compiled graph: the value there is a view, or a "
-    "tensor that the module was given, and it is changed in place later{where}.\nReturn a copy of it from the module, "
-    ".clone(); name a point after the change; or run the model where it is not compiled: under "
+    "the gradient of {points} cannot be recorded or edited inside a compiled graph: the value is a view, or an "
+    "argument of the module, and it is changed in place later{where}.\nReturn a copy of it from the module (.clone()), "
+    "use a point after the change, or run the model without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
 WHOLE = (
-    "{what} cannot be part of a graph that must be whole (fullgraph=True).\nCompile the model without fullgraph=True, "
-    "and the graph is left there; or do this where it is not compiled: under torch.compiler.set_stance('force_eager')."
+    "{what} cannot be part of a graph compiled with fullgraph=True.\nCompile the model without fullgraph=True, which "
+    "allows a graph break there, or run it without compiling: under torch.compiler.set_stance('force_eager')."
 )
 KIND = (
-    "{reason}, in a compiled graph that must be whole (fullgraph=True).\nReturn the same kind, or pass check=False to "
-    "th.edit if what follows can take it."
+    "{reason}, in a graph compiled with fullgraph=True.\nReturn a value of the same type, shape and dtype, or pass "
+    "check=False to th.edit if the rest of the model accepts the new value."
 )
 STOP = "the stop after {points}, which would leave the graph as an exception,"
 NOTE = (
@@ -53,7 +53,7 @@ NOTE = (
 IN_PLACE_ON_VIEW = "is a view and is being modified inplace"
 REASON = re.compile(r"tenterhook: ([^\n'\"]*(?:'[^'\n]*'[^\n'\"]*)*)")
 GOT = re.compile(r"(?:got|raised exception) (\w+\(.*\))\s*$", re.MULTILINE)
-CHANGED_KIND = "an edit changed the kind of a value"
+CHANGED_KIND = "an edit changed the type, shape or dtype of a value"
 SHOWN = 5
 
 # State of the graph that is being traced: views whose gradients are recorded, and the last edit.

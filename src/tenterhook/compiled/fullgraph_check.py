@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["check"]
 
 WHOLE = (
-    "{what} lies in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
-    "Compile the model without fullgraph=True, and the graph is left there; or do this where it is not compiled: under "
+    "{what} is in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
+    "Compile the model without fullgraph=True, which allows a graph break there, or run it without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
-STOPS = "a stop leaves the graph of a module of PyTorch's own as an exception, and no exception can leave a whole graph"
-WRITTEN = "the calls of a run are written down as they are made, for a replay"
+STOPS = "a stop leaves the graph of a PyTorch module as an exception, which fullgraph=True does not allow"
+WRITTEN = "the calls of a run are recorded in Python, for a replay"
 
 
 def check(session: Session) -> None:
@@ -48,7 +48,7 @@ def check(session: Session) -> None:
         return
     whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
     if whole and getattr(session, "learns", False):
-        raise SessionError(WHOLE.format(what="what is to be served", why=WRITTEN))
+        raise SessionError(WHOLE.format(what="a call to serve", why=WRITTEN))
     for path, outer in whole:
         for actions in session.action_sets.values():
             why = _why_not(actions, outer) if not path or f"{actions.path}.".startswith(f"{path}.") else None

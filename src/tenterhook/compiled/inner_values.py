@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedNode", "body_of"]
 
-NO_SOURCE = "tenterhook: operations of a function without source are watched one by one"
+NO_SOURCE = "tenterhook: operations of a function without source are observed one by one, outside a graph"
 
 
 class TracedNode:

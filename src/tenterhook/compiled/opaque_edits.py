@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CalledEdit", "opaque"]
 
-STRUCTURE = "tenterhook: an opaque edit inside a graph changes a tensor, and this value is a structure"
+STRUCTURE = "tenterhook: inside a graph an opaque edit needs a tensor, and this value is a structure"
 OTHER = (
-    "the opaque edit {name} at {address!r} turned {old} into {new}, and inside a compiled graph it has to return a "
-    "tensor of the same kind. Return one, or run the model where it is not compiled: under "
+    "the opaque edit {name} at {address!r} turned {old} into {new}. Inside a compiled graph it must return a tensor "
+    "of the same shape and dtype. Return such a tensor, or run the model without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
 
 OVER = (
-    "the backward pass came to the opaque edit at {address!r} after its session was over. Call backward() inside the "
-    "session."
+    "the backward pass reached the opaque edit at {address!r} after its session was closed. Call backward() inside "
+    "the session."
 )
 KNOWN = 4096  # The number of edits whose addresses are kept for error messages.
 

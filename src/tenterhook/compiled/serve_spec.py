@@ -12,8 +12,8 @@ from torch import Tensor
 
 __all__ = ["GRADIENTS", "UNLIKE", "ServeSpec", "is_plain"]
 
-GRADIENTS = "gradients are on and it takes part in them: call the model under torch.no_grad()"
-UNLIKE = "it is given something else than in the recorded run"
+GRADIENTS = "gradients are enabled and would flow through it: call the model under torch.no_grad()"
+UNLIKE = "its arguments differ from those of the recorded run"
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UNDECIDED", "served"]
 
-UNDECIDED = "tenterhook: whether a call is served is decided as it is made"
+UNDECIDED = "tenterhook: whether a call is served is decided in Python at each call"
 
 
 def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callable[..., Any]:

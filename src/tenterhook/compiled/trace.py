@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
 
-EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
-WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
+EXPORTED = "tenterhook: close the session before torch.export, or its actions become part of the exported program"
+WALK = "tenterhook: inside a graph, the gradient of a structure must be in tuples, lists or dicts to be recorded"
 KIND = f"tenterhook: {CHANGED_KIND}"
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FOREIGN", "Step", "TracedPart", "is_uncompilable", "part_of", "reason_at", "traced_forward"]
 
-FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
-LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
+FOREIGN = "tenterhook: this module has forward hooks of another library, which run before values are recorded"
+LATER = "tenterhook: this session was opened before torch.compile was used; open a new session"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
-FUSED = "tenterhook: a fused layer is kept from bypassing its children"
-FLAT = "tenterhook: the recurrent layer of the edited parameter keeps its weights a second time:"
-KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules:"
-GATHERED = "tenterhook: gather=True puts values together over processes"
-NO_HOOKS = "tenterhook: with this release of torch no hook, and so no gradient of {address!r}, can be part of a graph"
+FUSED = "tenterhook: a fused layer must call its children"
+FLAT = "tenterhook: the recurrent layer of the edited parameter stores its weights a second time:"
+KEPT = "tenterhook: the edited parameter, or a weight computed from it, is stored outside of module dicts:"
+GATHERED = "tenterhook: gather=True gathers values from all processes"
+NO_HOOKS = "tenterhook: this release of torch cannot trace tensor hooks, and the gradient of {address!r} needs one"
 
 
 class Step:

@@ -23,10 +23,10 @@ from tenterhook.pytorch.module_calls import forward_hooks_of, replace_forward_ho
 __all__ = ["Door", "doors", "several", "traced"]
 
 Door = tuple[str, str, nn.Module, Any, int | None]
-"""a feature's name and address, the module whose output it is, that module's table of forward hooks, and the call"""
+"""The name and address of a feature, its module, that module's dict of forward hooks, and the call index."""
 
 Otherwise = Callable[[Any, Any], dict[str, Any]]
-"""the same by a session, from positional and keyword arguments"""
+"""A function that computes the features with a session, from positional and keyword arguments."""
 
 SEVERAL = (
     "{address!r} was called {count} times, and a feature is the value of one call.\n"
@@ -123,7 +123,7 @@ class _Run:
     def value(self, name: str, address: str, call: int | None) -> Any:
         """Return a feature. Raise if its module was never called, or called more than once without a call index."""
         if name not in self.kept:
-            raise NeverReached(f"{address!r} was not called in this run, so that there is no feature {name!r}.")
+            raise NeverReached(f"{address!r} was not called in this run, so there is no feature {name!r}.")
         if call is None and self.times[name] > 1:
             raise AmbiguousCall(several(address, name, self.times[name]))
         return self.kept[name]

@@ -58,20 +58,20 @@ __all__ = [
 ]
 
 SHARED = (
-    "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
-    "threads, so that this call uses the edited one too. Give each thread a model of its own, or edit outputs instead."
+    "{kind} was called by another thread while a call with an edited parameter was running. All threads share the "
+    "parameter, so this call uses the edited value too. Give each thread its own model, or edit outputs instead."
 )
 
 SCRIPTED = (
-    "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
-    "in place of the model's. Close the session first."
+    "{kind} was passed to torch.jit.script while a session is open on it. The script would contain tenterhook's code "
+    "instead of the model's. Close the session first."
 )
 CALLED_OTHERWISE = (
-    "a parameter of {kind} cannot be edited: hooks that run before its forward may compute weights of it, and the call "
-    "was replaced, for example by Module.compile(), so that they would see the unedited parameter. Edit its output, or "
-    "open the session before the call is replaced."
+    "a parameter of {kind} cannot be edited: its forward pre-hooks may compute weights from the parameter. They would "
+    "read the unedited value, because the call of the module was replaced, for example by Module.compile(). Edit its "
+    "output, or open the session before the call is replaced."
 )
-OPEN = "a tenterhook session is open on this module, and was before anything was compiled"
+OPEN = "a tenterhook session is open on this module, and it was opened before torch.compile was used"
 SCRIPT = "__prepare_scriptable__"  # torch.jit.script calls this on every module before anything else.
 
 locked = threading.RLock()  # Held while forwards are installed and removed.

@@ -15,7 +15,7 @@ __all__ = ["refuse_traced"]
 
 TRACED = (
     "{kind} is being traced by {tracer} while a session is open on it. Edits would become part of the traced program "
-    "and stay in it, and what passes is no value to record. Close the session before tracing, or run the model itself."
+    "and stay in it, and there are no real values to record. Close the session before tracing, or run the model itself."
 )
 
 

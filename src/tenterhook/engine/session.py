@@ -43,17 +43,17 @@ from tenterhook.sites.threads import current
 __all__ = ["Session", "open_here"]
 
 REPLACED = (
-    "the forward of {path!r} was replaced by another while a session was open. The replacement was left in place, and "
-    "may go on calling through tenterhook, which now does nothing there. Close the session first, or put the "
-    "replacement in before it starts."
+    "the forward of {path!r} was replaced while a session was open. The replacement stays in place. It may still call "
+    "the forward of tenterhook, which now does nothing. Close the session before you replace a forward, or replace it "
+    "before the session starts."
 )
 OFFLOADED = (
-    "{address!r} is offloaded: its value is elsewhere and comes only for the time of a call, so that there is none to "
-    "record, edit or watch here. Use the outputs and arguments of its module, or a model that is not offloaded."
+    "{address!r} is offloaded: it is only materialised during a call, so there is no value to record, edit or watch "
+    "here. Use the outputs and arguments of its module, or a model that is not offloaded."
 )
 REPLICAS = (
-    "nn.DataParallel runs copies of the model in threads of their own, and a session is one thread's. Open it on the "
-    "module inside and call that one, or use DistributedDataParallel."
+    "nn.DataParallel runs copies of the model in other threads, and a session acts in one thread only. Open the "
+    "session on the inner module and call that module, or use DistributedDataParallel."
 )
 
 
@@ -81,7 +81,7 @@ class Session:
 
     verb = "session"
     needs: tuple[str, ...] = ()
-    """the features of PyTorch that this session cannot do without, beyond those that all need"""
+    """The features of PyTorch that this kind of session needs, besides those that all sessions need."""
 
     def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
         self.model = model
@@ -169,7 +169,7 @@ class Session:
             there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
             gone = [path for path, module in places if id(module) not in there]
         if gone:
-            message = f"{gone[0]!r} is not the module any more that it was when this session was made"
+            message = f"the module {gone[0]!r} was replaced or removed after this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
 
     def _check_torch(self) -> None:

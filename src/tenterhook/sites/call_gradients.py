@@ -91,7 +91,7 @@ class CallGradients:
         self._input_count = self._output_count = 0
         self._passes: dict[int, _Pass] = {}
         self.is_last = True
-        """Whether no forward pre-hook comes between this and the forward."""
+        """True if no other forward pre-hook runs after ours."""
         # During the call: the aliases, and functions that restore the tensors replaced in lists and dicts.
         self._given: list[tuple[weakref.ref[Tensor], CallTensor]] = []
         self._undo: list[Callable[[], None]] = []

@@ -31,7 +31,7 @@ __all__ = [
     "wanted_of",
 ]
 
-NO_PART = f"a backward hook cannot have the gradient of a tensor: {TIED}."
+NO_PART = f"a backward hook cannot get the gradient of a tensor: {TIED}."
 
 
 class CallTensor:
@@ -40,7 +40,7 @@ class CallTensor:
     def __init__(self, index: int, alias: Tensor, *, number: int | None = None, late: bool = False) -> None:
         self.index = index
         self.number = number
-        """The position of its base among those that :func:`rebase` was given; None for memory that is not its own."""
+        """The index of its base in the list passed to :func:`rebase`; None if it shares memory of other tensors."""
         self.gone = self.changed_inside = False
         self._late = late
         base = view_base(alias) if number is not None else base_of(alias)

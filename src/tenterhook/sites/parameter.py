@@ -147,7 +147,7 @@ class DerivedWeights:
 
 
 _After = tuple[list[tuple[Any, Any, Tensor]], Tensor | None]
-"""After a call: the tensor of each place, and the values that are copied into the original."""
+"""After a call: the tensor for each place, and the values to copy into the original."""
 
 
 class Swap:

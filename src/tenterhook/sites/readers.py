@@ -27,16 +27,16 @@ from tenterhook.pytorch.python_code import cell_value, cells_of, global_names, s
 __all__ = ["ClosureCell", "Readers", "SlotAttributes", "refuse_outside_owners"]
 
 FIXED = (
-    "{address!r} cannot be edited: {where} keeps it too, in a {kind}, which cannot be changed for the time of a call. "
-    "Keep it in a list or a dict there, or edit the outputs that are computed from it."
+    "{address!r} cannot be edited: {where} also holds it, in a {kind}, which cannot be changed during a call. "
+    "Store it in a list or a dict there, or edit the outputs that are computed from it."
 )
 VIEW = (
     "{address!r} cannot be edited: {where} shares its memory and would keep the unedited value. Compute it from the "
     "parameter in forward, or edit the outputs that are computed from it."
 )
 OUTSIDE = (
-    "{address!r} cannot be edited here: another module, of class {kind}, has it as its {name!r} outside of the {model} "
-    "that was given, and would compute with the unedited value. Open the session on the model that holds both."
+    "{address!r} cannot be edited here: a {kind} outside this {model} has it as its {name!r}, and would use the "
+    "unedited value. Open the session on the model that contains both."
 )
 
 PLAIN = frozenset({
@@ -184,7 +184,7 @@ def _is_derived(module: nn.Module, name: str) -> bool:
 
 
 Content = tuple[Any, Any, Any]
-"""A container that can be written to (None if it cannot), the key, and what is there."""
+"""A container (None if it cannot be written to), a key in it, and the value there."""
 
 
 def _contents(owner: Any) -> Iterator[Content]:
@@ -279,7 +279,7 @@ def _methods(cls: Any) -> tuple[FunctionType, ...]:
 # -- owners outside of the model ---------------------------------------------------------------------------------------
 
 _alone: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-"""Tensors that no other model owned when they were looked at, with their number of references at that time."""
+"""Tensors that no other model owned at the last check, with their number of references at that time."""
 
 
 def refuse_outside_owners(readers: Readers, owner: nn.Module, name: str, address: str) -> None:

@@ -218,8 +218,8 @@ def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
             kept = zip(cells, before, strict=True)
             return _copy(wrapped, tuple(cell if cell is not None else other for cell, other in kept), new)
     raise NoSource(
-        f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it: what is inside it cannot be reached. "
-        "Its arguments and its output can."
+        f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it, so points inside it cannot be used. "
+        "Use its arguments or its output."
     )
 
 

@@ -28,30 +28,30 @@ Gradients = tuple[Tensor | None, ...]
 Hook = Callable[..., Any]
 
 OVERLAP = (
-    "outputs of {module} share memory with one another and were changed in place after it returned, so that a backward "
+    "outputs of {module} share memory with one another and were changed in place after it returned, so a backward "
     "hook cannot separate their gradients. Return copies: .clone()"
 )
 LATE = (
     "the backward hook {hook} of {module} returned another gradient, but a tensor that shares memory with an input or "
-    "output of {module} was changed in place after the call, so that the gradients were passed on before all of them "
-    "were known. Return copies from the module, .clone(), or change nothing in the hook."
+    "output of {module} was changed in place after the call, so autograd used the gradients before all of them were "
+    "known. Return copies from the module (.clone()), or do not change gradients in the hook."
 )
 NO_INPUT = (
     "the backward hook {hook} of {module} returned a gradient, but no input of that call requires one. "
     "Return None, or make an input require a gradient: x.requires_grad_()"
 )
 NOWHERE = (
-    "the backward hook {hook} of {module} returned a gradient at place {place} of {what}, to which no gradient flowed "
-    "in this backward pass. Return None there."
+    "the backward hook {hook} of {module} returned a gradient at index {place} of {what}, which has no gradient in "
+    "this backward pass. Return None there."
 )
 LEAF = (
-    "{module} changed an input in place that is a leaf tensor, under no_grad, so that its backward hooks cannot have "
-    "the gradient through it. Pass a copy: x.clone()"
+    "{module} changed an input in place under no_grad. The input is a leaf tensor, so the backward hooks cannot get "
+    "its gradient. Pass a copy: x.clone()"
 )
 ORDER = (
-    "a forward pre-hook of {module} was registered after its backward hook, and made new inputs beside those that it "
-    "was given, so that their gradients cannot be separated in this call. They can from the next call on; or register "
-    "it with tenterhook.hooks.register_forward_pre_hook, or before the backward hook."
+    "a forward pre-hook of {module} was registered after its backward hook, and replaced some of the inputs, so their "
+    "gradients cannot be separated in this call. It works from the next call on. Or register the pre-hook with "
+    "tenterhook.hooks.register_forward_pre_hook, or before the backward hook."
 )
 
 

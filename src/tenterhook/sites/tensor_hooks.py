@@ -55,25 +55,25 @@ MANY = 16  # Above this number of hooks on one base, hooks without an owner are 
 
 # Reasons why a value has no gradient.
 WHY = {
-    "no_grad": "gradients were switched off (no_grad) when it passed. Run the forward with gradients on.",
-    "inference": "it passed in inference_mode, whose tensors can have no gradient. Use no inference_mode.",
+    "no_grad": "gradients were disabled (no_grad) when it was computed. Run the forward with gradients enabled.",
+    "inference": "it was computed in inference_mode, whose tensors have no gradient. Run without inference_mode.",
     "transform": (
-        "it passed inside vmap or jvp of torch.func, which differentiate nothing there. Use torch.func.grad, or run "
-        "the model on the whole batch."
+        "it was computed inside vmap or jvp of torch.func, which compute no gradient there. Use torch.func.grad, or "
+        "run the model on the whole batch."
     ),
-    "no float": "it holds no floating-point tensor.",
+    "no float": "it contains no floating-point tensor.",
     "no need": (
-        "it did not require one: nothing before it does. Make an input require one, x.requires_grad_(), or unfreeze a "
-        "parameter before it."
+        "it does not require grad: no input and no parameter before it does. Make an input require grad, "
+        "x.requires_grad_(), or unfreeze a parameter before it."
     ),
 }
 TIED = (
-    "it shows the same memory more than once, or as another type, and that memory was changed in place later, so that "
-    "its gradient cannot be told from that of the memory. Return a copy of it: .clone()"
+    "it shows the same memory more than once, or as another dtype, and that memory was changed in place later, so its "
+    "gradient cannot be separated from that of the shared storage. Return a copy of it: .clone()"
 )
 TRANSFORMED = (
-    "inside a transform of torch.func, the gradient of a view, and of an argument through one module alone, cannot be "
-    "told from others. Ask for the gradient of the output that it comes from, or use no transform."
+    "inside a transform of torch.func, the gradient of a view, or of an argument through one module only, cannot be "
+    "separated from others. Use the gradient of the output that it comes from, or run without a transform."
 )
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
@@ -146,7 +146,7 @@ class _Holder:
 
 
 ALONE = _Holder().count()
-"""References to hooks that one attribute has, and no tensor and no graph."""
+"""The reference count of a dict of hooks that only one attribute refers to, and no tensor or graph."""
 
 
 def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:

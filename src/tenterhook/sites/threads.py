@@ -22,4 +22,4 @@ class _Thread(threading.local):
 
 
 current = _Thread()
-"""``current.token`` is a number that no other thread of this process has, or ever had."""
+"""``current.token`` is a number that no other thread of this process has or had."""
