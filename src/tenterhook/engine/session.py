@@ -48,7 +48,7 @@ REPLACED = (
     "before the session starts."
 )
 OFFLOADED = (
-    "{address!r} is offloaded: it is only materialised during a call, so there is no value to record, edit or watch "
+    "{address!r} is offloaded: it is only materialised during a call, so nothing exists to record, edit or watch "
     "here. Use the outputs and arguments of its module, or a model that is not offloaded."
 )
 REPLICAS = (
