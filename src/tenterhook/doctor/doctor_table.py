@@ -1,4 +1,4 @@
-"""The tables of a diagnosis."""
+"""Tables that a diagnosis is printed as."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMIT_LENGTH = 12
 
 
 def tables(found: Diagnosis) -> list[Table]:
-    """Return a table for each subject; a subject without anything to tell has none."""
+    """Return one table for each subject. Subjects without rows are left out."""
     made = [
         _versions(found),
         _features(found.features),

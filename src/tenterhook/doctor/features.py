@@ -1,4 +1,4 @@
-"""Features that depend on PyTorch's internals, each with the outcome of its check."""
+"""Features that depend on PyTorch's internals, each with the result of its probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FeatureStatus", "features"]
 
 @dataclass(frozen=True, slots=True)
 class FeatureStatus:
-    """A feature, and whether it works here."""
+    """A feature, and its status on this installation."""
 
     name: str
     status: str
@@ -23,7 +23,7 @@ class FeatureStatus:
 
 
 def features() -> tuple[FeatureStatus, ...]:
-    """Check every feature that was not checked yet, and return all of them."""
+    """Probe every feature that is not probed yet, and return all of them."""
     return tuple(
         FeatureStatus(each.name, str(each.status), redact(each.why), each.used_by) for each in run_all_probes()
     )
