@@ -1,4 +1,4 @@
-"""The rows that an audit is drawn from."""
+"""Table that an audit prints as."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DETAILS = 3
 
 
 def table(model: nn.Module, rows: Sequence[AuditRow]) -> Table:
-    """One line for each row, then each risk in words under the number that marks it."""
+    """Return a table with one line for each row. The footer explains each numbered risk."""
     marks: dict[str, int] = {}
     for row in rows:
         for risk in row.risks:

@@ -1,4 +1,4 @@
-"""What can go wrong with what was found. Each check looks at one row and names a risk, or none."""
+"""Risks of the hooks that an audit found. Each check looks at one row and yields the risks that apply."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ GLOBAL_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a risk may depend on beyond its row: where each module stands."""
+    """The position of each module in the tree, which some risks depend on."""
 
     above: dict[int, list[nn.Module]]
     """the modules above each module, the nearest first"""
@@ -128,13 +128,13 @@ class Surroundings:
 
 
 def with_risks(model: nn.Module, rows: list[AuditRow]) -> list[AuditRow]:
-    """The same rows, each with its risks."""
+    """Return the same rows, each with its risks."""
     around = Surroundings.of(model)
     return [replace(row, risks=tuple(_risks(row, around))) for row in rows]
 
 
 def _risks(row: AuditRow, around: Surroundings) -> Iterator[HookRisk]:
-    if row.session:  # Sessions of ours have met these risks already, and go by themselves.
+    if row.session:  # tenterhook's sessions avoid these risks and remove their hooks when they close.
         return
     yield from _by_kind(row)
     if row.table is not None:
@@ -173,7 +173,7 @@ def _by_function(row: AuditRow) -> Iterator[HookRisk]:
 
 
 def _holds_for_ever(row: AuditRow, tensor: Tensor) -> bool:
-    # The collector does see through the gradient hooks of a leaf, and through nothing else on a tensor.
+    # On a tensor, the garbage collector traverses only the gradient hooks of a leaf.
     if row.kind is HookKind.GRADIENT and tensor.grad_fn is None:
         return False
     return any(value is tensor or _has(value, tensor) for _, value in held(row.hook))
@@ -184,7 +184,7 @@ def _has(value: Any, tensor: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # Two methods are equal where their objects and functions are the same.
+    # Two bound methods are equal if they have the same object and function.
     return one is other or (isinstance(one, MethodType) and one == other)
 
 
@@ -207,7 +207,7 @@ def _by_place(row: AuditRow, module: nn.Module, around: Surroundings) -> Iterato
 
 
 def _in_place(module: nn.Module, around: Surroundings) -> str:
-    """The in-place operation that would meet the views of a backward hook on this module."""
+    """Return a description of the in-place operation that would fail on the views of a backward hook on this module."""
     if _starts_in_place(module):
         return f"{type(module).__name__} itself"
     following = around.after.get(id(module))
@@ -220,7 +220,7 @@ def _in_place(module: nn.Module, around: Surroundings) -> str:
 
 
 def _starts_in_place(module: nn.Module) -> bool:
-    """Whether the module may change what it is given: by itself, or as a Sequential by its first step."""
+    """Return True if the module, or the first step of a Sequential, may change its input in place."""
     while isinstance(module, nn.Sequential) and len(module):
         module = module[0]
     return changes_in_place(module)
@@ -247,14 +247,14 @@ def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:
 
 def _elsewhere(module: nn.Module, forward: Any) -> Iterator[HookRisk]:
     for other in _bound_to(forward):
-        # A wrapper may well go through a module of another class; a module's twin is what a copy leaves behind.
+        # A wrapper may call a module of another class. Another module of the same class suggests a deepcopy.
         if other is not module and type(other) is type(module):
             yield replace(ELSEWHERE, detail=f"another {escape(type(other).__name__)}")
             return
 
 
 def _bound_to(forward: Any) -> Iterator[nn.Module]:
-    """The modules whose methods a forward goes through."""
+    """Yield the modules whose methods a forward calls."""
     if isinstance(forward, functools.partial):
         yield from (value for value in forward.args if isinstance(value, nn.Module))
     candidates = [forward, *(value for label, value in held(forward) if "." not in label)]
