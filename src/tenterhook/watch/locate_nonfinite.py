@@ -1,11 +1,12 @@
-"""Where a NaN or an Inf was born: which call, and which line inside its forward.
+"""Search for the origin of a NaN or Inf: the call, and the line inside its forward.
 
-The log of a step holds every call with its arguments, in the order in which they ended. The first one whose output is
-not finite is where it was *seen* first. It was born there if what came in was finite; otherwise in the innermost call
-around it whose own arguments were. That call is then made once more on the same arguments, each operation is looked at,
-and from the bad output the way is followed back to the operation that made the first bad value of finite ones.
+The log of a step has every call with its arguments, in the order in which the calls ended. The first call whose output
+is not finite is where the value was *seen* first. If its arguments were finite, it is also the origin. Otherwise the
+origin is the innermost enclosing call whose own arguments were finite. That call is run again with the same arguments,
+and each operation is examined. The search goes back from the bad output to the operation that produced the first bad
+value from finite ones.
 
-A mask of -Inf is no mishap, and is passed over by that: where NaN is looked for, only NaN is followed.
+A mask of -Inf is not an error. The search ignores it: when it looks for NaN, it follows only NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LATE = 'found after the parameters had moved on, so that the line cannot be told
 
 @dataclass
 class NonFiniteReport:
-    """The first place where something was not finite."""
+    """The first place where a value was not finite."""
 
     step: int
     kind: str
@@ -78,7 +79,7 @@ class NonFiniteReport:
         return "\n".join(map(printable, text))
 
     def _arguments(self) -> list[str]:
-        """The arguments of the call where the operation is not known, and the gradient of its output."""
+        """Return the text for the gradient of the output, and for the arguments if the operation is not known."""
         shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
         gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
         told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
@@ -87,12 +88,12 @@ class NonFiniteReport:
         return told
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the report as plain data."""
         return asdict(self) | {"text": str(self)}
 
 
 def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, late: bool) -> NonFiniteReport:
-    """Explain the first entry of the log that is not finite."""
+    """Return a report for the first entry of the log that is not finite."""
     seen = log[first]
     report = _report(log, seen, "values", step, seen.tensor)
     own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
@@ -132,7 +133,7 @@ def backward(
     *,
     late: bool,
 ) -> None:
-    """Explain the first gradient that is not finite, that of the value at ``place`` in the log."""
+    """Complete the report of the first gradient that is not finite: that of the value at ``place`` in the log."""
     known = False
     for _, call in _around(log, place):
         gradient = arrived(call)
@@ -157,7 +158,7 @@ def backward(
 
 
 def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry]]:
-    """The calls around one, from the inside: those that ended after it, of modules that hold its module."""
+    """Yield the enclosing calls, innermost first: those that ended later, of modules that contain its module."""
     inner = log[place].slot.point
     for index in range(place + 1, len(log)):
         outer = log[index].slot.point
@@ -167,7 +168,7 @@ def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry
 
 
 def _holds(outer: Point, inner: Point) -> bool:
-    """Whether one point's call is around the other's."""
+    """Return True if the call of one point encloses that of the other."""
     if outer.path == inner.path:
         return inner.site is not Site.RETURN
     return not outer.path or inner.path.startswith(f"{outer.path}.")
@@ -178,12 +179,12 @@ def _report(log: Sequence[LogEntry], seen: LogEntry, kind: str, step: int, tenso
 
 
 def call_of(log: Sequence[LogEntry], seen: LogEntry) -> int:
-    """Which call of its module it was, counted since the last backward pass."""
+    """Return the number of the call of its module, counted since the last backward pass."""
     return seen.call - min(other.call for other in log if other.slot is seen.slot)
 
 
 def _inputs(call: LogEntry) -> dict[str, dict[str, Any]]:
-    """The statistics of every tensor among a call's arguments."""
+    """Return the statistics of every tensor among the arguments of a call."""
     found = {}
     for path, tensor in tensors((call.args, call.kwargs)):
         real = plain(tensor)
@@ -205,7 +206,7 @@ def _name(log: Sequence[LogEntry], call: LogEntry) -> str:
 
 
 def measured(tensor: Tensor) -> dict[str, float]:
-    """The statistics of one tensor, with NaN and Inf counted."""
+    """Return the statistics of one tensor, with NaN and Inf counted."""
     return dict(zip(COLUMNS, none_where_nothing_is_finite(whole(tensor)).tolist(), strict=True))
 
 
