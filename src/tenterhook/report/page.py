@@ -1,6 +1,6 @@
-"""One HTML page that opens from disk: everything that it needs is inside it, and it fetches nothing.
+"""A self-contained HTML page that opens from disk and loads nothing else.
 
-:func:`write` takes plain rows and series; :func:`write_tapes` makes them of tapes.
+:func:`write` takes plain rows and series. :func:`write_tapes` creates them from tapes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "axes.js", "charts.j
 SIZE = 10_000_000
 MOST_RUNS = 2
 LEAST = 300_000  # bytes: a page without any picture
-SPARE = 6  # bytes for a picture that is left out, and what is said of it
+SPARE = 6  # bytes for a picture that is left out, and for the text about it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis: steps of a training run, layers, or anything else that is counted."""
+    """Lines over one axis: steps of a training run, layers, or another count."""
 
     title: str
     x: Sequence[float]
@@ -45,7 +45,7 @@ class Chart:
 
 @dataclass
 class Page:
-    """What stands on a page. Everything is plain: numbers, text, rows."""
+    """The contents of a page, as plain data: numbers, text, rows."""
 
     title: str
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Page:
 
 
 def write(path: str | os.PathLike[str], page: Page) -> int:
-    """Write a page, whole or not at all; gives its size in bytes."""
+    """Write a page completely or not at all, and return its size in bytes."""
     target = Path(path).resolve()
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory, and a page is one file", str(target))
@@ -88,16 +88,16 @@ def write_tapes(
     also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> int:
-    """Write the page of one tape, or of two side by side; gives its size in bytes.
+    """Write the page of one tape, or of two side by side, and return its size in bytes.
 
     Args:
-        path: where to; a file that is there is replaced.
-        tapes: a tape, or one or two under the names that they are shown by.
-        size: how many bytes it may have. Pictures are made as fine as that allows, and left out where it does not.
-        maps: how many maps are drawn of one value.
-        title: what stands at its top.
-        also: results of recipes, or matplotlib figures, that are shown with them.
-        progress: is told how many pictures were made, and of how many.
+        path: the file to write. An existing file is replaced.
+        tapes: a tape, or a dict of one or two tapes by the names to show.
+        size: maximum size in bytes. Pictures are as fine as this allows, and are left out if they do not fit.
+        maps: maximum number of maps to draw of one value.
+        title: the heading of the page.
+        also: results of recipes, or matplotlib figures, to show in addition.
+        progress: called with the number of finished pictures and the number of all.
     """
     named = {"tape": tapes} if isinstance(tapes, Tape) else dict(tapes)
     return write(path, tapes_page(named, size=size, maps=maps, title=title, also=also, progress=progress))
@@ -112,7 +112,7 @@ def tapes_page(
     also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Page:
-    """The page of one or two tapes, before it is written."""
+    """Return the page of one or two tapes, before it is written."""
     from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
     from tenterhook.report.page_rows import points
@@ -165,7 +165,7 @@ def _facts(tape: Tape, rows: Sequence[Any]) -> dict[str, str]:
 
 
 def render(page: Page) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     data = {
         "title": page.title,
         "facts": list(page.facts.items()),
@@ -181,7 +181,7 @@ def render(page: Page) -> str:
         "figures": list(page.figures),
         "version": __version__,
     }
-    # What ends a script must not stand in it, whatever a module is called.
+    # A "</script>" in the data would end the script element.
     plain = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = printable_strings(plain).replace("<", "\\u003c")
     parts = {

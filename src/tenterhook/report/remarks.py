@@ -1,4 +1,4 @@
-"""What stands out on a tape: values that are no numbers, gradients that vanish, values that explode."""
+"""Remarks on a tape: values that are NaN or Inf, gradients that vanish, values that explode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VANISHES, EXPLODES = 1e-6, 1e6
 
 
 def remarks(points: list[dict[str, Any]], run: int) -> list[dict[str, str]]:
-    """Each with the address of the first place, in the order in which values passed; for gradients, from the end."""
+    """Return remarks, each with the address of its first place. Gradients are searched from the end of the run."""
     passed = sorted(_passed(points, run), key=lambda each: each[0])
     values = [(row, part["numbers"]) for _, row, part in passed if part.get("numbers")]
     grads = [
@@ -23,7 +23,7 @@ def remarks(points: list[dict[str, Any]], run: int) -> list[dict[str, str]]:
         if part.get("gradient") and part["gradient"]["numbers"]
     ]
     found = [*_no_numbers(values, "value"), *_no_numbers(grads, "gradient")]
-    # Arguments and variables may be masks, whose values are as low as values can be.
+    # Arguments and variables may be masks, which contain very low values.
     outputs = ([(row, seen) for row, seen in each if row["site"] in ("return", "")] for each in (grads, values))
     found += [*_vanishing(next(outputs)), *_exploding(next(outputs))]
     return [{"address": row["address"], "text": text} for row, text in found]
@@ -40,7 +40,7 @@ def _passed(points: list[dict[str, Any]], run: int) -> Iterator[tuple[int, Row, 
 
 def _no_numbers(found: list[tuple[Row, dict[str, Any]]], what: str) -> Iterator[tuple[Row, str]]:
     for kind, key in (("NaN", "nans"), ("Inf", "infs")):
-        # Masks hold infinities of right; what is not a number is wrong everywhere.
+        # Inf is normal in a mask. NaN is always wrong.
         first = next(
             ((row, seen) for row, seen in found if seen[key] and (key == "nans" or row["site"] == "return")), None
         )

@@ -1,4 +1,4 @@
-"""Keeps the numbers of a page within a size: first histograms go, then calls in the middle."""
+"""Reduction of a page to a maximum size: it leaves out histograms first, then calls in the middle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOO_SMALL = (
 
 
 def lighten(rows: list[dict[str, Any]], size: int, measure: Callable[[], int]) -> list[str]:
-    """Leave out of the rows what it takes until ``measure()`` is at most ``size``; says in words what was left out."""
+    """Remove parts of the rows until ``measure()`` is at most ``size``. Return sentences about what was left out."""
     said: list[str] = []
     if measure() <= size:
         return said
