@@ -27,7 +27,7 @@ class MergeOrder:
 
         >>> import torch
         >>> from tenterhook.statistics.measure import measure
-        >>> order = Order(np.array([7, 7]))
+        >>> order = MergeOrder(np.array([7, 7]))
         >>> found = order.combine(measure([torch.tensor([1.0, 2.0]), torch.tensor([6.0])]).host())
         >>> order.rows.tolist(), found[0, [COUNT, MEAN]].tolist()
         ([7], [3.0, 3.0])

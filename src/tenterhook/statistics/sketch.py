@@ -150,7 +150,7 @@ def quantiles(bins: Array, at: Sequence[float]) -> list[float]:
     """Return quantiles. Each is the middle of its bin, or zero for the bins near zero.
 
     >>> sketch = Sketch()
-    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
+    >>> sketch.take(torch.arange(1.0, 33.0), BinPlaces([(0, 32, [0])]), 0)
     >>> sketch.pour()
     >>> quantiles(sketch.host(1)[0], [0.5])
     [17.0]
@@ -184,7 +184,7 @@ def even_bins(bins: Array) -> tuple[float, float, Array]:
     histogram covers only the others.
 
     >>> sketch = Sketch()
-    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
+    >>> sketch.take(torch.arange(1.0, 33.0), BinPlaces([(0, 32, [0])]), 0)
     >>> sketch.pour()
     >>> even_bins(sketch.host(1)[0])
     (1.0, 36.0, array([6.        , 5.66666667, 5.83333333, 5.83333333, 5.83333333,

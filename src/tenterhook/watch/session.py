@@ -179,7 +179,7 @@ class Watch(Delivery, Session):
     _raising = True
 
     def _finish(self) -> None:
-        """Keep the numbers, and release all tensors and the reference cycle."""
+        """Keep the numbers. Release all tensors, and break the reference cycle with the ledger."""
         self._ledger.drop()
         self._ledger.spill = _nothing
         self._parked = []

@@ -68,8 +68,8 @@ def watch(  # noqa: PLR0913 - independent options with defaults
         of: what to measure. ``parameters`` and ``updates`` include those of the selected modules and of all their
             submodules. ``gradients`` includes the gradients of these parameters.
         every: watch every n-th step, starting with the first. Other steps have no overhead.
-        slow: minimum number of steps between measurements that change slowly: parameters, updates, and the samples for
-            quantiles and histograms. Values and gradients are measured at every watched step.
+        slow: minimum number of steps between measurements of slowly changing data: parameters, updates, and the samples
+            for quantiles and histograms. Values and gradients are measured at every watched step.
         optimizer: the optimizer, or several. A step ends when the last of them has stepped.
         steps: what ends a step: the ``optimizer`` (default if one is given), the model's next ``call`` (default
             otherwise), or only ``w.step()`` (``manual``). ``w.step()`` also works with the others.
