@@ -33,7 +33,7 @@ def table(model: nn.Module, rows: Sequence[AuditRow]) -> Table:
             marks.setdefault(risk.name, len(marks) + 1)
     hooks = sum(row.table is not None for row in rows)
     others = len(rows) - hooks
-    counts = [_count(hooks, "hook"), *([_count(others, "other thing")] if others else []), _count(len(marks), "risk")]
+    counts = [_count(hooks, "hook"), *([_count(others, "other item")] if others else []), _count(len(marks), "risk")]
     lines = tuple(_line(row, marks) for row in rows[:SHOWN])
     more = [f"… and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
     title = f"{type(model).__name__}: {', '.join(counts)}"

@@ -105,28 +105,28 @@ class AuditRow:
     """A hook, or another change of the standard behaviour, that an audit found."""
 
     address: str
-    """of the module, parameter or buffer; empty for what stands in the process"""
+    """address of the module, parameter or buffer; empty for findings of the whole process"""
     kind: HookKind
     order: int
-    """1 is the first to run among those of its kind there, global ones included; 0 where there is no such order"""
+    """position among the hooks of its kind at this place, global hooks included; 1 runs first, 0 means no order"""
     who: HookOwner
-    """the function behind it, and where that is written"""
+    """the function behind the hook, and its position in the source"""
     hook: Any = field(repr=False)
-    """the object that was registered"""
+    """the registered object"""
     key: Any = None
-    """its key in PyTorch's table, which is the ``id`` of its handle"""
+    """its key in PyTorch's dict, which is the ``id`` of its handle"""
     flags: tuple[str, ...] = ()
     note: str = ""
-    """what is known about it beyond its kind"""
+    """additional information"""
     aliases: tuple[str, ...] = ()
-    """the further addresses of a shared module or tensor"""
+    """the other addresses of a shared module or tensor"""
     module: nn.Module | None = field(default=None, repr=False)
-    """the module that it is on, or that owns the tensor"""
+    """the module that has the hook, or that owns the tensor"""
     tensor: Tensor | None = field(default=None, repr=False)
     session: str = ""
-    """the open session that it belongs to"""
+    """the open session that the hook belongs to"""
     instead: str = ""
-    """how to take it away, where it is not a plain hook"""
+    """the way to remove it, if it is not a plain hook"""
     cost: HookCost | None = None
     risks: tuple[HookRisk, ...] = ()
     table: HookTable | None = field(default=None, repr=False)

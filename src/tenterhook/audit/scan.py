@@ -43,8 +43,8 @@ REPARAMETRIZED = {
 # from these.
 SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.watch")
 OURS = HookOwner("tenterhook")
-COPIED = "of a session on the module that this is a copy of; it does nothing here"
-END_BLOCK = "leave the `with` block that switched it on"
+COPIED = "copied by a deepcopy from a module in a session; it has no effect here"
+END_BLOCK = "leave the `with` block that enabled it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _foreign_forward(place: HookPlace, forward: Any) -> AuditRow:
         instead = "accelerate.hooks.remove_hook_from_module(module)"
         return place.row(HookKind.OWN_FORWARD, forward, note=f"runs the accelerate hook {hook}", instead=instead)
     how = "a partial" if isinstance(forward, functools.partial) else "a method" if _is_method(forward) else "a function"
-    note = f"{how} over _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
+    note = f"{how} around _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
     return place.row(HookKind.OWN_FORWARD, forward, note=note, instead="del module.forward")
 
 
@@ -215,7 +215,7 @@ def _process() -> Iterator[AuditRow]:
     everywhere = HookPlace()
     yield from _hooks(everywhere, global_tables())
     if nn.Module.__call__.__module__ != nn.Module.__module__:
-        instead = "put nn.Module.__call__ back"
+        instead = "restore nn.Module.__call__"
         yield everywhere.row(HookKind.PATCHED_CALL, nn.Module.__call__, note="nn.Module.__call__", instead=instead)
     saved: Any = saved_tensor_hooks()
     if saved is not None:

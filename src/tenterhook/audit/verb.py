@@ -24,8 +24,8 @@ __all__ = ["Audit", "audit"]
 Chosen: TypeAlias = "Selector | AuditRow | Callable[[AuditRow], object]"
 
 NOTHING_NAMED = (
-    "remove() without a selector removes nothing. Name what is to go: remove('h.3'), remove('**') for the hooks of all "
-    "modules, remove(kind='forward'), or remove(lambda found: ...)."
+    "remove() needs a selector or a kind, and removed nothing. Examples: remove('h.3'), remove('**') for the hooks of "
+    "all modules, remove(kind='forward'), remove(lambda found: ...)."
 )
 
 
@@ -108,12 +108,12 @@ class Audit(Sequence["AuditRow"]):
         chosen = self.select(*selectors, kind=kind)
         ours = next((row for row in chosen if row.session), None)
         if ours is not None:
-            text = f"{_named(ours)} belongs to {ours.session}, which would miss it"
+            text = f"{_named(ours)} belongs to {ours.session}, which needs it"
             raise SessionError(f"{text}; nothing was removed. Close the session first: session.close()")
         plain = [row for row in chosen if not row.instead]
         if chosen and not plain:
             first = chosen[0]
-            raise HookError(f"{_named(first)} is no hook that could be removed. Its own way out: {first.instead}")
+            raise HookError(f"{_named(first)} is not a removable hook. To remove it: {first.instead}")
         gone = [row for row in plain if row.in_place]
         for row in gone:
             if row.table is not None:
@@ -176,8 +176,8 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
 def _with_costs(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> list[AuditRow]:
     session = next((row.session for row in rows if row.session), None)
     if session is not None:
-        text = f"{session} would take the passes that measure costs for the user's own"
-        raise SessionError(f"{text}. Close it first, or audit without inputs.")
+        text = f"{session} is open and would record the passes that measure costs"
+        raise SessionError(f"{text}. Close it first, or call audit without inputs.")
     from tenterhook.audit.cost import measure
 
     costs = measure(model, inputs, rows)
@@ -210,5 +210,5 @@ def _kinds(kind: str | Iterable[str] | None) -> set[HookKind] | None:
     known = {each.value: each for each in HookKind}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SelectorError(f"there is no kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")
+        raise SelectorError(f"unknown kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")
     return {known[name] for name in names}

@@ -61,7 +61,7 @@ def _build(torch: Torch) -> str:
 def _gpus(torch: Torch) -> str:
     names = ", ".join(f"{each.count} × {each.name}" for each in torch.gpus)
     if torch.devices is None:
-        return f"torch could not count them{f'; on this machine: {names}' if names else ''}"
+        return f"torch failed to count them{f'; on this machine: {names}' if names else ''}"
     if sum(each.count for each in torch.gpus) == torch.devices:
         return names or "none"
     usable = f"{torch.devices} usable by torch ({torch.accelerator})" if torch.devices else "none usable by torch"

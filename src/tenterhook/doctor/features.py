@@ -16,9 +16,9 @@ class FeatureStatus:
 
     name: str
     status: str
-    """``fast``, ``fallback`` (a slower way is used, with the same results) or ``unavailable``"""
+    """``fast``, ``fallback`` (slower, with the same results) or ``unavailable``"""
     why: str
-    """why it is not fast"""
+    """the reason if the status is not ``fast``"""
     used_by: str
 
 

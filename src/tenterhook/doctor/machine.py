@@ -43,16 +43,16 @@ class Torch:
 
     version: str
     untested: str
-    """why this release counts as untested; empty if it was tested"""
+    """the reason if this release is untested; empty if it is tested"""
     git: str | None
     cuda: str | None
     rocm: str | None
     accelerator: str | None
-    """the type of device that it was built for, such as ``cuda``"""
+    """the device type that torch was built for, such as ``cuda``"""
     devices: int | None
-    """the number of them that torch can use; None if it fails to count them"""
+    """the number of devices that torch can use; None if counting them fails"""
     gpus: tuple[Gpu, ...]
-    """the GPUs by name, if that is known; those that CUDA_VISIBLE_DEVICES hides too"""
+    """the GPUs by name, if known; includes GPUs that CUDA_VISIBLE_DEVICES hides"""
 
 
 def python() -> Python:

@@ -13,7 +13,7 @@ OTHERS = (
     "accelerate", "bitsandbytes", "deepspeed", "lightning", "numpy", "peft", "safetensors", "scikit-learn", "timm",
     "torchao", "torchvision", "transformers", "triton", "vllm", "wandb",
 )  # fmt: skip
-"""Packages that are reported if they are installed, although no extra installs them, or if extras are not known."""
+"""Packages to report if they are installed. No extra of tenterhook installs them, or the extras are not known."""
 
 FOR_DEVELOPERS = frozenset({"bench", "dev", "docs"})
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*([^;]*)")
@@ -29,7 +29,7 @@ class Package:
     extra: str = ""
     """the extra of tenterhook that installs it"""
     required: bool = False
-    """true if it is installed with tenterhook itself"""
+    """True if every installation of tenterhook includes it"""
     needs: str = ""
     """the versions that tenterhook accepts, such as ``>=0.8``"""
 

@@ -29,7 +29,7 @@ class Diagnosis:
     packages: tuple[Package, ...]
     environment: dict[str, str]
     patched: dict[str, str]
-    """functions of PyTorch that another library replaced, each with what replaced it"""
+    """functions of PyTorch that another library replaced, each with its replacement"""
 
     @property
     def tested(self) -> bool:
