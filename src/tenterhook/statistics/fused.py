@@ -33,7 +33,7 @@ ROW = 8  # Statistics of one tensor: mean, std, min, max, norm, zeros, NaN, Inf,
 SLIPS = 3  # Address arrays that may be in transfer to the device at the same time.
 
 wanted = True
-"""Whether kernels of our own are used at all; benchmarks set it to see the difference."""
+"""False disables the Triton kernels. Benchmarks set it to measure the difference."""
 devices = frozenset(["cuda"])
 
 

@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 COLUMNS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
-"""What is told of a tensor. ``std`` is that of the elements themselves, without a correction for their number."""
+"""The statistics of a tensor. ``std`` is the population standard deviation, without Bessel's correction."""
 COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
 
 LIMIT = 2**13
-"""Elements up to which a tensor is read whole."""
+"""Maximum number of elements of a tensor that is read completely."""
 
 JOINT = 4  # Maximum number of cached joint blocks. Similar steps need only one.
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -83,7 +83,7 @@ class MeasurePlan:
         self.long = np.array(long, int)
         whole_on = [device for device, members in ours.items() if len(members) == len(tensors)]
         self.device = whole_on[0] if whole_on else None
-        """where kernels of our own read all of them"""
+        """the device, if fused kernels read all tensors there"""
 
     @functools.cached_property
     def blocks(self) -> list[tuple[list[int], Block]]:
@@ -208,7 +208,8 @@ class Measured:
         return found
 
     drowned: Sequence[int] = ()
-    """rows whose squares cannot tell their spread: the mean is too far from zero, or all is too close to it"""
+    """rows whose squares do not give the standard deviation: the mean is too far from zero, or all values are too small
+    """
 
 
 def hosts(each: Sequence[Measured]) -> Array:
@@ -289,7 +290,7 @@ class Wanted(NamedTuple):
     plan: MeasurePlan | None = None
     quick: bool = False
     in_a_row: bool = False
-    """whether all are known to be contiguous"""
+    """True if all tensors are known to be contiguous"""
 
 
 @torch.inference_mode()  # Reduces the overhead of operations, above all of views.

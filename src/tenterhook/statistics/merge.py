@@ -19,7 +19,7 @@ class MergeOrder:
         each = rows[self._order]
         starts = np.flatnonzero(np.r_[True, each[1:] != each[:-1]]) if len(rows) else np.zeros(0, int)
         self.rows: Array = each[starts]
-        """the places, in order"""
+        """the distinct rows, sorted"""
         self._starts, self._counts = starts, np.diff(np.r_[starts, len(rows)])
 
     def combine(self, table: Array) -> Array:

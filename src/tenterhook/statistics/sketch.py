@@ -46,14 +46,14 @@ class BinPlaces:
     def __init__(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         self.last = max(row for _, _, rows in parts for row in rows)
         self.parts: list[tuple[tuple[int, int], tuple[int, int], int, int]] = []
-        """of each part: size and strides of its sample, where that begins, and how far it may be moved"""
+        """for each part: size and strides of its sample, its offset, and the number of possible offsets"""
         for begin, width, rows in parts:
             step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
             self.parts.append(((len(rows), min(width, SAMPLE)), (width, step), begin, room))
         whole = np.int32 if (self.last + 1) * BINS < 2**31 else np.int64
         each = [np.repeat(np.array(rows, whole) * BINS, min(width, SAMPLE)) for _, width, rows in parts]
         self.bins = np.concatenate(each)
-        """the first bin of each sample's row"""
+        """the first bin of the row of each sample"""
 
 
 class Sketch:

@@ -61,12 +61,12 @@ class StackPart:
 
     members: list[int]
     shape: tuple[int, ...]
-    """of each, or of its sample"""
+    """the shape of each tensor, or of its sample"""
     width: int
-    """elements of each, or of its sample"""
+    """the number of elements of each tensor, or of its sample"""
     sampled: bool
     begin: int
-    """its first element in the matrix"""
+    """the position of the first element in the matrix"""
 
     @property
     def pick(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
@@ -191,7 +191,7 @@ class Stacks:
         self.columns = [
             np.concatenate([np.arange(rows) + first + time * rows for first, rows in firsts]) for time in range(times)
         ]
-        """which fields are those of each time: a matrix has those of all times one after the other"""
+        """the columns of each version in the fields; a matrix has the rows of all versions one after the other"""
         self._fields: tuple[Tensor, list[tuple[Tensor, ...]]] | None = None
 
     def fields(self, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:

@@ -67,7 +67,7 @@ class TensorSignature:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.kinds = _kinds(tensors)
         self.in_a_row = False
-        """whether those that were found to be alike the last time are known to be contiguous, all of them"""
+        """True if the tensors of the last successful :meth:`fits` are known to be contiguous"""
         self._check: Any = None
         self._contiguous = False
         self._lessons = 0

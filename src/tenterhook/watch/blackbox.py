@@ -45,8 +45,8 @@ SPARE = 1.25
 LONGEST_HEADER = 2**24  # bytes: about 200,000 rows
 MOST_STEPS = 2**20
 STOPPED = (
-    "the black box {path} could not be written: {why}. Training continues, and what it holds already stays. Give to= a "
-    "place with room for it."
+    "the black box {path} could not be written: {why}. Training continues, and steps written earlier stay in the file. "
+    "Set to= to a path on a disk with enough space."
 )
 
 
@@ -127,7 +127,7 @@ class RingFile:
     def _make(self, names: list[tuple[Any, str]]) -> None:
         text = json.dumps({**self._about, "columns": COLUMNS, "rows": names, "steps": self._steps}).encode()
         if len(text) > LONGEST_HEADER or self._steps > MOST_STEPS:
-            raise OSError(errno.EFBIG, f"{len(names):,} rows and {self._steps:,} steps are more than it can hold")
+            raise OSError(errno.EFBIG, f"{len(names):,} rows and {self._steps:,} steps are too many for the file")
         self._start = HEAD.size + len(text) + EVENT_ROOM
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
@@ -268,7 +268,7 @@ def _read(file: Path, opened: BinaryIO) -> Blackbox:
     start, size = opened.tell() + EVENT_ROOM, os.fstat(opened.fileno()).st_size
     room, steps = _room(len(names)), header["steps"]
     if size != start + steps * (SLOT.size + room * LINE):
-        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, and its header means others.")
+        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, which does not match its header.")
     wrong = _events(opened.read(EVENT_ROOM))
     pages = [_page(slot, names) for slot in _slots(opened, start, steps, room)]
     return Blackbox(header, wrong, [page for page in pages if page is not None])
@@ -278,9 +278,9 @@ def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
     """Read and check the header."""
     head = opened.read(HEAD.size)
     if len(head) == HEAD.size and head.startswith(FAMILY) and not head.startswith(MARK):
-        raise TapeFileError(f"{file} was written by another version of tenterhook, and only that one reads it.")
+        raise TapeFileError(f"{file} was written by another version of tenterhook. Read it with that version.")
     if len(head) < HEAD.size or not head.startswith(MARK):
-        raise TapeFileError(f"{file} is no black box: it does not begin with {MARK.decode()}.")
+        raise TapeFileError(f"{file} is not a black box file: it does not start with {MARK.decode()}.")
     _, length, checksum = HEAD.unpack(head)
     text = opened.read(min(length, LONGEST_HEADER))
     if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
@@ -289,16 +289,16 @@ def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
     if header["columns"] != list(COLUMNS):
         raise TapeFileError(f"{file} was written by another version of tenterhook, with other columns.")
     if type(header["steps"]) is not int or not 0 < header["steps"] <= MOST_STEPS:
-        raise ValueError(f"{header['steps']!r:.40} is no number of steps")
+        raise ValueError(f"{header['steps']!r:.40} is not a valid number of steps")
     if not isinstance(header.get("model", ""), str):
-        raise TypeError("the name of the model is no text")
+        raise TypeError("the name of the model is not a string")
     return dict(header)
 
 
 def _name(pair: Any) -> tuple[Any, str]:
     kind, name = pair
     if kind not in KINDS or not isinstance(name, str):
-        raise ValueError(f"{pair!r:.80} names no row")
+        raise ValueError(f"{pair!r:.80} is not the name of a row")
     return kind, name
 
 
@@ -309,10 +309,10 @@ def _events(area: bytes) -> list[str]:
         return []
     told = area[EVENTS.size : EVENTS.size + length]
     if len(told) != length or xxhash.xxh3_64_intdigest(told) != checksum:
-        return ["what went wrong was noted, but the note is damaged"]
+        return ["a problem was recorded, but its text is damaged"]
     found = json.loads(told)
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise TypeError("its events are no list of texts")
+        raise TypeError("its events are not a list of strings")
     return found
 
 

@@ -26,7 +26,7 @@ MOST_WAITING = 2  # Maximum number of steps in transfer. If there are more, wait
 # Number of steps that are published together, which costs much less than one by one. Not used for the first steps, or
 # if a sink or page needs each step.
 AT_ONCE = 8
-STOPPED = "the sink {sink!r} {what}: {why}. Training continues; what it has written so far stays."
+STOPPED = "the sink {sink!r} {what}: {why}. Training continues; data that it has already written is kept."
 
 
 class Delivery(Results):
@@ -45,11 +45,11 @@ class Delivery(Results):
     _slots: list[PointSlot]
 
     _parcels: list[MeasuredBatch]
-    """what the present step has brought"""
+    """batches of the current step"""
     _coming: list[tuple[int, list[MeasuredBatch]]]
-    """steps whose numbers are on their way ..."""
+    """steps whose numbers are in transfer"""
     _ready: list[tuple[int, list[MeasuredBatch]]]
-    """... and those that wait for more, to be published with them"""
+    """steps whose numbers have arrived, to be published with later ones"""
 
     def _take(self, *parcels: MeasuredBatch) -> None:
         """Process measured batches now, or start their transfer; see :mod:`tenterhook.watch.measured_batch`."""

@@ -28,7 +28,7 @@ THRESHOLDS: Mapping[str, float] = {
     "exploding": 1e3,  # norm of all parameter gradients, relative to its median in earlier steps
     "exploding_depth": 1e4,  # RMS gradient of a point, relative to that of the model's last point
 }
-"""The thresholds, each with what it is compared with."""
+"""Default thresholds. The comment of each one says what it is compared with."""
 
 HISTORY = 50
 ENOUGH = 5  # Number of steps that a median needs.
@@ -155,7 +155,7 @@ class Findings:
     def __init__(self, thresholds: Mapping[str, float] | None) -> None:
         unknown = set(thresholds or ()) - set(THRESHOLDS)
         if unknown:
-            raise ValueError(f"no such threshold: {', '.join(sorted(unknown))}; there is {', '.join(THRESHOLDS)}")
+            raise ValueError(f"unknown threshold: {', '.join(sorted(unknown))}; valid: {', '.join(THRESHOLDS)}")
         self.limits = {**THRESHOLDS, **(thresholds or {})}
         self.units = Units()
         self.all: dict[tuple[str, str], Finding] = {}
@@ -207,11 +207,11 @@ class Findings:
         least, most = self.limits["vanishing"] * largest, self.limits["exploding_depth"] * last
         for place in np.flatnonzero(sizes < least).tolist():
             name, size = page.names[rows[place]][1], float(sizes[place])
-            text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
+            text = f"its gradient is {size:.2g} (root mean square), the largest of the step is {largest:.2g}."
             self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
         for place in np.flatnonzero(sizes > most).tolist() if largest > most else ():
             name, size = page.names[rows[place]][1], float(sizes[place])
-            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
+            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point is {last:.2g}."
             self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
 
     def _jump(self, step: int, total: float) -> None:
@@ -219,7 +219,7 @@ class Findings:
             return
         median = sorted(self._norms)[len(self._norms) // 2]
         if median and total > self.limits["exploding"] * median:
-            text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
+            text = f"the norm of all parameter gradients is {total:.2g}; the median of earlier steps is {median:.2g}."
             self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
 
     def _units(self, page: StepStats, values: Array, slots: Iterable[PointSlot]) -> None:
@@ -236,13 +236,13 @@ class Findings:
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
                 steps = f"{self.limits['dead_steps']:.0f} watched steps"
-                text = f"{idle} of its {units} units gave nothing but zero for {steps}."
+                text = f"{idle} of its {units} units gave only zeros for {steps}."
                 evidence = {"dead": idle, "units": units}
                 self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
         for slot, part in full.items():
             if part >= self.limits["saturated"]:
                 low, high = bounds_of(slot.module) or (0.0, 0.0)
-                text = f"{part:.0%} of its values are within a hundredth of its bounds, {low:g} and {high:g}."
+                text = f"{part:.0%} of its values are within 1% of its bounds, {low:g} and {high:g}."
                 self._note("saturated activation", slot.address, page.step, part, "saturated", text, {"share": part})
 
     def _note(

@@ -37,7 +37,7 @@ class StepStats:
     table: Array
     names: Sequence[tuple[Kind, str]] = field(repr=False)
     kinds: Array | None = field(default=None, repr=False)
-    """the kind of each row, as an index of ``KINDS``"""
+    """the kind of each row, as an index into ``KINDS``"""
 
     def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
         """Yield the kind, the address and the statistics of each row."""

@@ -105,7 +105,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _step(file: Path, number: int, line: bytes) -> dict[str, Any]:
     text, comma, _ = line.rpartition(b",")
     if not comma or line + b"\n" != text + END % _checksum(text):
-        raise TapeFileError(f"{file} is damaged at line {number}: its checksum does not match what it holds.")
+        raise TapeFileError(f"{file} is damaged at line {number}: its checksum does not match its contents.")
     try:
         found = json.loads(line)
         _check(found)
@@ -128,5 +128,5 @@ def _number(given: Any) -> float:
     if given in NOT_FINITE:
         return float(given)
     if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
-        raise TypeError(f"{given!r:.40} is no number")
+        raise TypeError(f"{given!r:.40} is not a number")
     return given

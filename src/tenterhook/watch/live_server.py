@@ -27,7 +27,7 @@ __all__ = ["MOST_READERS", "LiveServer"]
 
 HOST = "127.0.0.1"
 TAKEN = (
-    "cannot serve on port {port} of {host}: {why}. Something else may be using it. Choose another port, or let the "
+    "cannot serve on port {port} of {host}: {why}. Another program may use it. Choose another port, or let the "
     "system choose a free one: w.serve()."
 )
 MOST_PORT = 65535
@@ -35,9 +35,7 @@ MOST_READERS = 64
 TIMEOUT = 10.0  # seconds that a connection may be idle, or that a reader may take to receive data
 LONGEST_LINE, MOST_LINES = 8192, 100  # limits of a request
 PAGE = Path(__file__).with_name("live.html")
-FULL = (
-    f"{MOST_READERS} connections are open, which is the most there can be: close another page, and load this one again"
-)
+FULL = f"{MOST_READERS} connections are open, which is the maximum. Close another page, and load this one again."
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -46,7 +44,7 @@ class LiveServer:
 
     def __init__(self, watch: Results, port: int) -> None:
         if type(port) is not int or not 0 <= port <= MOST_PORT:
-            raise ValueError(f"a port is a number from 0, for any that is free, to {MOST_PORT}; got {port!r}")
+            raise ValueError(f"port must be an integer from 0 (any free port) to {MOST_PORT}; got {port!r}")
         try:
             self._listener = _Listener((HOST, port), LiveUpdates(watch))
         except OSError as error:
@@ -80,7 +78,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], live: LiveUpdates) -> None:
         self.live = live
         self.asked = float("-inf")
-        """when somebody last asked for numbers"""
+        """time of the last request for numbers"""
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
@@ -143,18 +141,18 @@ class _Handler(socketserver.StreamRequestHandler):
                 return method, target, host
             if name.lower() == "host":
                 host = value.strip().rsplit(":", 1)[0]
-        raise ValueError("a request without an end")
+        raise ValueError("the request has too many header lines")
 
     def _answered(self, method: str, target: str, host: str) -> bytes:
         asked = urlsplit(target)
         if host not in (HOST, "localhost"):
-            return _answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine alone")
+            return _answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is only available on this machine")
         if method != "GET":
-            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"this page is only read")
+            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"only GET is supported")
         if asked.path == "/":
             return _answer(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
         if asked.path != "/numbers":
-            return _answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /numbers")
+            return _answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found; the valid paths are / and /numbers")
         self.server.asked = time.monotonic()
         try:
             view = LiveView.of(dict(parse_qsl(asked.query, keep_blank_values=True)))

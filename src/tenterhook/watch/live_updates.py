@@ -55,13 +55,13 @@ class LiveView:
         """Return the view that a query describes. Raise ValueError if a parameter is invalid."""
         kind, order = query.get("kind", "values"), query.get("order", "")
         if kind not in KINDS or order not in ("", "address", *COLUMNS):
-            raise ValueError("there is no such kind, or no such column")
+            raise ValueError("unknown kind or column")
         first, count, since, found = (
             int(query.get(name, default))
             for name, default in (("first", 0), ("count", MOST_ROWS), ("since", -1), ("found", 0))
         )
         if first < 0 or found < 0 or not 0 < count <= MOST_ROWS:
-            raise ValueError(f"a view has up to {MOST_ROWS} rows")
+            raise ValueError(f"count must be from 1 to {MOST_ROWS}, and first and found not negative")
         down, spread = query.get("down", "1") == "1", query.get("spread", "1") == "1"
         return cls(kind, order, down, query.get("find", "")[:200].lower(), first, count, since, found, spread)
 

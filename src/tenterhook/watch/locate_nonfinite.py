@@ -30,7 +30,7 @@ from tenterhook.watch.trace_operations import Line, trace_backward, trace_forwar
 
 __all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]
 
-LATE = 'found after the parameters had moved on, so that the line cannot be told; on_nan="raise" finds it in time.'
+LATE = 'found after the parameters changed, so the line cannot be determined; on_nan="raise" finds it in time.'
 
 
 @dataclass
@@ -44,14 +44,14 @@ class NonFiniteReport:
     call: int
     statistics: dict[str, float]
     born: str | None = None
-    """the address of the call in which it was born, None where that is not known or outside of the model"""
+    """the address of the call that produced it; None if unknown or outside of the model"""
     reason: str = ""
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """the statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
+    """statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
     inputs_of: str = ""
-    """the address of the call whose arguments they are"""
+    """the address of the call that has these arguments"""
     line: Line | None = None
-    """the line of the operation that made it; ``line.operands`` are the arguments of the operation"""
+    """the line of the operation that produced it; ``line.operands`` are the arguments of the operation"""
     note: str = ""
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class NonFiniteReport:
             "updates": "the update",
         }
         count = int(self.statistics["count"])
-        text = [f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {count} numbers."]
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {count} elements."]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:
@@ -99,19 +99,19 @@ def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, la
     own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
     for place, call in (*own, *_around(log, first)):
         if call.args is None:
-            report.note = f"the arguments of {_name(log, call)!r} were not held, so that nothing is known of them."
+            report.note = f"the arguments of {_name(log, call)!r} were not kept, so they may be the origin."
             return report
         report.inputs, report.inputs_of = _inputs(call), _name(log, call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
             report.born = _name(log, call)
             _born_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
-    report.reason = "It was in the input of the model." if report.inputs else ""
+    report.reason = "The input of the model already contained it." if report.inputs else ""
     return report
 
 
 def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
-    what = "It was made here" if same else f"It was made inside {report.born!r}, between its modules"
+    what = "It was produced here" if same else f"It was produced inside {report.born!r}, between its modules"
     report.reason = f"{what}: all arguments were finite."
     if late:
         report.note = LATE
@@ -119,7 +119,7 @@ def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: A
     poisoned = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
     if poisoned:
         shown = ", ".join(poisoned[:3]) + (" …" if len(poisoned) > 3 else "")  # noqa: PLR2004
-        report.reason = f"All arguments were finite; {len(poisoned)} of its parameters were not: {shown}."
+        report.reason = f"All arguments were finite, but {len(poisoned)} of its parameters were not: {shown}."
         return
     report.line, report.note = trace_forward(call.slot.module, call.args, call.kwargs, autocast)
 
@@ -144,7 +144,7 @@ def backward(
             continue
         report.born = _name(log, call)
         report.reason = (
-            f"It was made in the backward pass through {report.born!r}: the gradient of its output was finite."
+            f"It was produced in the backward pass through {report.born!r}: the gradient of its output was finite."
         )
         report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
         report.inputs_of = report.born
@@ -154,7 +154,7 @@ def backward(
             report.line, report.note = trace_backward(call.slot.module, call.args, call.kwargs, gradient, autocast)
         return
     if known or log[place].slot.path == "":
-        report.reason = "It was not finite already as it came to the model: look at the loss."
+        report.reason = "The gradient was already not finite when it reached the model's output. Check the loss."
 
 
 def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry]]:

@@ -81,7 +81,7 @@ class MeasureRequest(NamedTuple):
     wanted: Wanted
     explain: Explain
     replaces: bool = False
-    """whether it stands in the place of what the same step has brought for its rows before"""
+    """True if it replaces what the same step measured for these rows before"""
 
 
 def measured(drafts: Sequence[MeasureRequest], history: History) -> list[MeasuredBatch]:

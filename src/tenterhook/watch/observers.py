@@ -52,18 +52,18 @@ LATELY = 8
 SMALL = 2**15
 
 LOST = (
-    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
-    "code that this was to come. From the next watched step on they are copied as they pass."
+    "{count} values were changed in place before they were measured, first at {address!r}. This could not be detected "
+    "from the source. From the next watched step on, these values are copied."
 )
 
 HANDED_ON = (
-    "{address!r} returned what there was before it was called, as it had not done before, and its gradient could not "
-    "be told from that of other uses. From the next watched step on it is."
+    "{address!r} returned a tensor that existed before its call, for the first time in this watch. Its gradient could "
+    "not be separated from that of other uses of the tensor. From the next watched step on, it is."
 )
 
 SPOILT = (
-    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
-    "From the next watched step on they are copied as they pass."
+    "{count} gradients were changed in place before they were measured, first at {address!r}. From the next watched "
+    "step on, these gradients are copied."
 )
 
 

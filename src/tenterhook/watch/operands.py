@@ -19,11 +19,11 @@ class Operand:
     """An argument of an operation, measured before the operation can change it."""
 
     argument: str
-    """its place or its name, such as ``0``, ``other`` or ``0[1]``"""
+    """its position or its name, such as ``0``, ``other`` or ``0[1]``"""
     dtype: str
     shape: tuple[int, ...]
     min: float | None = None
-    """of the elements that are finite; None where there is none"""
+    """of the finite elements; None if there is none"""
     max: float | None = None
     nan: int = 0
     inf: int = 0

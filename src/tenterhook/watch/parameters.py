@@ -63,7 +63,7 @@ class Parameters:
             self._take()
 
     closes: bool
-    """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
+    """True if the optimizer has a closure, so that the gradients of the step are computed later"""
 
     def before(self, optimizer: Optimizer, *, closes: bool) -> list[MeasureRequest]:
         """Return requests to measure gradients before an optimizer steps. Only its first call in a step counts."""
@@ -180,7 +180,7 @@ class Parameters:
             numbers = dict(zip(COLUMNS, whole(tensors[first]).tolist(), strict=True))
             report = NonFiniteReport(-1, kind, labels[which[first]], 0, numbers)
             if kind != "gradients":
-                report.reason = "Everything that passed in this step was finite; the update was not."
+                report.reason = "All values and gradients of this step were finite, but the update was not."
             return report
 
         return explain

@@ -52,11 +52,11 @@ class Watch(Delivery, Session):
     ) -> None:
         self._options, self._optimizers = options, optimizers
         self.steps = 0
-        """how many steps are over, watched or not"""
+        """number of finished steps, watched or not"""
         self.nonfinite: NonFiniteReport | None = None
         """the first NaN or Inf"""
         self.nonfinite_steps: list[int] = []
-        """all watched steps that held any"""
+        """all watched steps with NaN or Inf"""
         self._history = History(options.pages)
         self._findings = Findings(options.thresholds)
         self._ledger = StepLedger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
@@ -194,7 +194,7 @@ class Watch(Delivery, Session):
             self._server.close()
 
     blackbox: Path | None = None
-    """the flight recorder's file, where it was left"""
+    """the path of the flight recorder's file, if it was kept"""
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Watch(Delivery, Session):
         self._end()
 
     def _not_open(self) -> SessionError:
-        return SessionError("this watch is not open, so that no step of it can end; use it inside its `with` block")
+        return SessionError("this watch is not open; call step() inside its `with` block")
 
     def on_call(self) -> None:
         """Handle the start of a call of the model."""

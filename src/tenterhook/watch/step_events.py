@@ -23,13 +23,13 @@ __all__ = ["BackwardBegins", "DeferredHooks", "ModelCalled", "ModelReturns", "pa
 
 PATIENT = frozenset(["cuda"])  # Devices on which hooks are installed when the model returns.
 INSIDE = (
-    "a backward pass ran while the model was called, for the first time in step {step}, and its gradients are missing "
-    "from what this watch tells of that step. From the next one on they are measured."
+    "a backward pass ran inside a call of the model, for the first time in step {step}. Its gradients are missing from "
+    "the statistics of that step. From the next step on, they are measured."
 )
 PERHAPS = (
-    "a backward pass that did not begin at what the model returned ran in or after its call in step {step}, as none "
-    "did in the steps before. If it ran while the model was called, its gradients are missing from what this watch "
-    "tells of that step. From the next one on they are measured."
+    "a backward pass that did not start at the model's output ran during or after the model's call in step {step}, for "
+    "the first time. If it ran during the call, its gradients are missing from the statistics of that step. From the "
+    "next step on, they are measured."
 )
 ENOUGH = 6  # Consecutive passes: in each of two steps, two of our own probes and one of the training loop.
 

@@ -29,7 +29,7 @@ class LogEntry(NamedTuple):
     args: Any
     kwargs: Any
     held: HeldGradient | RetainedGradient | None
-    """what holds its gradient when a backward pass has brought it"""
+    """the holder of its gradient"""
 
 
 class StepLog(list[Any]):

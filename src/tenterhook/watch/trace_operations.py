@@ -31,9 +31,9 @@ from tenterhook.watch.operands import Operand, operands_of
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
 
-AGAIN = "made once more, the call came out finite, so that the line is not known"
-UNSEEN = "the operation that made it could not be found"
-FAILED = "the call could not be made once more to find the line ({error})"
+AGAIN = "the call was finite when it was repeated, so the line is not known"
+UNSEEN = "the operation that produced it was not found"
+FAILED = "the call could not be repeated to find the line ({error})"
 WRITTEN = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "lift_fresh", "where", "_to_copy"}
 LIBRARY = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
@@ -49,7 +49,7 @@ class Line:
     operation: str
     function: str
     operands: tuple[Operand, ...] = ()
-    """the arguments of the operation, as they were before it"""
+    """the arguments of the operation, measured before it ran"""
 
     def __str__(self) -> str:
         return printable(f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}")
@@ -139,7 +139,7 @@ class _Tensor:
     """An input or output tensor of an operation, with its state at that time."""
 
     tensor: Tensor
-    """held, so that no other tensor gets its memory"""
+    """kept alive, so that no other tensor reuses its memory"""
     storage: int
     nan: bool
     bad: bool
@@ -158,7 +158,7 @@ class _Step:
     made: list[_Tensor]
     line: Line | None
     written: bool
-    """whether it only writes a number down: an Inf that it made was meant"""
+    """True if the operation only stores given numbers, so that an Inf is intentional"""
 
 
 def _storage(tensor: Tensor) -> int:

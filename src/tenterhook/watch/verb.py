@@ -96,7 +96,7 @@ def watch(  # noqa: PLR0913 - independent options with defaults
     from tenterhook.watch.session import Watch
 
     if any(isinstance(selector, torch.optim.Optimizer) for selector in selectors):
-        raise SelectorError("an optimizer selects no points; it is given by name: th.watch(model, optimizer=optimizer)")
+        raise SelectorError("an optimizer is not a selector. Pass it by keyword: th.watch(model, optimizer=optimizer)")
     options = WatchOptions(
         of=_checked_of(of),
         every=_positive("every", every),
@@ -144,7 +144,7 @@ def _checked_of(of: Iterable[Of]) -> frozenset[str]:
 
     found = frozenset([of] if isinstance(of, str) else of)
     if not found or found - set(KINDS):
-        raise ValueError(f"of= is some of {', '.join(KINDS)}; got {', '.join(sorted(found)) or 'nothing'}")
+        raise ValueError(f"of= must be one or more of {', '.join(KINDS)}; got {', '.join(sorted(found)) or 'nothing'}")
     return found
 
 
@@ -152,17 +152,17 @@ def _ending(steps: str | None, optimizer: Any) -> str:
     found = steps or ("call" if optimizer is None else "optimizer")
     _one_of("steps", found, ("optimizer", "call", "manual"))
     if found == "optimizer" and optimizer is None:
-        raise ValueError('steps="optimizer" needs to know which: th.watch(model, ..., optimizer=optimizer)')
+        raise ValueError('steps="optimizer" needs an optimizer: th.watch(model, ..., optimizer=optimizer)')
     return found
 
 
 def _one_of(name: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        raise ValueError(f"{name}= is one of {', '.join(known)}; got {given!r}")
+        raise ValueError(f"{name}= must be one of {', '.join(known)}; got {given!r}")
     return given
 
 
 def _positive(name: str, given: int) -> int:
     if type(given) is not int or given < 1:
-        raise ValueError(f"{name}= is a positive whole number; got {given!r}")
+        raise ValueError(f"{name}= must be a positive integer; got {given!r}")
     return given
