@@ -66,14 +66,14 @@ class Difference:
 
     address: str
     parts: bool
-    """whether it is more than the tolerance"""
+    """True if the difference is larger than the tolerance"""
     largest: float = 0.0
     relative: float = 0.0
     why: str = ""
-    """where there are no numbers to compare: what is there instead"""
+    """the reason if there are no numbers to compare"""
     gradient: bool = False
     compared: bool = True
-    """whether both values were there and could be compared"""
+    """True if both values exist and could be compared"""
 
 
 class Pair(NamedTuple):
@@ -82,7 +82,7 @@ class Pair(NamedTuple):
     key: str
     """the address with the number of the call"""
     address: str
-    """the same as it is shown: without the number where each tape has one call"""
+    """the address for display: without the number if each tape has one call"""
     left: str | None
     right: str | None
     gradient: bool

@@ -87,7 +87,7 @@ def chosen(tape: Tape, selectors: Sequence[str]) -> list[str]:
         if not fit:
             near = nearest(selector, addresses)
             hint = f"Did you mean {listed(near)}?" if near else f"It has {listed(list(addresses)[:5])}."
-            raise NotRecorded(f"{selector!r} stands for nothing on this tape.\n{hint}")
+            raise NotRecorded(f"{selector!r} matches nothing on this tape.\n{hint}")
         found |= dict.fromkeys(fit)
     return [address for address in addresses if address in found]
 

@@ -12,7 +12,7 @@ from tenterhook.errors import TenterhookError
 __all__ = ["drawable", "figures"]
 
 SHARPNESS = 110  # dots per inch
-NOT_DRAWN = "No picture: the page would have become larger than allowed."
+NOT_DRAWN = "No picture: it does not fit within the maximum size of the page."
 
 
 def drawable(each: Any) -> bool:

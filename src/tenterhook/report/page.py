@@ -52,9 +52,9 @@ class Page:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     remarks: Sequence[Mapping[str, Any]] = ()
-    """each a ``text``, where there is one the ``address`` that it is about, and ``details``, which are folded"""
+    """each has a ``text``, optionally the ``address`` that it is about, and ``details``, which are folded"""
     runs: Sequence[str] = ()
-    """the names of the tapes, if the points are of any"""
+    """the names of the tapes, if the points are from tapes"""
     tokens: Sequence[Sequence[str]] = ()
     failures: Sequence[Mapping[str, Any] | None] = ()
     points: Sequence[Mapping[str, Any]] = ()
@@ -62,16 +62,16 @@ class Page:
     """the ``address`` and ``call`` of the first difference between two tapes, and whether it is of a ``gradient``"""
     pictures: Sequence[Mapping[str, Any] | None] = ()
     figures: Sequence[Mapping[str, Any]] = ()
-    """each a ``title``, some ``lines`` of text, and a ``png`` in base64, which is empty where there is none"""
+    """each has a ``title``, some ``lines`` of text, and a ``png`` in base64, which may be empty"""
 
 
 def write(path: str | os.PathLike[str], page: Page) -> int:
     """Write a page completely or not at all, and return its size in bytes."""
     target = Path(path).resolve()
     if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a directory, and a page is one file", str(target))
+        raise IsADirectoryError(errno.EISDIR, "is a directory; the path of a page must be a file", str(target))
     if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory; make it first", str(target.parent))
+        raise FileNotFoundError(errno.ENOENT, "no such directory; create it first", str(target.parent))
     content = render(page).encode()
     with replacing(target) as temporary:
         temporary.write_bytes(content)
@@ -122,11 +122,11 @@ def tapes_page(
     from tenterhook.report.value_limit import Limit
 
     if not 1 <= len(tapes) <= MOST_RUNS:
-        raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")
+        raise ValueError(f"a page shows one or two tapes; got {len(tapes)}")
     if maps < 1:
-        raise ValueError(f"maps= is how many maps are drawn of one value, at least one; got {maps}")
+        raise ValueError(f"maps= is the number of maps to draw of one value and must be at least 1; got {maps}")
     if size < LEAST:
-        raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
+        raise ValueError(f"a page needs at least {LEAST:,} bytes for its script and numbers; got size={size:,}")
     pictures = Pictures(size, maps)
     limit = Limit.of(list(tapes.values()))
     rows = points(tapes, pictures, limit)

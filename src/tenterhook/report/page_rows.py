@@ -36,7 +36,7 @@ class _RowBuilder:
     def build(self) -> list[dict[str, Any]]:
         for run, tape in enumerate(self.tapes):
             if tape.gradients_alone:
-                raise TapeError("this tape has no values to draw, only gradients: record without values=False.")
+                raise TapeError("this tape has only gradients and no values to draw. Record without values=False.")
             ranks = {address: rank for rank, address in enumerate(in_order(tape))}
             for base, track in tape._tracks.items():
                 if not self.limit.shows(base):

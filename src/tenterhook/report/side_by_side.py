@@ -77,7 +77,7 @@ def _how(each: Difference) -> str:
     if each.why:
         return each.why
     if math.isinf(each.largest):
-        return "one of them has NaN or Inf where the other has not"
+        return "one has NaN or Inf where the other has not"
     return f"off by up to {each.largest:.3g}, {_relative(each.relative)}"
 
 

@@ -33,7 +33,7 @@ def heat(values: Tensor, *, signed: bool = False, color: bool = True) -> Text:
     from rich.text import Text
 
     if values.dim() != MAP_DIMENSIONS:
-        raise ValueError(f"a map has rows and columns; got a tensor of shape {list(values.shape)}")
+        raise ValueError(f"a map needs a tensor with two dimensions; got shape {list(values.shape)}")
     levels = _levels(values.detach().float().cpu(), signed=signed)
     if not color:
         rows = ["".join(SHADES[round(level * (len(SHADES) - 1))] * 2 for level in row).rstrip() for row in levels]

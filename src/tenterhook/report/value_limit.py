@@ -11,8 +11,8 @@ from tenterhook.record.tape import Tape
 __all__ = ["MOST_VALUES", "Limit", "ends"]
 
 MOST_VALUES = 20_000
-POINTS = "{shown:,} of {all:,} points are shown, the first and the last ones; record fewer to see each"
-CALLS = "of modules that were called often, {most:,} calls are shown, the first and the last ones"
+POINTS = "{shown:,} of {all:,} points are shown: the first and the last ones. Record fewer points to see all."
+CALLS = "at most {most:,} calls of a module are shown: the first and the last ones"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Limit:
     points: frozenset[str] | None
     calls: int
     left_out: tuple[str, ...] = ()
-    """the same in words, where anything is left out"""
+    """sentences about what is left out"""
 
     @classmethod
     def of(cls, tapes: Sequence[Tape], most: int | None = None) -> Limit:

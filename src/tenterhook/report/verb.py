@@ -42,7 +42,7 @@ def page(
 
     more = _listed(also)
     if wrong := [each for each in more if not drawable(each)]:
-        raise TypeError(f"also= is what recipes found, or matplotlib figures; got a {type(wrong[0]).__name__}")
+        raise TypeError(f"also= takes results of recipes or matplotlib figures; got a {type(wrong[0]).__name__}")
     if isinstance(of, Results):
         from tenterhook.report.watch_page import watch_page
 
@@ -57,7 +57,7 @@ def page(
         heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
         return write(path, Page(title or heading, figures=shown))
     raise TypeError(
-        "a page is of a tape, of two tapes by name, of a watch, or of what recipes found; "
+        "a page shows a tape, two tapes in a dict by name, a watch, or results of recipes; "
         f"got a {type(found[0] if found else of).__name__}"
     )
 

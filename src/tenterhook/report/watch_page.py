@@ -15,7 +15,7 @@ __all__ = ["watch_page"]
 
 LINES = 12  # of a chart; more lines cannot be distinguished
 CHARTS = {
-    "values": ("spread of values", "std"),
+    "values": ("standard deviation of values", "std"),
     "gradients": ("norm of gradients", "norm"),
     "updates": ("norm of updates", "norm"),
 }
@@ -36,7 +36,7 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
         if len(steps) > 1:
             lines = {address: [series.get(step) for step in steps] for address, series in found.items()}
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
-    heading = title or f"A watch over {type(watch.model).__name__}"
+    heading = title or f"Watch of {type(watch.model).__name__}"
     return Page(heading, facts, charts=charts, tables=[table_of(watch, findings=False)], remarks=remarks)
 
 
