@@ -58,7 +58,7 @@ class HookClock:
 
 
 class TimedPass(nn.Module):
-    """One forward and backward pass. Its ``functional_call`` replaces the buffers of the model by copies.
+    """One forward and backward pass. It runs in ``functional_call``, which replaces the buffers by copies.
 
     It overrides ``__call__`` so that global module hooks do not see this extra call.
     """
