@@ -107,7 +107,7 @@ def test_passes_of_another_model_in_every_step_are_no_surprise():
                 model(leaf(x)).backward()
                 watch.step()
                 assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
-    assert watch._patience._asks
+    assert watch._deferred_hooks._asks
 
 
 @pytest.mark.usefixtures("_way")
@@ -157,7 +157,7 @@ def test_the_passes_of_steps_between_are_no_surprise(calls):
                 for _ in range(calls):
                     model(leaf(x)).backward()
                 watch.step()
-    assert watch._patience._lasts
+    assert watch._deferred_hooks._lasts
     assert len(watch.series("first", "norm", "gradients")) == 7
 
 

@@ -230,17 +230,17 @@ def test_nothing_is_published_for_a_page_that_nobody_asks_for():
         for _ in range(12):
             model(torch.randn(2, 4)).sum().backward()
             w.step()
-        assert len(w._books.pages) == 8  # The others wait, to be published together.
+        assert len(w._history.pages) == 8  # The others wait, to be published together.
         get(url + "numbers")
         model(torch.randn(2, 4)).sum().backward()
         w.step()
-        assert len(w._books.pages) == 13
+        assert len(w._history.pages) == 13
 
 
 def test_readers_of_the_same_rows_share_one_answer(monkeypatch):
     made = []
-    whole = live.Live._made
-    monkeypatch.setattr(live.Live, "_made", lambda self, view: made.append(view) or whole(self, view))
+    whole = live.LiveUpdates._made
+    monkeypatch.setattr(live.LiveUpdates, "_made", lambda self, view: made.append(view) or whole(self, view))
     with th.watch(nn.Linear(2, 2)) as w:
         url = w.serve()
         answers = {get(f"{url}numbers?since=3&count=40") for _ in range(5)}

@@ -89,7 +89,7 @@ class PackedValues:
 
 
 class LateValue:
-    """An entry of a tape whose value is computed when it is read; see :class:`tenterhook.record.kept_value.KeptValue`."""
+    """A tape entry whose value is computed when it is read; see :class:`tenterhook.record.kept_value.KeptValue`."""
 
     __slots__ = ("_place", "_strip")
 
