@@ -145,7 +145,7 @@ class Structure:
         names: list[str] = []
         for place in self._parents:
             own = children_of(modules[place])
-            names += own
+            names += own.keys()
             names.append("")  # So that a child that has moved to another parent is noticed.
             modules += own.values()
         return modules, names

@@ -51,8 +51,8 @@ class KeptValue:
     in_transform: bool = False
 
 
-# A plain tensor is kept without a Kept around it, and so is one with nothing but None behind it in a tuple, then with
-# how many of those there are: dispatch stores them so, and there may be thousands.
+# A plain tensor is kept without a KeptValue around it, and so is one with nothing but None behind it in a tuple, then
+# with how many of those there are: dispatch stores them so, and there may be thousands.
 Entry = tuple[Tensor, int] | tuple[Tensor, int, int] | KeptValue
 
 

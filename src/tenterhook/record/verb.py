@@ -291,7 +291,7 @@ class Recording(Session):
         outputs = self._outputs
         if outputs is None:
             return None
-        if self.needs_action_sets():
+        if self.run_recorder is not None or self.needs_action_sets():
             self._outputs = None
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
