@@ -14,6 +14,7 @@ from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradien
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
 from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.runs import Numbering
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, EditError
 
@@ -31,6 +32,7 @@ def edit(
     accumulated: Changes | None = None,
     check: bool = True,
     opaque: bool = False,
+    numbering: Numbering = "session",
 ) -> Editing:
     """Change what passes at points while the session is open.
 
@@ -52,10 +54,13 @@ def edit(
         check: whether shape, dtype and device must stay what they were.
         opaque: on a compiled model, call the changes from the graph instead of compiling them into it: for those that
             print, use numpy or decide by values. Each has to return a tensor of the same kind.
+        numbering: what ``#5`` in an address counts: the calls of a module in the whole ``"session"``, or in each
+            ``"run"``, which is one call of the model or one call of its ``generate``.
     """
     if not changes and not grad and not accumulated:
         raise EditError("nothing to edit: give a dict of changes, for example th.edit(model, {'h.3': th.zero()})")
     session = Editing(model, opaque=opaque)
+    session.number_by(numbering)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
     for point in dict.fromkeys(binding.point for binding in session.bindings):
@@ -103,6 +108,7 @@ class Editing(Session):
             self.required.append(found)
 
     def on_start(self) -> None:
+        super().on_start()
         for binding in self.bindings:
             install = getattr(binding.action, "install", None)
             if install is not None:
@@ -111,6 +117,7 @@ class Editing(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        super().on_close()
 
 
 class ValueEdit:

@@ -159,14 +159,14 @@ def outcome(visits: list[Visit], value: Any) -> Any:
 
 def apply(binding: Any, value: Any, actions: ModuleActions, call: int) -> Any:
     point = binding.point
-    if point.call is not None and not point.has_call(call):
+    if point.call is not None and not actions.session.is_meant(binding, call):
         return value
     return binding.action(value, Context(point.address, call, actions.module, actions.session))
 
 
 def observe(binding: Any, value: Any, actions: ModuleActions, call: int) -> Any:
     point = binding.point
-    if point.call is None or point.has_call(call):
+    if point.call is None or actions.session.is_meant(binding, call):
         return binding.action(value, Context(point.address, call, actions.module, actions.session))
     return None
 

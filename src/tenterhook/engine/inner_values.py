@@ -189,7 +189,7 @@ def _next_execution(actions: ModuleActions, binding: Binding) -> int:
 def _context(actions: ModuleActions, binding: Binding) -> Context | None:
     """Return the context of this execution, or None if the binding is for another execution."""
     point, count = binding.point, _next_execution(actions, binding)
-    if point.call is not None and not point.has_call(count):
+    if point.call is not None and not actions.session.is_meant(binding, count):
         return None
     return Context(point.address, count, actions.module, actions.session)
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from tenterhook._text import printable
-from tenterhook.address.match import Site
+from tenterhook.address.match import Point, Site
 from tenterhook.address.walk import Structure, find, structure, walk
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.compile_counts import Compiled
@@ -17,6 +17,7 @@ from tenterhook.engine.compiled_support import compiled_support
 from tenterhook.engine.install import attach_all, detach, locked
 from tenterhook.engine.module_actions import ModuleActions
 from tenterhook.engine.never_reached import never_reached
+from tenterhook.engine.runs import Numbering, RunNumbers, RunStart, check_numbering, listen, stop_listening
 from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.engine.with_block import BlockEnd
 from tenterhook.errors import (
@@ -106,6 +107,7 @@ class Session:
         self.plan_key: tuple[Any, ...] = ()
         self._told = Compiled()
         self._rest: Self | None = None
+        self._runs: RunNumbers | None = None
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -258,6 +260,18 @@ class Session:
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
 
+    def number_by(self, numbering: Numbering) -> None:
+        """Choose what the call number of an address counts: the calls in the session, or in each run."""
+        check_numbering(numbering)
+        if numbering == "run":
+            self._runs = RunNumbers()
+            whole = Point(":return", Site.RETURN, self.model, "", explicit=True)
+            self.bindings.append(Binding(whole, RunStart(self._runs)))
+
+    def is_meant(self, binding: Binding, call: int) -> bool:
+        """Return whether a binding acts in a call, whose number in the session is given."""
+        return binding.point.has_call(call if self._runs is None else self._runs.number(binding, call))
+
     @property
     def is_explicit(self) -> bool:
         """True if every point was named directly, without a pattern."""
@@ -273,7 +287,9 @@ class Session:
         return actions.calls if actions is not None else 0
 
     def on_start(self) -> None:
-        """Install more. A verb can override this; an error in it undoes the start."""
+        """Install more. A verb can extend this; an error in it undoes the start."""
+        if self._runs is not None:
+            listen(self.model, self._runs)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -316,7 +332,9 @@ class Session:
         return replaced
 
     def on_close(self) -> None:
-        """Remove more. A verb can override this."""
+        """Remove more. A verb can extend this."""
+        if self._runs is not None:
+            stop_listening(self.model, self._runs)
 
     def _say_what_was_replaced(self, paths: list[str]) -> None:
         # Warn last: a warning may be turned into an error, and everything must be removed by then.
@@ -402,6 +420,7 @@ class Session:
             self._rest = rest = type(self).__new__(type(self))
             Session.__init__(rest, self.model, [], [])
             rest.owner, rest.done, rest.stopped, rest._state = self.owner, self.done, self.stopped, "closed"
+            rest._runs = self._runs
         return self._rest
 
     def nearest_tape(self) -> Any:

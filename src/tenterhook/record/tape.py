@@ -271,6 +271,46 @@ class Tape(Drawn, TapeView):
 
         return Gradients(self)
 
+    def sequence(self, address: str, *, run: int = -1) -> Tensor:
+        """Join the values of all steps of a call of ``generate`` along the tokens: ``[batch, tokens, ...]``.
+
+        The result is what one forward pass over the prompt and the generated tokens gives. :attr:`tokens` are the
+        tokens, in the same order, and :attr:`mask` is False at padding and after the end of a sequence. The last
+        generated token is not among them, because the model never reads it.
+
+        Args:
+            address: the point, without a call number.
+            run: which call of ``generate``, counted from 0; -1 is the last one.
+
+        Raises:
+            TapeError: no generation was recorded, a step is missing, or the steps cannot be joined (beam search,
+                assisted decoding).
+        """
+        from tenterhook.record.generation import joined, run_of
+
+        noted = run_of(self, run)
+        base, call = self._find(address)
+        if call is not None:
+            raise AddressError(f"{address!r} names a call already; ask for the sequence of {base!r}")
+        held: Any = self._tracks[base].entries
+        keys = list(self.log.entries)[noted["first"] : noted["last"]]
+        calls = [key - held.base for key in keys if key - key % SPAN == held.base]
+        return joined(base, [self._read(held[index], f"{base}#{index}") for index in calls], noted)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token ids ``[batch, tokens]`` that the model read in the last call of ``generate``."""
+        from tenterhook.record.generation import run_of
+
+        return torch.tensor(run_of(self, -1)["tokens"], dtype=torch.long)
+
+    @property
+    def mask(self) -> Tensor:
+        """True for each of :attr:`tokens` that is neither padding nor after the end of its sequence."""
+        from tenterhook.record.generation import run_of
+
+        return torch.tensor(run_of(self, -1)["mask"], dtype=torch.bool)
+
     def where(self, address: str) -> str:
         """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
         view = self.grad if self.gradients_alone else self

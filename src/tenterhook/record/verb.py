@@ -18,6 +18,7 @@ from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, structure_and_modules, with_wrappers
 from tenterhook.compiled import engine_api as compiled
 from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, TenterhookWarning
@@ -25,6 +26,7 @@ from tenterhook.pytorch.distributed import in_pipeline
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.alias_sums import number_for
 from tenterhook.record.failure import failure
+from tenterhook.record.generation import GenerationNotes
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, watch_parameter
 from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder
 from tenterhook.record.outputs import Outputs
@@ -65,6 +67,7 @@ def record(  # noqa: PLR0913
     dtype: torch.dtype | None = None,
     gather: bool = False,
     replay: bool | Selector = False,
+    numbering: Numbering = "session",
 ) -> Recording:
     """Record what passes at the selected points while the session is open; ``with`` gives the tape.
 
@@ -95,6 +98,9 @@ def record(  # noqa: PLR0913
         replay: also keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``): the arguments
             and outputs of every module's calls; or, given the points that will be edited, only what serving these
             needs. Without selectors, nothing else is recorded then.
+        numbering: what ``#5`` in an address counts: the calls of a module in the whole ``"session"``, or in each
+            ``"run"``, which is one call of the model or one call of its ``generate``. A tape always numbers the calls
+            of the whole session.
     """
     lone = (selectors or ("**",))[0] if len(selectors) < 2 and (selectors or replay is False) else None  # noqa: PLR2004
     found = outputs_found(model, lone) if isinstance(lone, str) else None
@@ -105,6 +111,7 @@ def record(  # noqa: PLR0913
     points = groups[0] if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
     session.require(_joined(selectors, groups), found.structure if found is not None else last_structure(model))
+    session.number_by(numbering)
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
@@ -157,6 +164,7 @@ class Recording(Session):
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.run_recorder: Any = None
         self._outputs: Outputs | None = None
+        self._generation: GenerationNotes | None = None
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
@@ -339,6 +347,7 @@ class Recording(Session):
         super()._plan()
 
     def on_start(self) -> None:
+        super().on_start()
         if self._stop:
             self._waiting.update(
                 binding.point
@@ -351,6 +360,8 @@ class Recording(Session):
             compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
+        self._generation = GenerationNotes(self.model, self.tape)
+        listen(self.model, self._generation)
 
     def _watch_parameter(self, point: Point, recorder: Recorder | None, grads: dict[int, Any]) -> None:
         tensor = point.tensor
@@ -371,6 +382,10 @@ class Recording(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._generation is not None:
+            stop_listening(self.model, self._generation)
+            self._generation.close()
+        super().on_close()
         self.tape._let_go()
         if self._grad:
             self.tape.grad.end()
