@@ -25,7 +25,8 @@ LONGEST = 400  # Longest part of an error message to keep, in characters.
 def failure(model: nn.Module, error: BaseException) -> dict[str, Any] | None:
     """Return a note on the innermost module call that failed, or None if the error came from elsewhere.
 
-    It has the error, the module and its arguments as plain text, so it can be saved with the tape and keeps nothing alive.
+    It has the error, the module and its arguments as plain text. So it can be saved with the tape, and keeps nothing
+    alive.
     """
     found = _innermost(model, error)
     if found is not None:

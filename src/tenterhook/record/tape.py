@@ -451,6 +451,6 @@ def load(path: str | os.PathLike[str]) -> Tape:
     Raises:
         TapeFileError: the file is missing, is not a tape, or is damaged.
     """
-    from tenterhook.record import store  # Loads safetensors only when needed.
+    from tenterhook.record import tape_file  # Loads safetensors only when needed.
 
-    return store.load(path)
+    return tape_file.load(path)
