@@ -228,7 +228,7 @@ class _Gradient:
         return self._latest >= 0
 
     def rest(self) -> None:
-        """Hold the tape's slots weakly after the session: a graph may hold this action, and the tape holds the graph."""
+        """Hold the tape's slots weakly after the session, because the tape may hold a graph that holds this action."""
         if self._find is None:
             self._find, self.entries = weakref.ref(self.entries), GradientSlots()
 
