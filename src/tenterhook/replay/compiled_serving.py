@@ -42,7 +42,7 @@ class CompiledServing:
         self.cues[module] = ServeSpec(path, copies=self._copies)
 
     def decide(self, modules: Iterable[nn.Module], limit: float) -> None:
-        """Decide which calls of these modules to serve: those that end before the time ``limit`` in the recorded run."""
+        """Decide which calls of these modules to serve: those that end before ``limit`` in the recorded run."""
         run = self._server.run
         # If the run drew random numbers or changed something, arguments of its calls are only known when they run.
         known = run is not None and run.pure and self._server.times == 1
