@@ -32,10 +32,12 @@ def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tap
     ├─ 0     Linear           9  [4, 3]      1
     └─ 1     ReLU                [4, 3]      1
 
-    Args: model: any ``nn.Module``. *selectors: addresses, globs, modules, classes, regexes or predicates. inputs:
-        arguments for one call of the model, to show shapes and numbers of calls: a tensor, a tuple of arguments, or a
-        dict of keyword arguments. Parameters, buffers and the random state do not change. tape: a tape to take shapes
-        and numbers of calls from, instead of ``inputs``.
+    Args:
+        model: any ``nn.Module``.
+        *selectors: addresses, globs, modules, classes, regexes or predicates.
+        inputs: arguments for one call of the model, to show shapes and numbers of calls: a tensor, a tuple of
+            arguments, or a dict of keyword arguments. Parameters, buffers and the random state do not change.
+        tape: a tape to take shapes and numbers of calls from, instead of ``inputs``.
 
     Returns:
         A ``Selection``. Other functions take it as a selector.

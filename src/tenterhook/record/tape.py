@@ -357,8 +357,9 @@ class Tape(Drawn, TapeView):
         Returns:
             ``tape.grad``, the gradients by address.
 
-        Raises: GradientError: the tape records no gradients, or the loss does not depend on a recorded point, or its
-            graph was freed.
+        Raises:
+            GradientError: the tape records no gradients, or the loss does not depend on a recorded point, or its graph
+                was freed.
         """
         from tenterhook.record.tape_backward import backward
 

@@ -77,21 +77,25 @@ def record(  # noqa: PLR0913
     >>> tape.grad["1"].shape
     torch.Size([4, 3])
 
-    Args: model: any ``nn.Module``. *selectors: addresses, globs, modules, classes, regexes or predicates. Without any,
-        the output of every module. grad: whether to record gradients too. The gradient of an argument is the part that
-        flows through that module. With ``"total"`` it is the gradient from all uses of the tensor. values: whether to
-        record values. ``False`` records gradients only, so the session keeps no activation in memory longer than a run
-        without it. Then only ``tape.grad[address]`` can be read. stop: whether to stop the model after the last of
-        these points, and to leave the ``with`` block there. keep: how many calls of each module to keep: ``"all"``, the
-        ``"last"`` one, or a number of last calls. copy: ``"auto"`` copies a value if the model may change it in place
-        later, or if a change could not be detected. Other values are kept by reference, and reading one compares
-        versions. ``"always"`` copies everything. ``"never"`` copies nothing and compares nothing. device: the device to
-        move values to, for example ``"cpu"``. dtype: the dtype to convert floating-point values to. gather: whether to
-        gather values and gradients that are sharded over processes (``DTensor``) when they are recorded. All processes
-        must record the same points. replay: whether to keep what :func:`tenterhook.replay` needs to serve this run
-        again (``tape.script``). True keeps the arguments and outputs of every module call. A selector of the points
-        that will be edited keeps only what serving those edits needs. Without other selectors, nothing else is
-        recorded.
+    Args:
+        model: any ``nn.Module``.
+        *selectors: addresses, globs, modules, classes, regexes or predicates. Without any, the output of every module.
+        grad: whether to record gradients too. The gradient of an argument is the part that flows through that module.
+            With ``"total"`` it is the gradient from all uses of the tensor.
+        values: whether to record values. ``False`` records gradients only, so the session keeps no activation in memory
+            longer than a run without it. Then only ``tape.grad[address]`` can be read.
+        stop: whether to stop the model after the last of these points, and to leave the ``with`` block there.
+        keep: how many calls of each module to keep: ``"all"``, the ``"last"`` one, or a number of last calls.
+        copy: ``"auto"`` copies a value if the model may change it in place later, or if a change could not be detected.
+            Other values are kept by reference, and reading one compares versions. ``"always"`` copies everything.
+            ``"never"`` copies nothing and compares nothing.
+        device: the device to move values to, for example ``"cpu"``.
+        dtype: the dtype to convert floating-point values to.
+        gather: whether to gather values and gradients that are sharded over processes (``DTensor``) when they are
+            recorded. All processes must record the same points.
+        replay: whether to keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``). True
+            keeps the arguments and outputs of every module call. A selector of the points that will be edited keeps
+            only what serving those edits needs. Without other selectors, nothing else is recorded.
 
     Returns:
         A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.

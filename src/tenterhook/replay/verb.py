@@ -37,18 +37,23 @@ def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, ve
     global variables, closures); and in the recorded run it drew no random numbers and changed nothing. All other calls
     are computed, and ``session.served`` has the reasons.
 
-    Args: model: the model that was recorded. tape: a recording made with ``replay=True``. Without one, the session
-        records its first run and serves later runs with the same inputs from it. grad: whether to serve calls while
-        gradients are enabled. A served value is a constant: no gradient flows through it. verify: whether to compare
-        the bits of all parameters and buffers with those of the recorded run when the session starts, and before each
-        run the bits of the tensors that served calls may read. Without it, only changes that increase a tensor's
-        version are detected. Fused optimizers, ``.data`` and NumPy change tensors without that.
+    Args:
+        model: the model that was recorded.
+        tape: a recording made with ``replay=True``. Without one, the session records its first run and serves later
+            runs with the same inputs from it.
+        grad: whether to serve calls while gradients are enabled. A served value is a constant: no gradient flows
+            through it.
+        verify: whether to compare the bits of all parameters and buffers with those of the recorded run when the
+            session starts, and before each run the bits of the tensors that served calls may read. Without it, only
+            changes that increase a tensor's version are detected. Fused optimizers, ``.data`` and NumPy change tensors
+            without that.
 
     Returns:
         A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
 
-    Raises: ReplayError: the tape was recorded without ``replay=True`` or on another model, or the weights have changed.
-        When the session ends, if the model was never called with the recorded inputs.
+    Raises:
+        ReplayError: the tape was recorded without ``replay=True`` or on another model, or the weights have changed.
+            When the session ends, if the model was never called with the recorded inputs.
     """
     from tenterhook.replay.session import opened
 
