@@ -50,7 +50,7 @@ class Fitted:
         yield from _lines(self.table, made)
         if made.left_out:
             ways = " or ".join(filter(None, ("a wider terminal", self.also)))
-            yield Text(f"not shown for want of room: {', '.join(made.left_out)} ({ways} shows them)", style="dim")
+            yield Text(f"columns not shown: {', '.join(made.left_out)} ({ways} shows them)", style="dim")
 
     def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement

@@ -211,7 +211,7 @@ class SweepInterrupted(KeyboardInterrupt):
     """A sweep was interrupted. ``.sweep`` has the results so far, and ``.sweep.resume()`` continues it."""
 
     def __init__(self, sweep: Any) -> None:
-        super().__init__("the sweep was interrupted; what it found is in .sweep, and .sweep.resume() goes on")
+        super().__init__("the sweep was interrupted; .sweep has the results so far, and .sweep.resume() continues it")
         self.sweep = sweep
 
 

@@ -25,8 +25,8 @@ from tenterhook.sites.model_facts import facts
 __all__ = ["Features", "features"]
 
 CHANGED = (
-    "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code "
-    "foretold that. Say that it does, by module.inplace = True on the module that follows: then the feature is copied."
+    "the feature {name!r} ({address}) was changed in place by a later operation. This could not be detected from the "
+    "model's source. Set module.inplace = True on the module that changes it: then the feature is copied."
 )
 
 
@@ -230,16 +230,16 @@ def _named(model: nn.Module, points: Any) -> dict[str, str]:
         for selector, name in points.items():
             found = [str(point) for point in resolve(model, [selector])]
             if len(found) != 1:
-                text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a feature is one of them."
-                raise SelectorError(f"{text}\nGive a list of selectors, and each value has its address for a name.")
+                text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a named feature is one point."
+                raise SelectorError(f"{text}\nPass a list of selectors: then each feature is named by its address.")
             if not isinstance(name, str) or name in named.values():
-                raise SelectorError(f"each feature has a name of its own, which is a str; {selector!r} has {name!r}")
+                raise SelectorError(f"each feature needs its own name, a str; {selector!r} has {name!r}")
             named[found[0]] = name
     if not named:
         raise SelectorError("give at least one point: th.features(model, {'layer4': 'top'})")
     for point in resolve(model, list(named)):
         if point.site is Site.PARAMETER:
-            raise SelectorError(f"{point} is a parameter, which every run has; a feature is a value of a run")
+            raise SelectorError(f"{point} is a parameter; a feature is a value that a run computes")
         if point.call is not None and point.call < 0:
             raise AddressError(f"{point}: a run cannot know which call will be the last; count from the first, #0")
     return named

@@ -137,8 +137,8 @@ def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle
     _check(tensor, Tensor, "tensor")
     if not tensor.requires_grad:
         raise HookError(
-            "this tensor requires no gradient, so its hook would never be called. Make it: tensor.requires_grad_(), "
-            "or compute it from something that does."
+            "this tensor requires no gradient, so its hook would never be called. Call tensor.requires_grad_(), "
+            "or compute it from a tensor that requires one."
         )
     remove = hook_tensor(tensor, _noted(_guarded(fn, readonly=readonly)))
     return Handle(_next_id(), _TensorEntry(remove))
@@ -275,7 +275,7 @@ def _check(given: Any, wanted: type, what: str) -> None:
     if not isinstance(given, wanted):
         got = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
         raise HookError(
-            f"the {what} comes first and is an instance of {wanted.__module__}.{wanted.__name__}; got {got}"
+            f"the first argument is the {what}, an instance of {wanted.__module__}.{wanted.__name__}; got {got}"
         )
 
 
@@ -312,6 +312,6 @@ class _ReadOnly:
         change = before.change(ReachableState(given))
         if change is not None:
             raise ReadonlyHook(
-                f"the read-only hook {name} changed {change}. Take a copy and change that, or register it without "
+                f"the read-only hook {name} changed {change}. Change a copy, or register the hook without "
                 "readonly=True."
             )

@@ -116,7 +116,7 @@ def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
     if wrong:
         told = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
         shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in told)
-        raise AssertionError(f"{len(wrong)} things were not left as they were:\n{shown}")
+        raise AssertionError(f"{len(wrong)} things have changed:\n{shown}")
 
 
 def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
@@ -246,4 +246,4 @@ def no_leak() -> Iterator[None]:
             gc.enable()
     if left:
         shown = ", ".join(f"{type(found).__name__}{list(found.shape)}" for found in left[:10])
-        raise AssertionError(f"{len(left)} tensors outlived the block: {shown}")
+        raise AssertionError(f"{len(left)} tensors are still alive after the block: {shown}")

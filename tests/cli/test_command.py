@@ -263,7 +263,7 @@ def test_show_in_a_terminal_keeps_the_numbers_and_names_what_it_leaves_out(call,
     monkeypatch.setenv("COLUMNS", "50")
     shown = call("show", "run.th").stdout
     assert shown.splitlines()[1].split() == ["point", "shape", "mean", "std", "min", "max", "|grad|"]
-    assert "not shown for want of room: module, zeros (a wider terminal or --json" in " ".join(shown.split())
+    assert "columns not shown: module, zeros (a wider terminal or --json" in " ".join(shown.split())
     monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: False)
     assert "module" in call("show", "run.th").stdout
 
@@ -357,7 +357,7 @@ WRONG = {
     "unknown point": (["points", "nets.py:Net", "had"], "Did you mean head?"),
     "wrong edit": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "conv=zap()"], "'conv=zap()' is no edit"),
     "no edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "none.edits"], "there is no file none.edits"),
-    "wrong edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "nets.py"], "no set of edits at all"),
+    "wrong edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "nets.py"], "or not a set of edits"),
     "wrong input": (["record", "nets.py:Net", "-i", "x.npy"], "there is no such file"),
     "wrong keep": (["record", "nets.py:Net", "--keep", "some"], "--keep is all, last"),
     "stop and grad": (["record", "nets.py:Net", "--stop", "--grad"], "nothing to go back from"),
@@ -367,7 +367,7 @@ WRONG = {
     "bad size": (["page", "nets.py", "--size", "big"], "a size is a number of bytes"),
     "small size": (["page", "nets.py", "--size", "10k"], "at least 300,000 bytes"),
     "no maps": (["page", "nets.py", "--maps", "0"], "0 is not in the range"),
-    "no tape at all": (["page", "nets.py"], "no tape at all"),
+    "not a tape": (["page", "nets.py"], "or not a tape"),
     "weights": (["points", "model.safetensors"], "weights alone make no model"),
     "nothing": (["points", "resnet"], "'resnet' names no model"),
 }
@@ -375,9 +375,9 @@ WRONG = {
 
 UNREADABLE = {
     "there is no file none.edits",
-    "no set of edits at all",
+    "or not a set of edits",
     "there is no file none.th",
-    "no tape at all",
+    "or not a tape",
 }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Shown", "figure"]
 
 Shown = tuple[str, Tensor]
-"""a title and what stands under it"""
+"""A title and its tensor."""
 
 MAPS = 64
 SIDE = 512

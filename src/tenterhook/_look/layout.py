@@ -25,11 +25,11 @@ class Layout:
     kind: Kind
     values: Tensor
     axes: tuple[str, str, str]
-    """what the maps, the rows and the columns are"""
+    """Labels of the maps, the rows and the columns."""
     whole: tuple[int, int, int]
-    """the sizes before anything was left out or pooled"""
+    """The sizes before anything was left out or pooled."""
     example: tuple[int, int] | None = None
-    """which entry of the first dimension this is, and of how many"""
+    """The index of this example in the first dimension, and the size of that dimension."""
 
     def bounded(self, maps: int, most_rows: int, most_columns: int) -> Layout:
         """Return a layout with at most ``maps`` maps of limited size. Larger maps are average-pooled."""

@@ -44,9 +44,9 @@ class Numbers:
     nans: int = 0
     infs: int = 0
     histogram: tuple[int, ...] = ()
-    """counts between ``low`` and ``high``, in bins of one width"""
+    """Counts between ``low`` and ``high``, in bins of equal width."""
     scale: tuple[float, float] = (0.0, 0.0)
-    """between which nearly all values lie"""
+    """The range of nearly all values."""
 
     @property
     def rms(self) -> float:

@@ -68,9 +68,9 @@ def as_change(given: Any) -> Change:
         return Change(given, takes_context=True, part=given.part)
     if isinstance(given, type) and issubclass(given, Edit):
         name = given.__name__.lower()
-        raise EditError(f"th.{name} was given as it is, and has to be called: th.{name}(...)")
+        raise EditError(f"th.{name} is a class and not an edit. Call it: th.{name}(...)")
     if not callable(given):
-        hint = " To put a tensor in the value's place, use th.set(tensor)." if isinstance(given, Tensor) else ""
+        hint = " To replace the value with a tensor, use th.set(tensor)." if isinstance(given, Tensor) else ""
         raise EditError(
             f"an edit is a ready edit such as th.zero(), or a function; got a {type(given).__name__}.{hint}"
         )
@@ -126,4 +126,4 @@ def check_same_kind(old: Any, new: Any, context: Context, name: str) -> None:
 
 def _mismatch(context: Context, name: str, old: str, new: str) -> EditError:
     text = f"at {context.address!r}, call #{context.call}, the edit {name} turned {old} into {new}."
-    return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if what follows can take it.")
+    return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if the model accepts the new one.")

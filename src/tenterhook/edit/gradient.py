@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 __all__ = ["AccumulatedEdit", "GradientEdit", "InputGradientEdit", "ParameterGradientEdit"]
 
 NOTHING_FLOWED = (
-    "no gradient flowed back to it. backward() must run before the session ends, with gradients on in the forward, and "
-    "the loss must depend on it"
+    "no gradient flowed back to it. Run backward() before the session ends, enable gradients in the forward pass, and "
+    "make sure that the loss depends on it"
 )
 SHARED = (
     "at {address!r} the edit {name} changed its gradient in place, which other branches of the graph may share. Return "
     "a new tensor instead."
 )
 NO_SIGN = (
-    "{address!r}: its module changed it in place, which nothing in the module's code foretold, and the edit of its "
-    "gradient would be lost. Say that it does, by module.inplace = True, or edit the gradient of what it comes from."
+    "{address!r}: the module changed this argument in place. This could not be detected from its source, and the edit "
+    "of the gradient would be lost. Set module.inplace = True on the module, or edit the gradient of an earlier point."
 )
 RETURNED = (
-    "{address!r}: its module returned it as it was, and it was then changed in place, which would have changed the "
-    "tensor that was passed in as well. An edit of its gradient cannot keep the two together; edit the module's output."
+    "{address!r}: the module returned this argument, and the result was then changed in place. Without the edit, this "
+    "would also change the tensor that was passed in. Edit the gradient of the module's output instead."
 )
 
 
@@ -115,7 +115,7 @@ class _Base:
 
     def _hook(self, tensor: Tensor, context: Context) -> None:
         apply = self._apply
-        tied = f"the edit {apply.change.name} of the gradient of {context.address!r} cannot be made: {TIED}."
+        tied = f"the edit {apply.change.name} of the gradient of {context.address!r} cannot be applied: {TIED}."
         hook_tensor(tensor, lambda gradient: apply(gradient, context), tied=lambda: EditError(tied))
 
 
@@ -266,5 +266,5 @@ class AccumulatedEdit(_Installed):
 def _trainable(point: Point) -> Tensor:
     tensor = point.tensor
     if tensor is None or not tensor.requires_grad:
-        raise EditError(f"{point.address!r} requires no gradient, so there is none to edit. Unfreeze it first.")
+        raise EditError(f"{point.address!r} requires no gradient: there is none to edit. Call requires_grad_() on it.")
     return tensor

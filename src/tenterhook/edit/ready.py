@@ -61,8 +61,8 @@ def check_index(index: Any) -> None:
     if isinstance(index, list) and any(isinstance(each, tuple | slice) for each in index):
         first = written(index[0])
         raise EditError(
-            f"at= takes one index, and got a list of {len(index)}: write at={first}, without the brackets around it. "
-            "For several places, give one edit for each, in a list: {'h.3': [th.zero(at=...), th.zero(at=...)]}"
+            f"at= takes one index; got a list of {len(index)}. Write at={first}, without the brackets around it. "
+            "For several indices, pass a list of edits: {'h.3': [th.zero(at=...), th.zero(at=...)]}"
         )
 
 
@@ -72,7 +72,7 @@ class Edit:
 
     opaque: ClassVar[bool] = False
     operand: ClassVar[str | None] = None
-    """the field whose tensor may have the shape of the whole value, and is then indexed by ``at``"""
+    """Name of the field that may hold a tensor with the shape of the whole value. ``at`` then indexes it too."""
 
     at: Any = None
     part: Any = None
@@ -111,7 +111,7 @@ class Edit:
             return tensor[self.at]
         except (IndexError, TypeError, RuntimeError) as error:
             text = f"{context.address!r}: at={written(self.at)} does not fit {describe(tensor)}: {error}"
-            raise EditError(f"{text}.\nGive an index that this value has; the last place is -1.") from error
+            raise EditError(f"{text}.\nUse an index within this shape; the last element is -1.") from error
 
     def _tensor(self, value: Any, context: Context) -> tuple[Path, Tensor]:
         if isinstance(value, Tensor) and self.part is None:
@@ -125,9 +125,9 @@ class Edit:
         raise EditError(self._which(value, context))
 
     def _which(self, value: Any, context: Context) -> str:
-        text = f"{context.address!r} passes {describe(value)}, and {self!r} changes one tensor."
+        text = f"the value at {context.address!r} is {describe(value)}, and {self!r} changes one tensor."
         if isinstance(value, Tensor):
-            return f"{text}\nIt is a single one: leave out part=."
+            return f"{text}\nThe value is a single tensor: leave out part=."
         parts = ", ".join(f"part={path[0] if len(path) == 1 else path!r}" for path, _ in tensors(value))
         return f"{text}\nSay which: {parts}." if parts else f"{text}\nThere is no tensor in it."
 
@@ -176,8 +176,8 @@ class Set(Edit):
     def _structure(self, value: Any, context: Context) -> Any:
         new, old = dict(tensors(self.value)), dict(tensors(value))
         if new.keys() != old.keys() or not old:
-            text = f"{context.address!r} passes {describe(value)}; th.set was given {describe(self.value)}"
-            raise EditError(f"{text}, which is built otherwise.")
+            text = f"the value at {context.address!r} is {describe(value)}; th.set got {describe(self.value)}"
+            raise EditError(f"{text}, which has another structure.")
         for path, tensor in new.items():
             value = replace_at(value, path, fit(tensor, old[path], context, self).expand_as(old[path]).clone())
         return value
@@ -267,7 +267,7 @@ class Project(Edit):
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         rows = self.directions.reshape(-1, self.directions.shape[-1])
         if rows.shape[-1] != tensor.shape[-1]:
-            text = f"{context.address!r} passes {describe(tensor)}; the directions have length {rows.shape[-1]}"
+            text = f"the value at {context.address!r} is {describe(tensor)}; directions have length {rows.shape[-1]}"
             raise EditError(f"{text} instead of {tensor.shape[-1]}.")
         _same_kind(rows, tensor, context, self)
         basis, _ = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))
@@ -290,15 +290,15 @@ def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits:
-        text = f"{context.address!r} passes {describe(old)}; {type(edit).__name__.lower()} was given {describe(new)}"
-        raise EditError(f"{text}, which does not broadcast to it.")
+        text = f"the value at {context.address!r} is {describe(old)}; th.{type(edit).__name__.lower()} got"
+        raise EditError(f"{text} {describe(new)}, which does not broadcast to it.")
     return new
 
 
 def _same_kind(new: Tensor, old: Tensor, context: Context, edit: Any) -> None:
     if new.dtype == old.dtype and new.device == old.device:
         return
-    text = f"{context.address!r} passes {describe(old)} on {old.device}; {type(edit).__name__.lower()} was given"
+    text = f"the value at {context.address!r} is {describe(old)} on {old.device}; th.{type(edit).__name__.lower()} got"
     if new.dtype != old.dtype:
         raise EditError(f"{text} {describe(new)}.\nConvert it: .to({old.dtype})")
     raise EditError(f"{text} a tensor on {new.device}.\nMove it: .to({str(old.device)!r})")

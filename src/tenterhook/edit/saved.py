@@ -54,12 +54,12 @@ ELLIPSIS = ["ellipsis"]
 SEQUENCES = (tuple, list)
 
 NO_CODE = (
-    "the edit at {address!r} is {what}, which is code, and a file of edits holds none.\n"
-    "Say it with ready edits ({ready}), or hand the function on as source."
+    "the edit at {address!r} is {what}, which is code. A file of edits cannot store code.\n"
+    "Use ready edits ({ready}), or share the function as source code."
 )
 NO_SELECTOR = (
-    "{key!r:.80} selects by an object of this process, and a file of edits holds text.\n"
-    "Give an address or a glob such as 'h.*.mlp', or what th.points(model, …) found."
+    "{key!r:.80} is an object of this process, and a file of edits stores text only.\n"
+    "Use an address, a glob such as 'h.*.mlp', or the result of th.points(model, …)."
 )
 
 
@@ -136,7 +136,7 @@ def load_edits(
         found = {_address(key): _made(edits, decode) for key, edits in described["edits"]}
         notes = json.loads(texts["notes"])
         if not isinstance(notes, dict):
-            raise TypeError("its notes are none")
+            raise TypeError("its notes are not a dict")
     except (*MALFORMED, RecursionError) as error:
         raise EditFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
     return Edits(found, notes)
@@ -145,7 +145,7 @@ def load_edits(
 def _kind() -> Any:
     from tenterhook.record.tensor_file import FileKind
 
-    one, no = "a set of edits", "no set of edits"
+    one, no = "a set of edits", "not a set of edits"
     return FileKind(FORMAT, FORMAT_VERSION, one, no, "run.edits", EditFileError)
 
 
@@ -170,7 +170,7 @@ def _address(text: str) -> str:
     try:
         parse(text)
     except AddressError as error:
-        raise EditFileError(f"{text!r:.80} is no address: {error}") from error
+        raise EditFileError(f"{text!r:.80} is not an address: {error}") from error
     return text
 
 
@@ -185,8 +185,8 @@ def _described(edit: Any, address: str, encoder: Any) -> list[Any]:
     fields = {field.name: getattr(edit, field.name) for field in dataclasses.fields(edit)}
     for field, value in fields.items():
         for wrong in _opaque(value):
-            text = f"{field}= of the edit {name} at {address!r} holds a {type(wrong).__name__}"
-            raise EditFileError(f"{text}, which a file of edits cannot hold. Use a tensor or plain numbers.")
+            text = f"{field}= of the edit {name} at {address!r} has a {type(wrong).__name__}"
+            raise EditFileError(f"{text}, which a file of edits cannot store. Use a tensor or plain numbers.")
     try:
         return [name, {field: _written(value, address, encoder) for field, value in fields.items()}]
     except TapeFileError as error:
@@ -199,7 +199,7 @@ def _why_not(edit: Any, address: str) -> str:
     elif callable(edit):
         what = f"the function {getattr(edit, '__qualname__', type(edit).__name__)}"
     else:
-        return f"the edit at {address!r} is a {type(edit).__name__}, and no ready edit ({', '.join(READY)})."
+        return f"the edit at {address!r} is a {type(edit).__name__}, not a ready edit ({', '.join(READY)})."
     return NO_CODE.format(address=address, what=what, ready=", ".join(READY))
 
 
@@ -230,7 +230,7 @@ def _noted(notes: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(notes), separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        text = f"notes hold what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+        text = f"notes= cannot be written as JSON: {error}. Use text, numbers, lists and dicts only."
         raise EditFileError(text) from None
 
 

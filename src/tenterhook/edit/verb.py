@@ -165,7 +165,7 @@ def _items(changes: Changes | None, name: str) -> Any:
 
 def _parameter(point: Point) -> Point:
     if point.site is not Site.PARAMETER:
-        raise EditError(f"accumulated= edits the .grad of parameters, and {point.address!r} is none. Use grad=.")
+        raise EditError(f"accumulated= edits the .grad of parameters, and {point.address!r} is not one. Use grad=.")
     return point
 
 

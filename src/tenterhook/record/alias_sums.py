@@ -38,9 +38,9 @@ __all__ = ["begin_pass", "corrected", "keeps_layout", "note", "noted", "number_f
 
 Edge = tuple[Any, int]
 noted: list[tuple[weakref.ref[GradientSlot], int]] = []
-"""The slots of aliases whose gradient has not come yet, each with the number of the module that handed a value on."""
+"""Slots of aliases that have no gradient yet, each with the number of the module that returned its input."""
 quiet: set[int] = set()
-"""The backward passes that are running and have nothing to mend."""
+"""Numbers of the running backward passes that have nothing to correct."""
 _passes: dict[int, BackwardPass] = {}
 _quiet: set[tuple[int, ...]] = set()  # The keys of passes that had nothing to correct.
 MANY = 1000  # Runs without a backward pass can leave entries; above this number they are cleaned up.

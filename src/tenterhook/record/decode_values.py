@@ -31,7 +31,7 @@ def restore(tensor: Tensor, dtype: str) -> Tensor:
     wanted = _dtype(dtype)
     made = torch.view_as_complex(tensor) if wanted.is_complex else tensor.view(wanted)
     if made.dtype != wanted:
-        raise ValueError(f"a tensor said to be {dtype} is stored as {tensor.dtype}")
+        raise ValueError(f"a tensor declared as {dtype} is stored as {tensor.dtype}")
     return made
 
 
@@ -51,7 +51,7 @@ class Decoder:
         if tag in CONSTANTS:
             return CONSTANTS[tag](*rest)
         if tag not in STRUCTURES:
-            raise ValueError(f"{tag!r:.40} is no kind of value")
+            raise ValueError(f"{tag!r:.40} is not a known tag")
         return getattr(self, f"_{tag}")(*rest)
 
     def _all(self, values: list[Json]) -> list[Any]:
@@ -82,7 +82,7 @@ class Decoder:
         # Not getattr: it would call torch's module-level __getattr__, which imports what it is asked for.
         kind = vars(torch.return_types)[name]
         if not (isinstance(kind, type) and issubclass(kind, tuple)):
-            raise TypeError(f"{name!r:.40} is no return type of torch")
+            raise TypeError(f"{name!r:.40} is not a return type of torch")
         return kind(self._all(values))
 
     def _namedtuple(self, reference: str, fields: list[str], values: list[Json]) -> Any:
@@ -209,7 +209,7 @@ def _named_tuple_class(reference: str, fields: tuple[str, ...]) -> type:
     module, qualified, name = _names(reference)
     kind = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc]  # noqa: PYI024  # fields are data
     if kind._fields != fields:
-        raise ValueError(f"{name} has fields that cannot be named: {fields!r:.80}")
+        raise ValueError(f"{name} has invalid field names: {fields!r:.80}")
     kind.__module__, kind.__qualname__ = module, qualified
     return kind
 
@@ -218,7 +218,7 @@ def _named_tuple_class(reference: str, fields: tuple[str, ...]) -> type:
 def _record_class(reference: str, fields: tuple[str, ...]) -> type:
     module, qualified, name = _names(reference)
     if any(field.startswith("__") for field in fields):
-        raise ValueError(f"{name} has fields that cannot be named: {fields!r:.80}")
+        raise ValueError(f"{name} has invalid field names: {fields!r:.80}")
     # Names come from a file, so generate no methods from them.
     made = dataclasses.make_dataclass(name, fields, bases=(DecodedRecord,), init=False, repr=False, eq=False)
     # If it is saved again, it is written under the name of the original class.

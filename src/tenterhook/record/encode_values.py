@@ -41,12 +41,12 @@ NATIVE = frozenset(
 # JSON readers agree on integers of this size. Longer ones are written in hexadecimal.
 LONGEST = 2**63
 
-NO_TENSOR = "{address!r} holds {what}, which a tape's file cannot hold. {fix}"
+NO_TENSOR = "{address!r} has {what}, which a tape file cannot store. {fix}"
 NO_KEY = (
-    "{address!r} holds a dict with the key {key!r:.80}, a {type}, which a tape's file cannot hold: keys are text, "
-    "bytes, numbers, None, and tuples of these. Leave this point out of what is recorded, or record a part of it."
+    "{address!r} has a dict with the key {key!r:.80}, a {type}, which a tape file cannot store: keys are text, bytes, "
+    "numbers, None, and tuples of these. Do not record this point, or record a part of it."
 )
-TOO_DEEP = "{address!r} holds a structure that is nested too deeply for a tape's file, or that contains itself."
+TOO_DEEP = "{address!r} has a structure that is nested too deeply for a tape file, or that contains itself."
 
 
 class Encoder:
@@ -212,8 +212,8 @@ def _refusal(tensor: Tensor) -> tuple[str, str] | None:
     if tensor.is_nested:
         return "a nested tensor", "Save its parts instead: {value}.unbind(), or {value}.to_padded_tensor(0.0)."
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        fix = "{value}.full_tensor() gathers a DTensor; of others, record the plain tensors inside."
-        return f"a {type(tensor).__name__}, a kind of tensor with storage of its own", fix
+        fix = "{value}.full_tensor() gathers a DTensor; for other types, record the plain tensors inside."
+        return f"a {type(tensor).__name__}, a tensor subclass with its own storage", fix
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values", 'Run the model on a real device, such as "cpu".'
     return _unknown_form(tensor)

@@ -52,8 +52,8 @@ Edge = tuple[Any, ...]
 NO_PARTS: Any = MappingProxyType({})  # The shared initial value of most slots.
 DONE: Any = MappingProxyType({(): []})  # Marks a slot that is no longer on a tape and accepts no gradients.
 CHANGED = (
-    "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
-    "what flowed is gone. A hook should return a new tensor."
+    "the gradient of {address!r} was changed in place after it was recorded, by a hook or by other code that "
+    "received it, so the recorded gradient is lost. A hook should return a new tensor."
 )
 
 
@@ -77,26 +77,26 @@ class GradientSlot:
     )  # fmt: skip
 
     first: Tensor | None
-    """the first gradient, as long as it is the only one and nobody has asked for it"""
+    """The first gradient, as long as it is the only one and has not been read."""
     version: int
     edges: tuple[Edge, ...]
-    """how far a backward pass must come for the hooks to catch it all"""
+    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
     spent: bool
     kept: tuple[Tensor, int] | None
-    """a view's memory, and its version as it was recorded"""
+    """A detached view, and its version when it was recorded."""
     lone: int
-    """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; 0
-    where no dimension has size one, and -1 where others have"""
+    """For a batch of one example, the stride of that dimension in a gradient that needs no closer check. 0 if no
+    dimension has size one, and -1 if other dimensions have."""
     before: Tensor | None
-    """what the call before this one was given, if that is small, until this one is: memory that is freed as the model
-    runs is at once used otherwise, and what was in the processor's cache is gone"""
+    """The gradient of an earlier call, if it is small, until this slot has its own. If it were freed earlier, the model
+    would reuse its memory, and it would no longer be in the processor's cache."""
     hooks: Any
-    """the hooks of its tensor, if its own is the first of them, and None otherwise"""
+    """The hook table of its tensor, if its own hook is the first entry, and None otherwise."""
     views: Any
-    """what is known of the backward pass; see :class:`tenterhook.record.view_gradients.Views`"""
+    """The state of backward passes; see :class:`tenterhook.record.view_gradients.ViewGradients`."""
     base: Any
-    """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
-    number of the backward pass that did it; for all others, None"""
+    """For a view whose base has no hook: the base, its ViewGradients, and the hook table of the base. After the graph
+    was released: the number of the backward pass that released it. Otherwise None."""
 
     shape: Any = None  # The value's own structure, with None in place of each tensor.
     path: Path = ()  # The path of the tensor in the value, if there is only one.

@@ -29,16 +29,16 @@ Copy = Literal["auto", "always", "never"]
 
 CHANGED = (
     "{address!r} was changed in place after it was recorded (its version was {old} and is now {new}), so the recorded "
-    "value is gone. The code that did it gave no sign beforehand. Record with a copy: "
+    "value is lost. This could not be detected from the model's source. Record a copy: "
     'th.record(model, ..., copy="always").'
 )
 INSIDE = (
-    "{address!r} was recorded inside vmap, grad or another transform of torch.func, and is the whole value, of all "
-    "examples, which does not fit in with what passes inside it. Read it when the transform is over."
+    "{address!r} was recorded inside vmap, grad or another transform of torch.func. It has the values of all examples, "
+    "so it cannot be used inside the transform. Read it after the transform."
 )
 REUSED = (
-    "{address!r} was recorded inside a transform of torch.func and its memory was changed in place, before or after "
-    'that; there it cannot be told which. Record with a copy: th.record(model, ..., copy="always").'
+    "{address!r} was recorded inside a transform of torch.func, and its memory was changed in place, before or after "
+    'that; the two cases cannot be distinguished. Record a copy: th.record(model, ..., copy="always").'
 )
 
 

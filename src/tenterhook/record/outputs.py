@@ -152,7 +152,7 @@ class Outputs:
         modules = points.modules if isinstance(points, FoundOutputs) else [point.module for point in points]
         self._bases = tape.log.new_bases(len(modules))
         self.keys: dict[nn.Module, int] = dict(zip(modules, self._bases, strict=True))
-        """the key that the next call of each module has"""
+        """The key of the next call of each module."""
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         log = tape.log

@@ -80,15 +80,15 @@ __all__ = [
 WHY = sites.WHY | {
     "tied": f"{sites.TIED}.",
     "lost": (
-        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have gone by it "
-        "unseen. To be sure of it, record with copy='always'."
+        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have missed it. "
+        "Record with copy='always' to avoid this."
     ),
 }
 new_cell = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
 SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
-NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
+NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
 class Gradients(TapeView):
@@ -101,7 +101,7 @@ class Gradients(TapeView):
         self.views = ViewGradients()
         self._ends: list[Any] = []
         self.unread: dict[int, GradientSlots] = {}
-        """the slots of tracks that are made when somebody reads them"""
+        """The slots of tracks that are not created yet, because nothing has read them."""
 
     def returned(self, value: Any) -> Any:
         """Hook the outputs of the whole model, so that a backward pass can correct sums. Return the outputs.

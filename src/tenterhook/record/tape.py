@@ -127,7 +127,7 @@ class TapeView(Mapping[str, Any]):
         """Return the values of all calls that are kept, in the order of the calls."""
         base, call = self._find(address)
         if call is not None:
-            raise AddressError(f"{address!r} names one call already; ask for the calls of {base!r}")
+            raise AddressError(f"{address!r} already names one call; use .calls({base!r})")
         entries = self._tracks[base].entries_at(self._place(base, address))
         return [self._read(entries[index], f"{base}#{index}") for index in sorted(entries)]
 
@@ -171,7 +171,7 @@ class TapeView(Mapping[str, Any]):
         if isinstance(address, nn.Module):
             return self._at(address), None
         if not isinstance(address, str):
-            raise NotRecorded(f"a tape is asked by address, a str; got a {type(address).__name__}: {address!r:.80}")
+            raise NotRecorded(f"a tape is read by address, a str; got a {type(address).__name__}: {address!r:.80}")
         parsed = parse(address)
         base = str(replace(parsed, call=None))
         for name in (base, self._aliases.get(base), self._alias(base)):
@@ -196,7 +196,7 @@ class TapeView(Mapping[str, Any]):
         wanted = Point("", RETURN, unwrapped(module), "")
         found = next((name for name, track in self._tracks.items() if track.is_at(wanted)), None)
         if found is None:
-            raise NotRecorded(f"the output of this {type(module).__name__} is not on this tape. Ask by an address.")
+            raise NotRecorded(f"the output of this {type(module).__name__} is not on this tape. Use an address.")
         return found
 
     def _alias(self, base: str) -> str | None:
@@ -214,13 +214,13 @@ class TapeView(Mapping[str, Any]):
         if call is None:
             if len(entries) > 1:
                 shown = listed([f"{base}#{index}" for index in sorted(entries)])
-                fix = f"Ask for one of {shown}, or for all of them with .calls({base!r})."
-                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call is held.\n{fix}")
+                fix = f"Read one of {shown}, or all of them with .calls({base!r})."
+                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call was recorded.\n{fix}")
             return min(entries)
         index: int = self._position(entries, call)
         if index not in entries:
             held = listed([f"#{held}" for held in sorted(entries)])
-            raise NotRecorded(f"{base}#{call}: no such call is held. Held: {held}.")
+            raise NotRecorded(f"{base}#{call} was not recorded. Recorded calls: {held}.")
         return index
 
     @staticmethod
@@ -243,7 +243,7 @@ class TapeView(Mapping[str, Any]):
         return NotRecorded("\n".join(lines))
 
     def _nothing(self, base: str) -> Exception:
-        return NotRecorded(f"{base!r} was asked for, but no call has passed it so far.")
+        return NotRecorded(f"{base!r} is selected, but it has not run yet.")
 
 
 class Tape(Drawn, TapeView):
@@ -262,7 +262,7 @@ class Tape(Drawn, TapeView):
         self.log = TapeLog()
         self.script: Any = None  # The data for th.replay, if replay= was given.
         self.notes: dict[str, Any] = {}
-        """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
+        """Other facts about the run, as plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
 
     def where(self, address: str) -> str:
         """Return the file and line of a value inside a ``forward``, or an empty string for other points."""
@@ -277,7 +277,7 @@ class Tape(Drawn, TapeView):
     def _unknown(self, address: str) -> TenterhookError:
         if not self.gradients_alone:
             return super()._unknown(address)
-        return NotRecorded(f"this tape has no values, only gradients (values=False): ask for tape.grad[{address!r}].")
+        return NotRecorded(f"this tape has no values, only gradients (values=False): read tape.grad[{address!r}].")
 
     def in_order(self) -> list[str]:
         """Return the addresses in the order in which their values were produced.

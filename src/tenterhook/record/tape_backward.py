@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["backward"]
 
 FREED = (
-    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass but the "
-    "last, or call tape.backward first."
+    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass except "
+    "the last, or call tape.backward first."
 )
 APART = (
-    "the loss depends on no recorded point whose graph is at hand. Compute it from the run that was recorded; where a "
-    "backward pass has freed that run's graph, pass retain_graph=True to it."
+    "the loss does not depend on any recorded point whose graph still exists. Compute the loss from the recorded run. "
+    "If a backward pass has freed the graph of that run, pass retain_graph=True to it."
 )
 
 
@@ -62,14 +62,14 @@ def _check(slots: list[GradientSlot], loss: Any, gradient: Tensor | None) -> Non
     if not slots:
         raise GradientError(NONE_RECORDED)
     if not isinstance(loss, Tensor):
-        raise GradientError(f"the loss is a tensor; got a {type(loss).__name__}")
+        raise GradientError(f"the loss must be a tensor; got a {type(loss).__name__}")
     if not loss.requires_grad:
         raise GradientError(
-            "this loss requires no gradient: it was computed under no_grad, or from nothing that requires one"
+            "this loss requires no gradient: it was computed under no_grad, or from tensors that require none"
         )
     if gradient is None and loss.numel() != 1:
         raise GradientError(
-            f"this loss is {describe(loss)} and no single number. Reduce it, for example by .sum(), or give its own "
+            f"this loss is {describe(loss)}, not a single number. Reduce it, for example with .sum(), or pass its "
             "gradient: tape.backward(loss, gradient)"
         )
     if all(slot.why for slot in slots):

@@ -43,7 +43,7 @@ from tenterhook.record.tensor_file import MALFORMED, FileKind, read, replacing, 
 
 __all__ = ["load", "replacing", "save", "source_of"]
 
-TAPE = FileKind("tenterhook.tape", 1, "a tape", "no tape", "run.th", TapeFileError)
+TAPE = FileKind("tenterhook.tape", 1, "a tape", "not a tape", "run.th", TapeFileError)
 MOST_CALLS = 2**62
 MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
 
@@ -127,7 +127,7 @@ def _noted(notes: dict[str, Any]) -> str:
         return json.dumps(notes, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise TapeFileError(
-            f"tape.notes holds what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+            f"tape.notes cannot be written as JSON: {error}. Use text, numbers, lists and dicts only."
         ) from None
 
 
@@ -168,7 +168,7 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     for view, key in views:
         for track in described[key]:
             if not isinstance(track["address"], str):
-                raise TypeError(f"{track['address']!r:.40} is no address")
+                raise TypeError(f"{track['address']!r:.40} is not an address")
             entries = _entries(track, decoder)
             held = LogEntries(tape.log) if view is tape else entries
             made = view._tracks[track["address"]] = Track(held, kind=str(track["kind"]))
@@ -192,7 +192,7 @@ def _order_of(track: dict[str, Any], count: int) -> list[int] | None:
     if places is None:  # The file is older than this field.
         return None
     if len(places) != count or not all(type(place) is int for place in places):
-        raise ValueError("its order is none")
+        raise ValueError("its order is not a list of positions")
     return list(places)
 
 
@@ -214,18 +214,18 @@ def _notes(found: Any) -> dict[str, Any]:
         texts = [failed[key] for key in ("address", "kind", "error", "message", "where")]
         texts += [text for key in ("inputs", "parameters") for pair in failed[key].items() for text in pair]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its note of a failure is none")
+            raise ValueError("its failure note is malformed")
         parse(failed["address"])
     lists = [found.get(key, []) for key in ("order", "tokens", "edits")]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
-        raise ValueError("its notes are no lists of texts")
+        raise ValueError("its notes are not lists of texts")
     inputs = found.get("inputs", {})
     if not isinstance(inputs, dict) or not all(isinstance(text, str) for pair in inputs.items() for text in pair):
-        raise ValueError("its note of the inputs is none")
+        raise ValueError("its note of the inputs is malformed")
     model = found.get("model", {})
     known = isinstance(model, dict) and all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items() if model)
     if not known:
-        raise ValueError("its note of the model is none")
+        raise ValueError("its note of the model is malformed")
     return dict(found)
 
 
@@ -235,13 +235,13 @@ def _entries(track: dict[str, Any], decoder: Decoder) -> dict[int, Any]:
         slot = entries[_call(index)] = GradientSlot(None)
         slot.why = why if why in WHY else ""
     if len(entries) != len(track["calls"]) + len(track["missing"]):
-        raise ValueError(f"{track['address']!r:.80} has one call twice")
+        raise ValueError(f"{track['address']!r:.80} has the same call twice")
     return entries
 
 
 def _call(index: Any) -> int:
     if type(index) is not int or not 0 <= index < MOST_CALLS:
-        raise ValueError(f"{index!r:.40} is no number of a call")
+        raise ValueError(f"{index!r:.40} is not a call number")
     return index
 
 

@@ -22,7 +22,7 @@ SPAN = 2**32 + 0x9E3779B1
 
 
 Returned = tuple[int, Any]
-"""What a call has returned: its key, which is the first key of the module's track plus its number, and the entry."""
+"""The output of a call: its key, which is the first key of the module's track plus the call number, and its entry."""
 
 
 class TapeLog:
@@ -36,7 +36,7 @@ class TapeLog:
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self.fresh: list[Returned] = []
-        """what modules have returned since somebody read the tape"""
+        """Outputs of modules since the tape was last read."""
         self._windows: dict[int, deque[tuple[int, Returned]]] = {}
         self._tick, self._rebuilt = count(), -1
         self._cleared: set[int] = set()

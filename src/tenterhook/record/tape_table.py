@@ -62,7 +62,7 @@ def failure_lines(found: dict[str, Any]) -> tuple[str, ...]:
         return "✗ the run failed outside the modules of the model", error
     given = ", ".join(f"{name}={shape}" for name, shape in found["inputs"].items())
     place = f"{found['address']} ({found['kind']}), at {found['where']}"
-    return f"✗ the run failed in {place}", error, f"  given {given or 'no tensors'}"
+    return f"✗ the run failed in {place}", error, f"  inputs: {given or 'no tensors'}"
 
 
 def _rows(tape: Tape, address: str) -> list[Row]:

@@ -36,7 +36,7 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, O
 class FileKind:
     """A type of file: its format and version, and the words for it in error messages.
 
-    ``one``: such a file, for example "a tape". ``no``: the words for a file of another type, for example "no tape".
+    ``one``: such a file, for example "a tape". ``no``: the words for a file of another type, for example "not a tape".
     ``example``: a file name.
     """
 
@@ -93,7 +93,7 @@ def read(kind: FileKind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]
     """Return the texts and tensors of a file, after checks of its type and checksum."""
     texts, tensors = _read(kind, file)
     if texts.get("checksum") != checksum(texts, tensors):
-        raise kind.error(f"{file} is damaged: its checksum does not match what it holds.")
+        raise kind.error(f"{file} is damaged: its checksum does not match its content.")
     return texts, tensors
 
 
@@ -105,7 +105,7 @@ def target_of(kind: FileKind, path: str | os.PathLike[str]) -> Path:
         named = str(target / kind.example)
         raise kind.error(f"{target} is a directory; {kind.one} is one file. Add a name: {named!r}")
     if not target.parent.is_dir():
-        raise kind.error(f"{target} cannot be written: there is no directory {target.parent}. Make it first.")
+        raise kind.error(f"{target} cannot be written: there is no directory {target.parent}. Create it first.")
     return target
 
 
@@ -162,7 +162,7 @@ def _read(kind: FileKind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]
         other = _other_kind(file)
         if other:
             raise kind.error(f"{file} is {kind.no}: it looks like {other}.") from error
-        raise kind.error(f"{file} is cut short, damaged, or {kind.no} at all: {error}") from error
+        raise kind.error(f"{file} is truncated, damaged, or {kind.no}: {error}") from error
     except OSError as error:
         raise kind.error(f"{file} cannot be read: {error}") from error
 
@@ -172,7 +172,7 @@ def _check_file(kind: FileKind, file: Path) -> None:
         store = " It holds harvested rows: th.open reads them." if (file / "commits").is_dir() else ""
         raise kind.error(f"{file} is a directory; {kind.one} is one file.{store}")
     if not file.is_file():
-        raise kind.error(f"{file} is no file." if file.exists() else f"there is no file {file}.")
+        raise kind.error(f"{file} is not a file." if file.exists() else f"there is no file {file}.")
 
 
 def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
@@ -182,7 +182,7 @@ def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
     if texts.get("format") != kind.format:
         raise kind.error(
             f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged. "
-            "safetensors.torch.load_file reads any of these."
+            "safetensors.torch.load_file can read it."
         )
     version = texts.get("format_version", "")
     if VERSION.fullmatch(version) and int(version) > kind.version:
@@ -191,4 +191,4 @@ def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
             "Upgrade tenterhook: pip install -U tenterhook"
         )
     if version != str(kind.version):
-        raise kind.error(f"{file} is damaged: {version!r:.40} is no format version.")
+        raise kind.error(f"{file} is damaged: {version!r:.40} is not a format version.")

@@ -45,12 +45,12 @@ __all__ = ["Recording", "record"]
 Keep = Literal["all", "last"] | int
 
 PIPELINE = (
-    "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
-    "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
+    "stop=True has no effect in a pipeline stage: the other stages would wait forever for the output of this one. The "
+    "run continues, and values are still recorded. To stop, call the stage's module by itself."
 )
 RETURN = Site.RETURN
-NOTHING = "values=False keeps gradients alone, and none are asked for: th.record(model, ..., grad=True, values=False)"
-STOPPED = "stop=True ends the run where a value passes, and with values=False none is kept. Leave one of them out."
+NOTHING = "values=False records gradients only, and needs grad=: th.record(model, ..., grad=True, values=False)"
+STOPPED = "stop=True stops the run after the last recorded value, and values=False records none. Leave one of them out."
 
 
 def record(  # noqa: PLR0913
@@ -394,7 +394,7 @@ class Recording(Session):
         super()._say_what_was_missed()
         if self._stop and self._waiting:
             shown = listed([str(point) for point in self._waiting])
-            text = f"the run was not stopped, because it never came to {len(self._waiting)} of the points: {shown}"
+            text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
 
     def reached(self, point: Point) -> None:

@@ -88,7 +88,7 @@ class Slices:
 
     def _check(self, value: Tensor, context: Context) -> None:
         if not value.dim() or value.shape[0] != self._batch * len(self._changes):
-            text = f"{context.address!r} passes {list(value.shape)}, which does not have the cases in front"
+            text = f"the value at {context.address!r} has shape {list(value.shape)}, without a dimension for the cases"
             raise CannotBatch(text)
 
     def _structure(self, value: Any, context: Context) -> Any:
@@ -103,7 +103,7 @@ class Slices:
         for path, tensor in tensors(value):
             if not tensor.dim() or tensor.shape[0] != self._batch * count:
                 if any(made[path] is not tensor for made in new):
-                    raise CannotBatch(f"{context.address!r} passes something that is one for all cases, and is edited")
+                    raise CannotBatch(f"a case edits a tensor at {context.address!r} that all cases share")
                 continue
             if any(made[path] is not dict(tensors(given))[path] for made, given in zip(new, old, strict=True)):
                 value = replace_at(value, path, torch.cat([made[path] for made in new]))

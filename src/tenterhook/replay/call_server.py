@@ -156,7 +156,7 @@ class CallServer:
         if why or call.module in self._changed:
             return why or OTHER_STATE
         if gave.changed or given.changed:
-            return "what was recorded of it has been changed in place since"
+            return "its recorded values were changed in place"
         if live is not None and not self.matches(given, live):
             return UNLIKE
         return ""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledServing"]
 
-STRUCTURE = "it is given or gives a structure that a compiled graph cannot be given"
+STRUCTURE = "its arguments or outputs have a structure that a compiled graph cannot take"
 APART = (
-    "a call of {path!r} was served to compiled code, which then saw that it was given something else than in the "
-    "recorded run, so that what came out is not to be used. What the model computes before it rests on something "
-    "beside its input and what its modules hold. Replay it without compiling it."
+    "a call of {path!r} was served in compiled code, but its arguments differed from those of the recorded run, so the "
+    "output of this run is wrong. The model depends on something other than its input and the state of its modules. "
+    "Replay it without compiling it."
 )
 
 

@@ -55,7 +55,7 @@ class GrowingBatch(Slices):
             or value.shape != (self._before, *new.shape[1:])
             or (value.dtype, value.device) != (new.dtype, new.device)
         ):
-            raise CannotBatch(f"{context.address!r} passes something else than the cases that are under way")
+            raise CannotBatch(f"the value at {context.address!r} does not fit the running batch")
         repeated = new.unsqueeze(0).expand(count, *new.shape).flatten(0, 1)
         joined = torch.cat((value, repeated))
         self.reached = True

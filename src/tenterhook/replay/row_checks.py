@@ -36,7 +36,7 @@ class CheckedRow:
 
     case: Prepared | None
     changes: list[list[Change]]
-    """what is done at each of the points that the group edits"""
+    """The changes at each point that the group edits."""
     kind: str = "case"
 
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["Replay", "opened"]
 
 NO_SCRIPT = (
-    "this tape holds values, but not what it takes to serve them again. Record the run with replay=True: "
-    "th.record(model, ..., replay=True); or leave the tape out, and the first run is recorded: th.replay(model)."
+    "this tape has values, but not the data to serve them again. Record the run with replay=True: "
+    "th.record(model, ..., replay=True). Or leave out the tape, and the first run is recorded: th.replay(model)."
 )
-OTHER_MODEL = "this tape was recorded on another model, a {kind}; it can only be replayed on the very same object."
+OTHER_MODEL = "this tape was recorded on another model, a {kind}; it can only be replayed on the same object."
 OTHER_INPUTS = (
     "nothing was served, because the model was never called with the inputs of the recorded run. Call it with the same "
-    "arguments, given in the same way (by place or by name), or record a run with the new ones."
+    "arguments, passed in the same way (positional or keyword), or record a run with the new ones."
 )
 
 
@@ -46,10 +46,10 @@ def opened(model: nn.Module, tape: Tape | None, *, grad: bool, verify: bool) -> 
         if script is None:
             raise ReplayError(NO_SCRIPT)
         if script.model is not model:
-            kind = type(script.model).__name__ if script.model is not None else "model that is gone"
+            kind = type(script.model).__name__ if script.model is not None else "model that no longer exists"
             raise ReplayError(OTHER_MODEL.format(kind=kind))
         if not script.runs:
-            raise ReplayError(f"this tape has no run that could be served: {script.refused or 'the model never ran'}.")
+            raise ReplayError(f"this tape has no run that can be served: {script.refused or 'the model never ran'}.")
     return Replay(model, script, grad=grad, verify=verify)
 
 
@@ -132,7 +132,7 @@ class Replay(Session):
             return MISSING
         why = run.why or in_the_way()
         if not why and run.ambient != ambient():
-            why = "PyTorch's modes (autocast, inference mode, determinism, threads …) are not those of the recorded run"
+            why = "PyTorch's modes (autocast, inference mode, determinism, threads …) differ from the recorded run"
         if why:
             self.served.compute("", why)
             return MISSING

@@ -41,8 +41,8 @@ __all__ = ["Runner"]
 
 WITH_CASE = 2
 TRAINING = (
-    "the model is in training mode, and each run of it changes its buffers ({changed}). A sweep runs it many times, so "
-    "that they are not what they were afterwards; call model.eval() first, or sweep a copy of the model."
+    "the model is in training mode, and each run changes its buffers ({changed}). A sweep runs it many times, so the "
+    "buffers will differ afterwards. Call model.eval() first, or sweep a copy of the model."
 )
 
 
@@ -66,7 +66,7 @@ class Runner:
         self._most = batch
         self._progress = progress
         self._per_case = examples(given)
-        self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
+        self._alone = "" if self._per_case else "the input has no tensor with a batch dimension"
         self._checked = False
         self._unedited: Any = None  # The output of the unedited run.
         self._joins = read is None  # Whether groups may join a batch that is already running.
@@ -223,7 +223,7 @@ class Runner:
                 # If the model cannot take zeros here, the cases themselves are the check.
                 except Exception:  # noqa: BLE001, S112
                     continue
-                yield "an input that is set to zero there", alone, piece
+                yield "an input with zeros at the edited point", alone, piece
         for place, at in enumerate(places):
             case, piece = group[place], pieces[at]
             if place not in chosen:
@@ -307,7 +307,7 @@ class Runner:
         for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
             far = _distance(alone, piece)
             if far:  # Earlier batches cannot be trusted either.
-                self._depend, self._alone = True, f"in a batch, {what} comes out otherwise than by itself ({far})"
+                self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
                 return True
         self._checked = True
         return True
@@ -347,8 +347,8 @@ class Runner:
     def _of_one_shape(self, found: Tensor) -> Tensor:
         first = next(iter(self.result._found.values()), found)
         if found.shape != first.shape:
-            shapes = f"{list(found.shape)}, and {list(first.shape)} for the others"
-            raise SweepError(f"the metric gives a value of the shape {shapes}")
+            shapes = f"{list(found.shape)}, and of shape {list(first.shape)} for the other cases"
+            raise SweepError(f"the metric returns a value of shape {shapes}")
         return found
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -373,10 +373,11 @@ class Runner:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
             alone = self._checks_served.runs
-            text = "1 row that was" if alone == 1 else f"{alone} rows that were"
-            lines.append(f"cases were run as batches; the unedited input, and {text} also run alone, came out the same")
+            text = "1 row" if alone == 1 else f"{alone} rows"
+            same = f"the unedited input, and {text} that also ran alone, gave the same results"
+            lines.append(f"cases ran in batches; {same}")
             if self._joined:
-                lines.append("cases that begin later joined a batch that was under way")
+                lines.append("cases with later edits joined a running batch")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
@@ -397,7 +398,7 @@ def _distance(one: Any, other: Any) -> str:
     """Return a description of the difference of two values, or an empty string if they agree within the tolerance."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     if mine.keys() != theirs.keys():
-        return "they are built otherwise"
+        return "the structures differ"
     if list(numbers(one)) != list(numbers(other)):
         return "numbers differ"
     for path, tensor in mine.items():
@@ -406,14 +407,14 @@ def _distance(one: Any, other: Any) -> str:
             return f"shape {list(partner.shape)} instead of {list(tensor.shape)}"
         if not tensor.is_floating_point():
             if not torch.equal(tensor, partner):
-                return "whole numbers differ"
+                return "integers differ"
             continue
         gap = float((tensor.double() - partner.double()).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
         size = float(tensor.double().abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
         if gap > TOLERANCE.get(tensor.dtype, 0.1) * max(size, 1e-12) or not torch.equal(
             tensor.isnan(), partner.isnan()
         ):
-            return f"by {gap:.2g} where the largest value is {size:.2g}"
+            return f"by {gap:.2g}, and the largest value is {size:.2g}"
     return ""
 
 

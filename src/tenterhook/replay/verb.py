@@ -95,7 +95,7 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     if not isinstance(tape, Tape):
         got = "None" if tape is None else f"a {type(tape).__name__}"
         raise ReplayError(
-            f"run_from serves what comes before from a tape, and got {got} for it. Record one with "
+            f"run_from needs a tape for the calls before the given points; got {got}. Record one with "
             "th.record(model, ..., replay=True), then th.run_from(model, tape, {'h.6': value})"
         )
     given: Any = values
@@ -106,7 +106,7 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     if not args and not kwargs:
         runs = tape.script.runs
         if len(runs) > 1:
-            raise ReplayError(f"the tape has {len(runs)} runs: give the input of the one that is meant")
+            raise ReplayError(f"the tape has {len(runs)} runs: pass the arguments of one of them")
         args, kwargs = runs[0].root.given.value
     with session, edit(model, {address: Set(value) for address, value in values.items()}):
         return model(*args, **kwargs)
@@ -158,11 +158,11 @@ def sweep(
 
     if not callable(metric):
         raise SweepError(
-            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            f"metric= is a function of the model's output that returns a number; got {metric!r:.40}. For example "
             "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
         )
     if batch is not None and (type(batch) is not int or batch < 1):
-        raise SweepError(f"batch= is how many cases run at once, a positive number; got {batch!r}")
+        raise SweepError(f"batch= is the number of cases to run at once, a positive int; got {batch!r}")
     prepared = prepare(model, cases)
     axes = getattr(cases, "axes", {})
     runner = Runner(model, prepared, axes, metric, (args, kwargs), read=read, batch=batch, progress=progress)
