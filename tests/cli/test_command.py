@@ -132,7 +132,7 @@ def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
     result = call("record", "nets.py:Broken", "**", "-i", "1x3x8x8", "--grad", "-o", "run.th")
     assert result.exit_code == 3
     assert "failed in head (Linear)" in result.stderr
-    assert "given input=float32[1, 6]" in result.stderr
+    assert "inputs: input=float32[1, 6]" in result.stderr
     assert "Traceback" not in result.output
     tape = th.load(tmp_path / "run.th")
     assert list(tape) == ["conv", "relu"]
@@ -152,7 +152,7 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     result = call(command, "nets.py:Broken", "--input", "1x3x8x8")
     assert result.exit_code == 3
     assert "failed in head (Linear)" in result.stderr
-    assert "given input=float32[1, 6]" in result.stderr
+    assert "inputs: input=float32[1, 6]" in result.stderr
     assert "Traceback" not in result.output
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
