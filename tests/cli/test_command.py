@@ -321,7 +321,7 @@ def test_a_page_that_cannot_fit_is_told_in_words(call, tmp_path):
     call("record", "long.py:net", "-i", "2x2", "-o", "run.th")
     result = call("page", "run.th", "--size", "300k")
     assert result.exit_code == 2
-    assert "Allow more" in result.stderr
+    assert "Increase size=" in result.stderr
     assert isinstance(result.exception, SystemExit)
     del sys.modules["long"]
 

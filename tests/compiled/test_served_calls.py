@@ -185,7 +185,7 @@ def test_where_gradients_flow_it_is_computed_unless_constants_are_asked_for():
     call = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         tape = taped(model, X)
-    with pytest.warns(th.TenterhookWarning, match="gradients are on"), th.replay(model, tape):
+    with pytest.warns(th.TenterhookWarning, match="gradients are enabled"), th.replay(model, tape):
         call(X).sum().backward()
     assert model.b1.a.weight.grad is not None
     model.zero_grad()

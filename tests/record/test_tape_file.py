@@ -660,11 +660,11 @@ def test_a_full_disk_and_a_read_only_folder_leave_the_old_file(tmp_path):
     script = """
         import resource, sys, torch
         from tenterhook.errors import TapeFileError
-        from tenterhook.record.kept_value import Kept
+        from tenterhook.record.kept_value import KeptValue
         from tenterhook.record.tape_log import LogEntries
         from tenterhook.record.tape import Tape, Track
         tape = Tape()
-        tape._tracks["x"] = Track(LogEntries(tape.log, {0: Kept(torch.ones(100_000), [])}))
+        tape._tracks["x"] = Track(LogEntries(tape.log, {0: KeptValue(torch.ones(100_000), [])}))
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         for path in (sys.argv[1], "/proc/run.th"):
             try:

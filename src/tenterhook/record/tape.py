@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -256,13 +257,17 @@ class Tape(Drawn, TapeView):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        from tenterhook.record.recorded_gradients import Gradients  # A local import: that module imports this one.
-
-        self.grad = Gradients(self)
         self.log = TapeLog()
         self.script: Any = None  # The data for th.replay, if replay= was given.
         self.notes: dict[str, Any] = {}
         """Other facts about the run, as plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
+
+    @cached_property
+    def grad(self) -> Gradients:
+        """The recorded gradients, by the same addresses."""
+        from tenterhook.record.recorded_gradients import Gradients  # A local import: that module imports this one.
+
+        return Gradients(self)
 
     def where(self, address: str) -> str:
         """Return the file and line of a value inside a ``forward``, or an empty string for other points."""

@@ -281,6 +281,8 @@ class Recording(Session):
 
     def missed(self) -> list[list[Binding]]:
         """Return the groups of which no point was reached."""
+        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
+            return []
         bound = self._bound
         recorded = self._outputs.reached() if self._outputs is not None else None
 
@@ -291,8 +293,6 @@ class Recording(Session):
             # A parameter with only its gradient recorded has no value to wait for.
             return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
-        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
-            return []
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
@@ -302,7 +302,7 @@ class Recording(Session):
         outputs = self._outputs
         if outputs is None:
             return None
-        if self.needs_action_sets():
+        if self.run_recorder is not None or self.needs_action_sets():
             self._outputs = None
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
@@ -358,7 +358,8 @@ class Recording(Session):
             )
         for point, recorder, grads in self._parameters:
             self._watch_parameter(point, recorder, grads)
-        compiled.waiting(self, self._waiting)
+        if self._waiting:
+            compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
 
@@ -382,7 +383,8 @@ class Recording(Session):
         for handle in self._handles:
             handle.remove()
         self.tape._let_go()
-        self.tape.grad.end()
+        if self._grad:
+            self.tape.grad.end()
 
     def _let_go(self) -> None:
         super()._let_go()
