@@ -1,4 +1,4 @@
-"""The command itself, and those of its parts that look at a model."""
+"""The ``tenterhook`` command group, and the subcommands that inspect a model: ``points`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ cannot be used, 5 nothing to compare, 6 a fault of tenterhook, 130 interrupted, 
 
 
 class Tenterhook(click.Group):
-    """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
+    """The command group. It accepts ``--debug`` before and after the name of the subcommand.
+
+    Users add ``--debug`` at the end of a command line that failed.
+    """
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
-        """Run, and end the process with one of the codes that :mod:`tenterhook.cli.errors` lists."""
+        """Run the command and exit with one of the codes listed in :mod:`tenterhook.cli.errors`."""
         given = list(options["args"] if options.get("args") is not None else (args[0] if args else sys.argv[1:]))
         debug = "--debug" in given[: given.index("--") if "--" in given else None]
         run_command(functools.partial(super().main, *args, **{**options, "standalone_mode": False}), debug=debug)
@@ -73,7 +76,7 @@ class Tenterhook(click.Group):
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def tenterhook(*, debug: bool) -> None:
     """See, keep, change and stop what passes inside a PyTorch model."""
-    del debug  # Read from the context where an error is told.
+    del debug  # `errors.show_debug` reads it from the context.
 
 
 @tenterhook.command(
@@ -101,7 +104,7 @@ def points(asked: AskedPoints, selectors: tuple[str, ...], *, every: bool, json_
     if json_:
         print_json(_described(found))
     else:
-        print_table(found._table(fold=not every))  # drawn here, so that a pipe gets plain text
+        print_table(found._table(fold=not every))  # `print_table` writes plain text to a pipe
 
 
 def _inputs(asked: AskedPoints) -> Any:
@@ -148,7 +151,7 @@ def audit(asked: AskedPoints, *, json_: bool) -> None:
     with calling(asked.model):
         found = audit_of(asked.model, _inputs(asked))
     if not json_:
-        print_table(found._table())  # drawn here, so that a pipe gets plain text
+        print_table(found._table())  # `print_table` writes plain text to a pipe
         return
     print_json(
         [

@@ -1,4 +1,4 @@
-"""``tenterhook doctor``: what is installed, and which features work with it."""
+"""``tenterhook doctor``: installed versions, and the features that work with them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def doctor(*, json_: bool) -> None:
     if json_:
         print_json(found.to_dict())
     else:
-        click.echo(str(found))  # Plain and whole in a terminal too, because it is there to be copied.
+        click.echo(str(found))  # Plain text in a terminal too, because users copy it into bug reports.
     if found.unavailable:
         raise click.exceptions.Exit(UNAVAILABLE)

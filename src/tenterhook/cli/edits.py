@@ -1,4 +1,4 @@
-"""``--edit`` and ``--edits`` on the command line: ``h.5=zero()``, and files that ``th.save_edits`` wrote."""
+"""Parsers for ``--edit`` (``h.5=zero()``) and ``--edits`` (files that ``th.save_edits`` wrote)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ UNREADABLE = (ValueError, TypeError, MemoryError, RecursionError)
 
 
 def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
-    """The changes that ``th.edit`` takes. Only constants, lists, ``at[...]`` and names of files stand in an edit."""
+    """Parse the ``--edit`` options into the changes that ``th.edit`` takes.
+
+    An edit may only contain constants, lists, ``at[...]`` and file names. No code is evaluated.
+    """
     changes: dict[Selector, Any] = {}
     for text in texts:
         found = TEXT.fullmatch(text)
@@ -40,7 +43,7 @@ def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
 
 
 def edits_of_files(files: Iterable[Path], model: nn.Module) -> dict[Selector, Any]:
-    """The changes in files of edits, one file after the other, on the device and in the type of the model."""
+    """Load edit files in the given order, with the device and dtype of the model."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
     device, dtype = (None, None) if like is None else (like.device, like.dtype)
     changes: dict[Selector, Any] = {}

@@ -1,4 +1,4 @@
-"""The parts of the command that store rows and look after them: ``harvest`` and ``verify``."""
+"""The subcommands that write and check stores: ``harvest`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA = """DATA is one of
   file.txt                a sample for each line, with the model's own tokenizer or --tokenizer DIR
   package.module:name     batches, a DataLoader, a data set or a tensor of samples, or a function that makes one
   path/to/file.py:name    the same, in a file"""
-LEAST = 10**5  # bytes on their way
+LEAST = 10**5  # bytes; the smallest write buffer
 
 
 @click.command(
@@ -90,7 +90,7 @@ def harvest(  # noqa: PLR0913  # each is an option
     nbytes = size_of(memory)
     if nbytes < LEAST:
         raise CommandError(f"--memory is a number of bytes, {LEAST} at least; got {memory}")
-    with calling(asked.model), speaking():  # Files and places first; what remains is the model's.
+    with calling(asked.model), speaking():  # `calling` handles what `speaking` lets through: model errors.
         done = harvest_of(
             asked.again if options["engine"] == "ray" else asked.model,
             batches,
@@ -123,7 +123,7 @@ def _check_store(place: str) -> None:
 
 
 def _data(text: str) -> Any:
-    """A file, which ``th.harvest`` reads by itself, or what a name in Python stands for."""
+    """Return the path of a data file, which ``th.harvest`` reads, or the Python object that the text names."""
     if Path(text).is_file() or (":" not in text and Path(text).suffix):
         return text
     return python_object(text, lambda text: f"{text!r} is no data.\n{DATA}")
@@ -140,7 +140,10 @@ def _tokenizer(asked: AskedPoints, data: str) -> Any:
 
 
 class _Loss:
-    """What to go back from. Its name is in the manifest, so that a harvest does not go on with another."""
+    """The function from the model's output to the loss.
+
+    Its ``__qualname__`` is written to the manifest, so that a harvest cannot be resumed with a different loss.
+    """
 
     def __init__(self, how: Loss) -> None:
         self.how = how

@@ -1,4 +1,4 @@
-"""``--input`` on the command line: files, images, text, and random values of given shapes."""
+"""Parser for ``--input``: files, images, text, and random values of given shapes."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ KEYWORD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<rest>.*)", re.DOTALL
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 LARGEST_INTEGER = 2**63
-LARGEST = 2**34  # values: a slip of the finger is not to fill the memory
+LARGEST = 2**34  # values; a typing error must not fill the memory
 
 RANDOM: dict[str, Callable[[tuple[int, ...], int], Tensor]] = {
     "float": lambda shape, _: torch.randn(shape),
     "uniform": lambda shape, _: torch.rand(shape),
     "zeros": lambda shape, _: torch.zeros(shape),
     "ones": lambda shape, _: torch.ones(shape),
-    "bool": lambda shape, _: torch.rand(shape) < 0.5,  # noqa: PLR2004  # one half of them
+    "bool": lambda shape, _: torch.rand(shape) < 0.5,  # noqa: PLR2004  # half of them are True
     "int": lambda shape, below: torch.randint(below, shape),
 }
 
 
 @dataclass
 class Inputs:
-    """What the model is called with, and what is known of it."""
+    """The arguments for one call of the model, and the tokens of a text input."""
 
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
 
     def to(self, device: str | None, dtype: torch.dtype | None) -> Inputs:
-        """The same on another device, floating-point values in another type."""
+        """Return a copy on another device, with floating-point tensors in another dtype."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -64,13 +64,16 @@ class Inputs:
 
     @property
     def whole(self) -> Any:
-        """As ``th.points`` and ``th.audit`` take it."""
+        """The inputs in the form that ``th.points`` and ``th.audit`` take."""
         if self.args and self.kwargs:
             raise CommandError("give the inputs either all by keyword (name=INPUT) or none of them.")
         return self.kwargs or tuple(self.args)
 
     def needing_gradients(self) -> Inputs:
-        """The same, with gradients for what is floating point: a model's own input is a point like any other."""
+        """Return a copy whose floating-point tensors require gradients.
+
+        The model's own input is a point too, and ``--grad`` records its gradient.
+        """
 
         def asked(tensor: Tensor) -> Tensor:
             return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
@@ -85,7 +88,10 @@ class Inputs:
 def read_inputs(
     texts: tuple[str, ...], model: nn.Module, *, folder: Path | None = None, image_size: tuple[int, int] | None = None
 ) -> Inputs:
-    """Read every ``--input``. ``folder`` is where a tokenizer may be, ``image_size`` what images are resized to."""
+    """Parse every ``--input``.
+
+    ``folder`` is the directory to load a tokenizer from. ``image_size`` is the size that images are resized to.
+    """
     made = Inputs()
     for text in texts:
         keyword = KEYWORD.fullmatch(text)
@@ -198,7 +204,7 @@ def _image(file: Path, model: nn.Module, size: tuple[int, int] | None) -> Tensor
 
 
 def _channels(model: nn.Module) -> int:
-    """How many channels the model's first convolution takes."""
+    """Return the number of input channels of the model's first convolution, or 3."""
     found = (module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d))
     return next(found, 3)
 

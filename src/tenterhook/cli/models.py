@@ -1,7 +1,7 @@
-"""MODEL on the command line: the ways to name one, and how it is made.
+"""The MODEL argument: the forms it can have, and how each is loaded.
 
-Code runs where it is named: ``package.module:factory`` imports that module, ``file.py:name`` runs that file. Weights
-are read as safetensors or with ``weights_only``, so that no file runs code unasked.
+Only code that the user names runs: ``package.module:factory`` imports that module, ``file.py:name`` runs that file.
+Weights are read as safetensors or with ``weights_only``, so that no weight file can run code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDS = ("tokenizer.*", "vocab*", "*.model", "*.vocab", "*.tiktoken", "tekken.js
 
 
 def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None) -> nn.Module:
-    """The model that a text names, in evaluation mode."""
+    """Load the model that ``text`` names, in evaluation mode."""
     head, _, name = text.partition(":")
     if head in ("timm", "transformers") and name:
         model = _timm(name, given) if head == "timm" else _transformers(name, given)
@@ -52,7 +52,7 @@ def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None)
 
 
 def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """``--set n_layer=2``: a Python literal where it is one, otherwise text.
+    """Parse ``--set n_layer=2``. A value that is not a Python literal is a string.
 
     >>> settings(("n_layer=2", "act=gelu", "shape=(1, 2)"))
     {'n_layer': 2, 'act': 'gelu', 'shape': (1, 2)}
@@ -73,7 +73,10 @@ def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
-    """What ``package.module:name`` or ``file.py:name`` stands for; ``otherwise`` words what is neither."""
+    """Return the object that ``package.module:name`` or ``file.py:name`` names.
+
+    ``otherwise`` returns the error message for a text that has neither form.
+    """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise CommandError(otherwise(text))
@@ -115,7 +118,7 @@ def _run_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise CommandError(f"{file} cannot be run as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # As an import would: dataclasses look themselves up there.
+    sys.modules[file.stem] = module  # As an import does; dataclasses look up their module there.
     sys.path.insert(0, str(file.resolve().parent))  # As `python file.py` does.
     with speaking(f"{file} could not be run"):
         spec.loader.exec_module(module)
@@ -197,11 +200,11 @@ def _transformers(name: str, given: Mapping[str, Any]) -> nn.Module:
 
 
 def _of_config(config: Any) -> Any:
-    """The model with a head that the configuration is most used with, or the one without."""
+    """Return the model with the head most used with this configuration, or without a head if there is none."""
     library = _hugging_face()
     for kind in ("AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModelForMaskedLM", "AutoModel"):
         auto = getattr(library, kind)
-        if type(config) in auto._model_mapping:  # noqa: SLF001  # the only way to ask without making the model
+        if type(config) in auto._model_mapping:  # noqa: SLF001  # the only way to check without making the model
             return auto.from_config(config)
     return library.AutoModel.from_config(config)
 
@@ -224,10 +227,10 @@ def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a directory."""
+    """Load the tokenizer in a directory."""
     with speaking(f"there is no tokenizer in {folder} that could be read"):
         made = _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # Where there are no files, transformers makes one that knows no word, or nothing but its special tokens.
+    # Without vocabulary files, transformers returns a tokenizer that has an empty vocabulary or only special tokens.
     if made.vocab_files_names and not any(found for kind in WORDS for found in folder.glob(kind)):
         raise CommandError(f"there is no tokenizer in {folder}; give --tokenizer DIR")
     return made
@@ -247,7 +250,10 @@ def _hugging_face() -> Any:
 
 
 def torch_file(file: Path, what: str) -> Any:
-    """What ``torch.save`` wrote, if it is tensors and plain values: other objects would run code as they are read."""
+    """Load a file that ``torch.save`` wrote, if it contains only tensors and plain values.
+
+    Loading other objects would run code.
+    """
     check_file(file, "Give a part of it.")
     check_archive(file)
     try:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they print."""
+"""Options that several subcommands share, and functions that print their results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 @dataclass(frozen=True)
 class AskedPoints:
-    """The model that was named, made; and what it is to be called with."""
+    """The loaded model and its inputs, as the command line names them."""
 
     text: str
     model: nn.Module
@@ -61,7 +61,10 @@ class AskedPoints:
 
 
 def model_options(function: F) -> F:
-    """MODEL, what belongs to it, and its inputs; the command gets an :class:`AskedPoints` in their place."""
+    """Add MODEL, its options and its inputs to a command.
+
+    The command receives them as one :class:`AskedPoints`.
+    """
     with_size = click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
     with_inputs = click.option(
         "--input",
@@ -75,7 +78,10 @@ def model_options(function: F) -> F:
 
 
 def model_alone(function: F) -> F:
-    """MODEL and what belongs to it, without inputs; the command gets an :class:`AskedPoints` in their place."""
+    """Add MODEL and its options, without inputs, to a command.
+
+    The command receives them as one :class:`AskedPoints`.
+    """
 
     @click.argument("model", shell_complete=complete_model)
     @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
@@ -109,7 +115,7 @@ def _asked(
 ) -> AskedPoints:
     text, device, dtype = making["model"], making["device"], making["dtype"]
     made = make_model(**making)
-    torch.manual_seed(making["seed"])  # So that the inputs do not depend on how the model was made.
+    torch.manual_seed(making["seed"])  # Random inputs must not depend on how the model was made.
     folder = tokenizer or (Path(text) if Path(text).is_dir() else None)
     read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
     again = functools.partial(make_model, **making)
@@ -126,7 +132,7 @@ def make_model(
     dtype: str | None,
     train: bool,
 ) -> nn.Module:
-    """The model that was named, where and as it was asked for."""
+    """Load the model and move it to the requested device, dtype and mode."""
     torch.manual_seed(seed)
     made = load_model(model, settings(pairs), weights)
     made.train(train)
@@ -145,7 +151,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def size_of(text: str) -> int:
-    """A number of bytes.
+    """Parse a number of bytes.
 
     >>> size_of("10MB"), size_of("500k"), size_of("1.5G")
     (10000000, 500000, 1500000000)
@@ -157,7 +163,7 @@ def size_of(text: str) -> int:
 
 
 def print_table(table: Table) -> None:
-    """In colour and fitted to the width on a terminal; whole and plain everywhere else."""
+    """Print a table: in color and fitted to the width on a terminal, otherwise complete and as plain text."""
     if not _in_terminal():
         write(as_text(table))
         return
@@ -171,12 +177,12 @@ def _in_terminal() -> bool:
 
 
 def print_json(value: Any) -> None:
-    """For programs."""
+    """Print a value as JSON."""
     write(as_json(value))
 
 
 def as_json(value: Any) -> str:
-    """JSON that every reader takes: what is no finite number becomes null."""
+    """Return JSON that every parser accepts. NaN and infinity become null."""
     return printable_json(json.dumps(_plain(value), ensure_ascii=False, indent=1, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""``tenterhook record``."""
+"""The ``tenterhook record`` subcommand."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def record(  # noqa: PLR0913  # each is an option
 
 
 def _check_place(file: Path) -> None:
-    """What cannot be written is told before the run, which may be long."""
+    """Raise an error before the run, which may be long, if the file cannot be written."""
     if file.is_dir():
         raise CommandError(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
     if not file.parent.is_dir():
@@ -112,7 +112,7 @@ def _check_place(file: Path) -> None:
 
 
 def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
-    """An empty tape is worth less than whatever is in the file already."""
+    """Report that an empty tape did not replace an existing file."""
     say(f"{file} is left as it was: no value was recorded to put in its place.", err=True)
     if json_:
         print_json({"tape": None, "values": 0, "gradients": 0, "bytes": 0, "failure": tape.notes.get("failure")})
@@ -155,7 +155,7 @@ def _keep(text: str) -> Any:
 
 @contextlib.contextmanager
 def _progress(asked: AskedPoints, wanted: RunRequest) -> Iterator[Callable[[str], None]]:
-    """A bar that moves as points are passed for the first time."""
+    """Show a progress bar that advances the first time each point is reached."""
     points = len(resolve(asked.model, wanted.selectors or "**"))
     seen: set[str] = set()
     with bar("points") as tell:

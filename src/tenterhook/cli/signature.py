@@ -1,4 +1,4 @@
-"""Whether a model takes what it is to be called with: asked before it runs, so that a slip costs no run and no file."""
+"""A check of the inputs against the signature of ``forward``, before the run, so that a mistake costs no run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_call(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse inputs that the model's forward does not take, by the names of what is missing or too many."""
+    """Raise :class:`CommandError` if ``forward`` does not accept the inputs, naming missing and extra arguments."""
     signature = _signature(model)
     if signature is None:
         return
@@ -31,10 +31,13 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
-    """None where only the call itself can tell: a hook or a ``__call__`` of the model's own may change the inputs."""
+    """Return the signature of ``forward``, or None if it cannot be known before the call.
+
+    A forward pre-hook or a custom ``__call__`` may change the inputs.
+    """
     if forward_pre_hooks_of(model) or type(model).__call__ is not nn.Module.__call__:
         return None
-    try:  # A decorator may add arguments, so that what it wraps says nothing.
+    try:  # A decorator may add arguments, so the signature of the wrapped function is not used.
         return inspect.signature(model.forward, follow_wrapped=False)
     except (TypeError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""The parts of the command that read tapes: ``show``, ``page`` and ``diff``."""
+"""The subcommands that read tapes: ``show``, ``page`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAP_DIMENSIONS = 2
 
 
 def read_tape(file: Path) -> Tape:
-    """The tape in a file, if there is room for it."""
+    """Load a tape, after checking that it fits in memory."""
     if file.is_file():
         check_file(file, "Record fewer points, or fewer calls (--keep last).")
     return load(file)
@@ -140,7 +140,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     if target.suffix.lower() not in (".html", ".htm"):
         raise CommandError(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
-        import PIL  # noqa: F401  # asked for here, so that what is missing is told at once
+        import PIL  # noqa: F401  # imported first, so that a missing package is reported before the tape is read
 
         from tenterhook.report.page import LEAST, write_tapes
     except ImportError:
@@ -159,7 +159,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
 
 @contextlib.contextmanager
 def _told_as_trouble() -> Iterator[None]:
-    """What the page says of its own options is meant for whoever gave them."""
+    """Convert a ``ValueError`` about the page's options to :class:`CommandError`."""
     try:
         yield
     except ValueError as error:
