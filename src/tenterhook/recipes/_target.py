@@ -1,4 +1,4 @@
-"""What the attributions are given: inputs, targets and points, checked before anything runs, and errors that teach."""
+"""Checks of the attribution recipes' arguments: inputs, targets and baselines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Given:
-    """A model, its input, and what else it takes, checked for one recipe."""
+    """A model, its input and its other arguments, checked for one recipe."""
 
     recipe: str
     model: nn.Module
@@ -46,16 +46,16 @@ class Given:
 
     @property
     def examples(self) -> int:
-        """The length of the batch."""
+        """The size of the batch."""
         return self.x.shape[0]
 
     def run(self, x: Tensor, rows: Tensor | None = None) -> Any:
-        """Run the model on ``x``; where its rows are repetitions, ``rows`` says of which example each is."""
+        """Run the model on ``x``. If ``x`` repeats examples, ``rows`` is the index of the example for each row."""
         args, kwargs = self.repeated(rows)
         return self.model(x, *args, **kwargs)
 
     def repeated(self, rows: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other arguments, for these rows."""
+        """Return the other arguments, with their rows repeated like the input's."""
 
         def one(value: Any) -> Any:
             fits = isinstance(value, Tensor) and value.dim() and value.shape[0] == self.examples
@@ -65,7 +65,7 @@ class Given:
 
 
 class Score:
-    """The number that is explained, for each example: what ``target`` makes of an output."""
+    """The function from an output to the number that is explained, for each example."""
 
     def __init__(self, given: Given, target: Target) -> None:
         self._recipe, self._examples, self.target = given.recipe, given.examples, target
@@ -78,14 +78,14 @@ class Score:
             )
 
     def settle(self, output: Any) -> None:
-        """Without a target, the class of the highest score of this output is it."""
+        """If there is no target, set it to the class with the highest score in this output."""
         if self.target is None:
             scores = self._tensor(output)
             if scores.dim() == 2:  # noqa: PLR2004
                 self.target = scores.detach().argmax(1)
 
     def __call__(self, output: Any, rows: Tensor | None = None) -> Tensor:
-        """One number for each row; ``rows`` says of which example each row is."""
+        """Return one number for each row. ``rows`` is the index of the example for each row."""
         if callable(self.target):
             return self._checked(self.target(output), rows)
         scores = self._tensor(output)
@@ -159,12 +159,12 @@ class Score:
 
 
 def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floating: bool = True) -> Given:
-    """Check the input of a recipe."""
+    """Check the model and input of a recipe, and warn if the model is in training mode."""
     if not isinstance(model, nn.Module):
         raise th.RecipeError(f"{recipe}: the model is an nn.Module; got a {type(model).__name__}")
     if not isinstance(inputs, Tensor):
         text = f"{recipe}: the input is a tensor with the examples in front; got a {type(inputs).__name__}"
-        if isinstance(inputs, Mapping):  # As a tokenizer gives it.
+        if isinstance(inputs, Mapping):  # A tokenizer's output.
             fix = (
                 "Tokens have no gradient: give their embeddings as the tensor, and a model that takes embeddings; "
                 "or attribute to a point, as integrated_gradients(..., point=) does, with the tokens as the tensor"
@@ -192,7 +192,7 @@ def _unsteady(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def differentiable(given: Given, what: str = "the input") -> Iterator[None]:
-    """Gradients are on inside, whatever is around; an autograd error for want of a graph is told in words."""
+    """Enable gradients inside the block. Raise ``RecipeError`` if autograd finds no graph."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         try:
             yield
@@ -204,7 +204,7 @@ def differentiable(given: Given, what: str = "the input") -> Iterator[None]:
 
 
 def baseline_like(given: Given, baseline: Any, x: Tensor) -> Tensor:
-    """A baseline for ``x``: a number, or what broadcasts to it; zeros if there is none."""
+    """Return a baseline with the shape of ``x``: zeros by default, or a number or tensor that broadcasts to it."""
     if baseline is None:
         return torch.zeros_like(x)
     found = torch.as_tensor(baseline, dtype=x.dtype, device=x.device).detach()
