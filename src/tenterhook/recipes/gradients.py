@@ -77,7 +77,7 @@ def guided_backprop(model: nn.Module, inputs: Tensor, *, target: Target = None, 
     Springenberg et al., *Striving for Simplicity*, 2014. The arguments are those of :func:`saliency`.
 
     Raises:
-        RecipeError: there is no ReLU between the score and the input, or it is hidden in a compiled region.
+        RecipeError: there is no ReLU between the score and the input, or a compiled or checkpointed region hides it.
     """
     return _ruled(
         "guided_backprop", "guided backprop", model, inputs, target, more, lambda own, _came: own.clamp(min=0)
