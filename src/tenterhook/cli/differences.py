@@ -33,7 +33,7 @@ class Compared:
     only_first: int
     only_second: int
     incomparable: int = 0
-    """on both tapes, but without numbers or unreadable"""
+    """on both tapes, but not numeric or not readable"""
 
     @classmethod
     def of(cls, found: Sequence[Difference]) -> Compared:
@@ -86,8 +86,8 @@ def _around(shared: list[Difference], first: Difference | None) -> list[Differen
 def _title(found: Sequence[Difference], shared: Sequence[Difference], first: Difference | None) -> str:
     if first is not None and first.compared:
         return f"the first difference is at {_called(first)}: {_how(first)}"
-    which = "" if len(shared) == len(found) else " that both tapes hold"
-    return f"no difference in {_counted(shared)}{which}" if shared else "the tapes hold no value in common"
+    which = "" if len(shared) == len(found) else " that both tapes have"
+    return f"no difference in {_counted(shared)}{which}" if shared else "the tapes have no value in common"
 
 
 def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Sequence[Difference]) -> tuple[str, ...]:

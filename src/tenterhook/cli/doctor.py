@@ -21,12 +21,12 @@ Examples:
 The exit code is 1 if a feature is unavailable, otherwise 0.
 """
 )
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def doctor(*, json_: bool) -> None:
-    """Versions, features and packages of this installation, for a bug report.
+    """Print the versions, features and packages of this installation, for a bug report.
 
-    Each feature is checked by a small run on the CPU, which takes some seconds. Home directories, user names and values
-    that may be secrets are left out.
+    Each feature is checked by a small run on the CPU, which takes a few seconds. Home directories, user names and
+    values that may be secrets are left out.
     """
     found = look()
     if json_:

@@ -52,8 +52,8 @@ DIFFERENT, WRONG, FAILED, UNREADABLE, INCOMPARABLE, FAULT, INTERRUPTED, CLOSED =
 PACKAGE = Path(__file__).parents[1]
 OUTPUT = "the output could not be written: {why}"
 MINE = (
-    "{error}\n  This is a fault of tenterhook. tenterhook --debug shows the traceback; please report it, with what was "
-    "asked."
+    "{error}\n  This is a bug in tenterhook. Please report it, with the command line and the traceback that "
+    "tenterhook --debug prints."
 )
 
 
@@ -121,7 +121,7 @@ def _of_object_store(error: BaseException) -> bool:
 
 def missing_package(package: str, extra: str) -> CommandError:
     """Return the error for an optional package that is not installed."""
-    return CommandError(f'{package} is not installed, and this needs it: pip install "tenterhook[{extra}]"')
+    return CommandError(f'this command needs {package}, which is not installed: pip install "tenterhook[{extra}]"')
 
 
 def show_debug() -> None:

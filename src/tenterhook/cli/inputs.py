@@ -22,11 +22,11 @@ __all__ = ["FORMS", "Inputs", "read_inputs"]
 
 FORMS = """an input is one of
   1x3x224x224             random normal values of that shape
-  int:1x16<128            random whole numbers below 128; also uniform:, zeros:, ones:, bool:
+  int:1x16<128            random integers below 128; also uniform:, zeros:, ones:, bool:
   file.npy .npz .pt .safetensors
   picture.png             an image, as [1, channels, height, width] from 0 to 1
-  text:Hello there        a text, with the model's own tokenizer or --tokenizer DIR
-and name=INPUT gives it by keyword: --input "input_ids=int:1x16<128\""""
+  text:Hello there        a text, tokenized with the model's tokenizer or --tokenizer DIR
+and name=INPUT passes it by keyword: --input "input_ids=int:1x16<128\""""
 
 SHAPE = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<shape>[0-9]+(?:x[0-9]+)*|scalar)(?:<(?P<below>[0-9]+))?")
 KEYWORD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<rest>.*)", re.DOTALL)
@@ -119,7 +119,7 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
         return _text(text.removeprefix("text:"), made, folder)
     file = Path(text)
     if not file.is_file():
-        raise CommandError(f"{text!r} is no input: there is no such file, and it is no shape.\n{FORMS}")
+        raise CommandError(f"{text!r} is not an input: there is no such file, and it is not a shape.\n{FORMS}")
     if file.suffix.lower() in IMAGES:
         return _image(file, model, size)
     read = READERS.get(file.suffix.lower())
@@ -134,17 +134,17 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
 def _random(text: str, found: re.Match[str]) -> Tensor:
     kind, below = found["kind"] or "float", found["below"]
     if kind not in RANDOM:
-        raise CommandError(f"{text!r}: there is no kind {kind!r} of random values; there is {', '.join(RANDOM)}.")
+        raise CommandError(f"{text!r}: {kind!r} is not a kind of random values; the kinds are {', '.join(RANDOM)}.")
     if (kind == "int") != (below is not None):
-        raise CommandError(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
+        raise CommandError(f"{text!r}: int:, and only int:, needs an upper bound: int:1x16<128 gives 0 to 127.")
     shape = () if found["shape"] == "scalar" else tuple(map(int, found["shape"].split("x")))
     if (count := math.prod(shape)) > LARGEST:
-        raise CommandError(f"{text!r} has {count:,} values, which is more than can be meant.")
+        raise CommandError(f"{text!r} has {count:,} values; the limit is {LARGEST:,}.")
     check_bytes(f"{text!r} takes", count * (8 if kind == "int" else 4), "Give a smaller shape.")
     if int(below or 0) >= LARGEST_INTEGER:
-        raise CommandError(f"{text!r}: whole numbers are below {LARGEST_INTEGER:,}.")
+        raise CommandError(f"{text!r}: the upper bound must be below {LARGEST_INTEGER:,}.")
     if below == "0":
-        raise CommandError(f"{text!r}: there is no whole number below 0 to choose from.")
+        raise CommandError(f"{text!r}: the upper bound must be 1 or more.")
     return RANDOM[kind](shape, int(below or 0))
 
 
@@ -217,5 +217,5 @@ def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
     if not made.tokens:
-        raise CommandError(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
+        raise CommandError(f"the text {text!r} has no tokens, so there is no input for the model.")
     return found

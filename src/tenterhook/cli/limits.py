@@ -13,9 +13,9 @@ from tenterhook.cli.errors import Unreadable
 __all__ = ["check_archive", "check_array", "check_bytes", "check_file", "memory"]
 
 EXPANDED, RATIO = 2**30, 100
-"""An archive may become a gigabyte, or a hundred times as large as it is."""
+"""An archive may expand to a gigabyte, or to a hundred times its size."""
 MOST_MEMBERS = 100_000
-UNPACK = "Unpack it yourself if you trust it, and give what is inside."
+UNPACK = "If you trust it, unpack it yourself, and give the files inside."
 
 
 def memory() -> int:
@@ -77,4 +77,4 @@ def _check_header(name: str, opened: IO[bytes], size: int) -> None:
         return  # numpy raises its own error for pickled objects.
     needed, there = math.prod(shape) * dtype.itemsize, size - opened.tell()
     if needed != there:
-        raise Unreadable(f"{name} is damaged: its header promises {needed:,} bytes, and it has {there:,}.")
+        raise Unreadable(f"{name} is damaged: its header declares {needed:,} bytes, but it has {there:,}.")

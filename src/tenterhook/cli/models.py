@@ -27,14 +27,14 @@ from tenterhook.cli.limits import check_archive, check_file
 __all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
 FORMS = """MODEL is one of
-  package.module:name     a model, a class or a function that makes one
+  package.module:name     a model, or a class or function that makes one
   path/to/file.py:name    the same, in a file
   path/to/directory       a Hugging Face model on disk
   transformers:Name       a configuration (GPT2Config) or model class, with random weights
   timm:name               a timm architecture, with random weights"""
 
 WORDS = ("tokenizer.*", "vocab*", "*.model", "*.vocab", "*.tiktoken", "tekken.json")
-"""files with the words of a tokenizer"""
+"""patterns of the vocabulary files of tokenizers"""
 
 
 def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None) -> nn.Module:
@@ -95,7 +95,7 @@ def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
     if isinstance(found, nn.Module):
         if given:
             raise CommandError(
-                f"{text} is a model already, so that --set has nothing to be given to; name what makes it."
+                f"{text} is already a model, so --set has no effect. Name the class or function that makes it."
             )
         return found
     if not callable(found):
@@ -104,10 +104,10 @@ def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
 
 
 def _made(text: str, make: Callable[..., Any], given: Mapping[str, Any]) -> nn.Module:
-    with speaking(f"{text} could not be made"):
+    with speaking(f"{text} could not be created"):
         made = make(**given)
     if not isinstance(made, nn.Module):
-        raise CommandError(f"{text} gave a {type(made).__name__}, and a model is a torch.nn.Module.")
+        raise CommandError(f"{text} returned a {type(made).__name__}; a model is a torch.nn.Module.")
     return made
 
 
@@ -141,10 +141,10 @@ def _import(name: str) -> ModuleType:
 def _no_model(text: str) -> str:
     path = Path(text)
     if path.suffix == ".py":
-        return f"name what in {text} is the model: {text}:name"
+        return f"the name of the model in {text} is missing: {text}:name"
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors"):
-        return f"{text} holds weights, and weights alone make no model: give the model, and --weights {text}"
-    return f"{text!r} names no model.\n{FORMS}"
+        return f"{text} contains only weights. Give the model, and --weights {text}"
+    return f"{text!r} is not a model.\n{FORMS}"
 
 
 def _no_name(where: str, part: str, owner: Any) -> str:
@@ -156,7 +156,7 @@ def _no_name(where: str, part: str, owner: Any) -> str:
         models = [name for name, found in vars(owner).items() if name in names and _could_be_a_model(found, owner)]
         return f"{where} has no {part!r}." + (f"\nIt has {listed(models)}." if models else "")
     inside = isinstance(owner, nn.Module) or (isinstance(owner, type) and issubclass(owner, nn.Module))
-    fix = f"\nWhat is inside a model is a selector of its own: {where} {part}" if inside else ""
+    fix = f"\nGive a part of a model as a separate selector: {where} {part}" if inside else ""
     return f"{where} has no {part!r}.{fix}"
 
 
@@ -192,7 +192,7 @@ def _transformers(name: str, given: Mapping[str, Any]) -> nn.Module:
     config = found if name.endswith("Config") else getattr(found, "config_class", None)
     if config is None:
         raise CommandError(f"transformers:{name} is neither a configuration nor a model class.")
-    with speaking(f"{config.__name__} could not be made"):
+    with speaking(f"{config.__name__} could not be created"):
         made = config(**given)
     if config is not found:
         return _made(f"transformers:{name}", lambda: found(made), {})
@@ -211,7 +211,7 @@ def _of_config(config: Any) -> Any:
 
 def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
     if not (folder / "config.json").is_file():
-        raise CommandError(f"{folder} has no config.json, so that it is no Hugging Face model.\n{FORMS}")
+        raise CommandError(f"{folder} has no config.json, so it is not a Hugging Face model.\n{FORMS}")
     library = _hugging_face()
     with speaking(f"{folder} could not be read"):
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **given)
@@ -262,8 +262,8 @@ def torch_file(file: Path, what: str) -> Any:
         if "Unsupported operand" in str(error):
             raise Unreadable(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
         raise Unreadable(
-            f"{file} {what}: it holds objects that would run code as they are read, and only tensors and plain values "
-            "are read. Save those alone, for example a state_dict()."
+            f"{file} {what}: it holds objects that would run code when they are loaded. Only tensors and plain values "
+            "are loaded: save those, for example a state_dict()."
         ) from error
 
 

@@ -41,7 +41,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
-"""what stands below the help of every command that takes a model"""
+"""text below the help of every command that takes a model"""
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -55,9 +55,9 @@ class AskedPoints:
     model: nn.Module
     inputs: Inputs
     folder: Path | None
-    """where a tokenizer may be"""
+    """directory to load a tokenizer from"""
     again: Callable[[], nn.Module]
-    """makes the same model, in another process too"""
+    """makes the same model again, also in another process"""
 
 
 def model_options(function: F) -> F:
@@ -72,7 +72,7 @@ def model_options(function: F) -> F:
         "inputs",
         multiple=True,
         metavar="INPUT",
-        help="What to call it with, as below; can be repeated.",
+        help="An argument for the model, see below; can be repeated.",
     )
     return with_inputs(with_size(model_alone(function)))
 
@@ -84,15 +84,25 @@ def model_alone(function: F) -> F:
     """
 
     @click.argument("model", shell_complete=complete_model)
-    @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
+    @click.option(
+        "--set",
+        "pairs",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An argument of the class or function that makes the model; can be repeated.",
+    )
     @click.option(
         "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."
     )
-    @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Where one is.")
-    @click.option("--seed", default=0, show_default=True, help="Of random weights and random inputs.")
-    @click.option("--device", help="Where it runs, for example cuda.")
+    @click.option(
+        "--tokenizer",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="The directory of a tokenizer.",
+    )
+    @click.option("--seed", default=0, show_default=True, help="Seed of random weights and inputs.")
+    @click.option("--device", help="The device to run on, for example cuda.")
     @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Convert the model and floating-point inputs.")
-    @click.option("--train", is_flag=True, help="In training mode: dropout and batch statistics are on.")
+    @click.option("--train", is_flag=True, help="Use training mode, with dropout and batch statistics.")
     @functools.wraps(function)
     def command(**given: Any) -> Any:
         names = ("model", "pairs", "weights", "seed", "device", "dtype", "train")
@@ -107,7 +117,7 @@ def model_alone(function: F) -> F:
 
 
 READING: dict[str, Any] = {"inputs": (), "tokenizer": None, "image_size": None}
-"""what is not known of a command that takes no inputs"""
+"""defaults of the input options, for a command without inputs"""
 
 
 def _asked(

@@ -96,9 +96,7 @@ def loss_of(output: Any, how: Loss) -> Tensor:
         return own
     found = [tensor for _, tensor in tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not found:
-        raise CommandError(
-            "--grad: nothing that the model returned has a gradient, so that there is nothing to go back from."
-        )
+        raise CommandError("--grad: no output of the model requires a gradient, so backward cannot run.")
     return LOSSES["sum" if how == "auto" else how](found[0])
 
 

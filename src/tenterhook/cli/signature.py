@@ -56,7 +56,7 @@ def _missing(signature: inspect.Signature, inputs: Inputs) -> list[str]:
         return []
     one = len(missing) == 1 and not inputs.kwargs
     example = f"--input {SHAPE}" if one else " ".join(f"--input {name}={SHAPE}" for name in missing)
-    return [f"Nothing is given for {listed(missing)}: give it, for example {example}"]
+    return [f"The input {listed(missing)} is missing. Give it, for example {example}"]
 
 
 def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
@@ -64,13 +64,13 @@ def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
     lines = []
     if len(inputs.args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         lines.append(
-            f"Got {len(inputs.args)} inputs without a name, and it takes {len(positional)}; leave out the rest."
+            f"Got {len(inputs.args)} inputs without a name, but it takes {len(positional)}; leave out the rest."
         )
     lines += [f"{name} is given twice: without a name, and as {name}=." for name in _twice(signature, inputs)]
     for name in inputs.kwargs if inspect.Parameter.VAR_KEYWORD not in kinds else ():
         if name not in signature.parameters:
             near = nearest(name, signature.parameters)
-            lines.append(f"It has no {name!r}." + (f" Did you mean {listed(near)}?" if near else ""))
+            lines.append(f"It has no argument {name!r}." + (f" Did you mean {listed(near)}?" if near else ""))
     return lines
 
 
