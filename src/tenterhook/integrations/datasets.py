@@ -47,7 +47,7 @@ def features(
         given = {name: _tensor(batch[name], name).to(device) for name in inputs if name in batch}
         if not given:
             has = ", ".join(batch)
-            raise th.UnsupportedModel(f"the batch has none of {', '.join(inputs)}; it has {has}. Say inputs=[...].")
+            raise th.UnsupportedModel(f"the batch has none of {', '.join(inputs)}; it has {has}. Give inputs=[...].")
         with torch.no_grad():
             found = body(**given)
         return {column: _column(found[column], address, at) for address, column in points.items()}
@@ -59,13 +59,13 @@ def _tensor(values: Any, name: str) -> Tensor:
     try:
         return torch.as_tensor(values)
     except (ValueError, TypeError) as error:
-        text = f"the column {name!r} does not make a tensor: {error}"
+        text = f"the column {name!r} cannot be converted to a tensor: {error}"
         raise ValueError(f"{text}. Pad the examples to one length, or use batch_size=1.") from error
 
 
 def _column(value: Any, address: str, at: Any) -> Any:
     found = [tensor for _, tensor in tensors(value)]
     if len(found) != 1:
-        raise th.TapeError(f"{address!r} passes {len(found)} tensors, and a column holds one")
+        raise th.TapeError(f"{address!r} has {len(found)} tensors, but a column needs exactly one")
     tensor = found[0] if at is None else found[0][at]
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

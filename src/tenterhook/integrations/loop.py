@@ -52,7 +52,7 @@ class Sampled:
     def begin(self) -> None:
         """Begin a step. Raise ``SessionError`` if the previous step has not ended."""
         if self._session is not None:
-            raise th.SessionError("the last step has not ended: end() it first")
+            raise th.SessionError("the previous step has not ended: call end() first")
         if self.count % self.every == 0:
             session = th.record(self.model, *self.points, grad=self.grad, keep=self.keep)
             session.__enter__()

@@ -41,15 +41,15 @@ __all__ = ["run"]
 
 INSTALL = 'engine="ray" needs Ray: pip install "tenterhook[ray]"'
 KNOWN = (
-    'engine="ray" hands out shards by number, so the batches must be known beforehand: give a list, a tensor, a data '
-    "set or a DataLoader in its own order, or a function that makes one."
+    'engine="ray" assigns shards by number, so the batches must be known beforehand: give a list, a tensor, a data set '
+    "or a DataLoader that does not shuffle, or a function that makes one."
 )
 OTHER_MODEL = (
-    "a worker's model has other weights than the one that the harvest was begun with ({now}, not {then}): the function "
-    "that makes it must make the same one each time. Load its weights, or seed it."
+    "a worker's model has other weights than the model that started the harvest ({now}, not {then}): the function must "
+    "make the same model each time. Load its weights, or set a seed."
 )
 TASKS = 16
-"""Tasks for each worker, about: who is faster makes more of them, and the last one ends soon after the first."""
+"""Approximate tasks per worker. Faster workers take more of them, so that all workers end at about the same time."""
 QUIET = {
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
@@ -57,9 +57,9 @@ QUIET = {
     "RAY_enable_timeline": "0",
     "RAY_event_stats": "0",
 }
-"""For a cluster that is started here: workers as urgent as any process, and no figures for a dashboard that is not."""
+"""Settings for a cluster that is started here: normal priority for workers, and no metrics for a dashboard."""
 AT_ONCE = 2
-"""Tasks in a worker: one that runs the model, and one whose shards are on their way to the disk."""
+"""Concurrent tasks in a worker: one runs the model, and one waits until its shards are on disk."""
 
 
 class _Maker:

@@ -58,7 +58,7 @@ class Aliases:
         if alias.startswith("_") or alias not in self.__dataclass_fields__ or alias == "family":
             known = ", ".join(field for field in self.__dataclass_fields__ if field != "family")
             raise th.AddressError(
-                f"{name!r} is no alias. There are {known}, and {known.split(', ')[0]}.3 is one of many."
+                f"{name!r} is not an alias. The aliases are {known}; {known.split(', ')[0]}.3 is a single one."
             )
         found: tuple[str, ...] | str = getattr(self, alias)
         if not dot:
@@ -121,7 +121,7 @@ class Generated:
         steps = [_single(value, point) for value in self.tape.calls(point)]
         if len({step.shape[0] for step in steps}) > 1 or any(step.dim() < 2 for step in steps):  # noqa: PLR2004
             shapes = ", ".join(str(list(step.shape)) for step in steps[:4])
-            raise th.TapeError(f"{point!r} has no positions in its second dimension that could be joined: {shapes}, …")
+            raise th.TapeError(f"{point!r} has no positions in its second dimension to join: {shapes}, …")
         return torch.cat(steps, 1)
 
 
@@ -158,7 +158,7 @@ def _config(model: nn.Module) -> Any:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "model_type") and hasattr(config, "get_text_config"):
             return config
-    raise th.UnsupportedModel(f"{type(model).__name__} has no config of transformers, so that its parts have no names")
+    raise th.UnsupportedModel(f"{type(model).__name__} has no transformers config, so its parts cannot be found")
 
 
 def _stack(model: nn.Module, config: Any, part: str | None) -> str:
@@ -174,7 +174,7 @@ def _stack(model: nn.Module, config: Any, part: str | None) -> str:
         wanted = [name for name in found if part is not None and part in name.split(".")]
         if len(wanted) != 1:
             shown = ", ".join(found) or "none"
-            raise th.UnsupportedModel(f"{type(model).__name__} has the stacks {shown}. Say which: part='decoder'.")
+            raise th.UnsupportedModel(f"{type(model).__name__} has the stacks {shown}. Choose one: part='decoder'.")
         found = wanted
     if not found:
         shown = ", ".join(str(count) for count in counts if count is not None)
@@ -237,14 +237,14 @@ def _validate(model: nn.Module, found: Aliases) -> None:
         inside = [name for name, _ in model.get_submodule(found.layers[0].replace("\\", "")).named_children()]
         raise th.UnsupportedModel(
             f"{layer} has no {' and no '.join(missing)} under a known name; it has {', '.join(inside)}.\n"
-            "Its points can be named as they are: print th.points(model)."
+            "Use the addresses directly: print th.points(model)."
         )
 
 
 def _single(value: Any, point: str) -> Tensor:
     found = [tensor for _, tensor in tensors(value)]
     if len(found) != 1:
-        raise th.TapeError(f"{point!r} passes {len(found)} tensors, and one can be joined")
+        raise th.TapeError(f"{point!r} has {len(found)} tensors, but only one can be joined")
     return found[0]
 
 

@@ -49,7 +49,7 @@ def to_zarr(store: Store, folder: str | os.PathLike[str]) -> Path:
         raise ModuleNotFoundError(INSTALL) from error
     target = Path(folder)
     if target.exists():
-        raise StoreError(f"{target} is there already; give a new directory.")
+        raise StoreError(f"{target} already exists; give a new directory.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:

@@ -67,7 +67,7 @@ class Attack:
 
     def __repr__(self) -> str:
         was, now = self.accuracy
-        aim = "reach the class aimed at" if self.target is not None else "deceive the model"
+        aim = "reached the target class" if self.target is not None else "succeeded"
         moved = (
             f"moved by {_short(float(self.distance.mean()))} on average, {_short(float(self.distance.max()))} at most"
         )

@@ -30,7 +30,7 @@ HINTS = {
     "Softmax": "Explain logits and not probabilities; attention has no such rule.",
     "LogSoftmax": "Explain logits and not probabilities.",
     "NativeBatchNorm": "Fold it into the layer before it (torch.nn.utils.fusion.fuse_conv_bn_eval), in eval mode.",
-    "Add": "Two branches meet there (a residual connection), and how they share is no module's rule.",
+    "Add": "Two branches meet there (a residual connection), and no module's rule divides the result between them.",
 }
 
 
@@ -46,7 +46,7 @@ def first_stranger(scores: Tensor, leaf: Tensor, allowed: frozenset[str], own: s
             continue
         operands = [before for before, _ in node.next_functions if before is not None and leads.get(before)]
         if name not in allowed or (name in PRODUCTS and _multiplies(node, name, operands, leads)):
-            return _words(name, len(operands)), HINTS.get(name, "Give it a module of its own that has a rule.")
+            return _words(name, len(operands)), HINTS.get(name, "Use a module that has a rule instead.")
         if name in ("NativeBatchNorm", "CudnnBatchNorm") and getattr(node, "_saved_training", True):
             return "a batch norm in training mode", HINTS["NativeBatchNorm"]
     return None

@@ -43,7 +43,7 @@ def each(inputs: Any) -> list[Given]:
         return [arguments(inputs)]
     if not isinstance(inputs, Iterable):
         raise th.RecipeError(
-            f"an input is a tensor, a tuple of arguments or a dict of named ones, or a list of these; got a "
+            f"an input is a tensor, a tuple of arguments or a dict of keyword arguments, or a list of these; got a "
             f"{type(inputs).__name__}"
         )
     found = [arguments(given) for given in inputs]
@@ -80,7 +80,7 @@ def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> 
     if len(found) == 1:
         return found[0]
     what = f"no {'floating-point ' if floating else ''}tensor" if not found else f"{len(found)} tensors"
-    text = f"{recipe + ': ' if recipe else ''}{point!r} passes {what}, and one is needed"
+    text = f"{recipe + ': ' if recipe else ''}{point!r} has {what}, but exactly one is needed"
     raise th.RecipeError(f"{text}. Choose a point with one, such as a variable: th.points(model, '{point}:*')")
 
 
@@ -95,7 +95,7 @@ def reader(model: nn.Module, point: str) -> Callable[..., Tensor]:
         try:
             return lone(body(*args, **kwargs)["value"], point)
         except th.AmbiguousCall as error:
-            text = f"{point!r} is passed several times in one run. Say which call is meant: {point + '#0'!r}, …"
+            text = f"{point!r} is reached several times in one run. Name the call: {point + '#0'!r}, …"
             raise th.AmbiguousCall(text) from error
 
     return read
@@ -105,8 +105,8 @@ def output_scores(output: Any) -> Tensor:
     """Return the scores in a model's output: the output itself, or its ``logits``."""
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        text = f"the model gives a {type(output).__name__}; scores are a tensor, or an output with .logits"
-        raise th.RecipeError(f"{text}. Wrap the model in one that gives the scores.")
+        text = f"the model returns a {type(output).__name__}; a tensor, or an output with .logits, is needed"
+        raise th.RecipeError(f"{text}. Wrap the model in one that returns the scores.")
     return found
 
 
@@ -133,7 +133,7 @@ def restful(model: nn.Module) -> None:
         learns = isinstance(module, BATCH_NORMS) and module.track_running_stats
         draws = isinstance(module, DROPOUTS) and module.p > 0
         if module.training and (learns or draws):
-            does = "would learn its statistics from what is tried" if learns else "would draw at random"
+            does = "would update its running statistics" if learns else "would use random numbers"
             raise th.RecipeError(
                 f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
                 "Call model.eval() first."

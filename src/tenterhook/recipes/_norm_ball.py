@@ -96,13 +96,15 @@ def _check(images: Any, eps: Any, norm: Norm, bounds: tuple[float, float]) -> No
         raise th.RecipeError(f"eps= is the radius, a positive number such as 8 / 255; got {eps!r}")
     if not isinstance(images, Tensor) or not images.is_floating_point():
         got = images.dtype if isinstance(images, Tensor) else type(images).__name__
-        raise th.RecipeError(f"images are floating-point tensors; got {got}. Of bytes: images.float() / 255")
+        raise th.RecipeError(f"images are floating-point tensors; got {got}. Convert bytes: images.float() / 255")
     if images.dim() < 2 or not images.numel():  # noqa: PLR2004
-        raise th.RecipeError(f"images have the batch in front; got the shape {list(images.shape)}. Of one: image[None]")
+        raise th.RecipeError(
+            f"images have the batch in front; got the shape {list(images.shape)}. For one: image[None]"
+        )
     low, high = bounds
     least, most = (float(end) for end in torch.aminmax(images.detach()))
     if not (low <= least and most <= high):
         raise th.RecipeError(
-            f"the images go from {least:.4g} to {most:.4g}, outside the bounds {low:g} to {high:g}.\n"
+            f"the images have values from {least:.4g} to {most:.4g}, outside the bounds {low:g} to {high:g}.\n"
             "Give bounds=(low, high), or undo the normalisation and put it into the model."
         )

@@ -24,7 +24,7 @@ WHOLE = (nn.MultiheadAttention, nn.RNNBase)
 PAIRED = 3  # dimensions of an input: examples, positions, features
 
 Arguments = dict[nn.Module, list[Mapping[str, Any]]]
-"""by layer, what each of its calls was given, by name"""
+"""for each layer, the arguments of each of its calls, by name"""
 
 
 @contextlib.contextmanager
@@ -59,9 +59,9 @@ def whole_gradients(
             for (made, value, slope), dim in zip(_leaves(again, output, grad), _dims(module, outside), strict=False)
         ]
         if any(not torch.allclose(made, value, rtol=1e-3, atol=1e-4) for made, value, _ in parts):
-            text = f"{name!r} ({type(module).__name__}) gives something else when it is run again for one example"
+            text = f"{name!r} ({type(module).__name__}) has a different output when it runs again for one example"
             raise th.RecipeError(
-                f"{text}: it draws at random, or a hook changes it. Set its dropout to 0, or call model.eval()."
+                f"{text}: it uses random numbers, or a hook changes it. Set its dropout to 0, or call model.eval()."
             )
         used = [(made, slope) for made, _, slope in parts if slope is not None and made.requires_grad]
         outs, slopes = [made for made, _ in used], [slope for _, slope in used]
@@ -82,7 +82,7 @@ def _one(key: str, value: Any, module: nn.Module, name: str, example: int, count
         )  # fmt: skip
     if not isinstance(value, Tensor):
         if key == "input":  # A packed sequence has its examples interleaved.
-            raise th.RecipeError(f"{name!r} is given a {type(value).__name__}: give a tensor, padded, in its place")
+            raise th.RecipeError(f"{name!r} has a {type(value).__name__} as input; pass a padded tensor instead")
         return value
     if key == "key_padding_mask":
         return _cut(value, 0, example, count, name)
@@ -90,14 +90,14 @@ def _one(key: str, value: Any, module: nn.Module, name: str, example: int, count
         each = value.shape[0] // count
         return value if value.dim() < PAIRED else value[example * each : (example + 1) * each]
     if value.dim() != PAIRED:
-        raise th.RecipeError(f"{name!r} is given {list(value.shape)}, without a dimension for the examples")
+        raise th.RecipeError(f"{name!r} has an input of {list(value.shape)}, without a batch dimension")
     return _cut(value, 0 if module.batch_first else 1, example, count, name)
 
 
 def _cut(value: Tensor, dim: int, example: int, count: int, name: str) -> Tensor:
     if value.shape[dim] != count:
-        text = f"{name!r} is given {list(value.shape)}, where dimension {dim} has to be the {count} examples"
-        raise th.RecipeError(f"{text}. Is batch_first= as it should be?")
+        text = f"{name!r} has an input of {list(value.shape)}, but dimension {dim} must be the {count} examples"
+        raise th.RecipeError(f"{text}. Check batch_first=.")
     return value.narrow(dim, example, 1)
 
 

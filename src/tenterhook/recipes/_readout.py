@@ -54,7 +54,9 @@ def readout(model: nn.Module, inputs: Any, *, norm: str | None, head: str | None
         again = found(given.lone(tape[found.stream], found.stream))
     if again.shape != scores.shape or not _close(again, scores):
         gap = f", and is off by {float((again - scores).abs().max()):.3g}" if again.shape == scores.shape else ""
-        text = f"{head}({norm or 'the stream'}) does not give the model's scores{gap}: something else lies between"
+        text = (
+            f"{head}({norm or 'the stream'}) does not give the model's scores{gap}: another operation is between them"
+        )
         raise th.RecipeError(f"{text}, such as a cap on the scores or a projection.\nName the readout: norm=, head=.")
     return found
 
@@ -68,7 +70,7 @@ def _head(model: nn.Module) -> str:
     ask = getattr(model, "get_output_embeddings", None)
     found = name_of(model, ask()) if callable(ask) else None
     if found is None:
-        text = f"{type(model).__name__} does not tell which module makes its scores"
+        text = f"the module that computes the scores of {type(model).__name__} is unknown"
         raise th.RecipeError(f"{text}. Name it: head='lm_head', and norm= the norm before it ('' for none).")
     return found
 

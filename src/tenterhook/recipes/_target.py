@@ -17,19 +17,19 @@ from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 __all__ = ["Given", "Score", "Target", "baseline_like", "differentiable", "prepared"]
 
 Target = int | Tensor | tuple[int, ...] | Callable[[Any], Tensor] | None
-"""a class, one for each example, an index into each example's output, a function of the output, or the highest score"""
+"""a class, one for each example, an index into each example's output, a function of the output, or None"""
 
 NO_FLOAT = (
-    "{recipe} needs a floating-point input, because it follows gradients to it; got {dtype}.\n"
-    "For whole numbers such as token ids, attribute to the point where they have become vectors: "
+    "{recipe} needs a floating-point input, because it computes gradients of it; got {dtype}.\n"
+    "For integers such as token ids, attribute to their embeddings instead: "
     "th.recipes.layer_integrated_gradients(model, ids, point='embed', target=...)."
 )
 NO_GRADIENT = (
-    "{recipe} needs a target that depends on {what} by differentiable operations, and no gradient leads from the one "
-    "to the other.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
+    "{recipe} needs a target that depends on {what} by differentiable operations, but there is no gradient "
+    "between them.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
 )
 TRAINING = (
-    "the model is in training mode and has {kind}: it will give another answer each time, or mix the examples of a "
+    "the model is in training mode and has {kind}: its results are random, or depend on the other examples of the "
     "batch. Call model.eval() first."
 )
 
@@ -121,23 +121,21 @@ class Score:
         try:
             found = scores[(slice(None), *index)]  # type: ignore[index]
         except (IndexError, TypeError) as error:
-            text = f"{self._recipe}: target={index} is no index into an example's output, {list(scores.shape[1:])}"
+            text = f"{self._recipe}: target={index} is not an index into an example's output, {list(scores.shape[1:])}"
             raise th.RecipeError(text) from error
         if found.dim() != 1:
-            text = f"{self._recipe}: target={index} leaves {list(found.shape[1:])} numbers of {list(scores.shape[1:])}"
+            text = f"{self._recipe}: target={index} selects {list(found.shape[1:])} of {list(scores.shape[1:])}"
             raise th.RecipeError(f"{text}; give an index for each dimension, or a function of the output")
         return found
 
     def _tensor(self, output: Any) -> Tensor:
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor):
-            text = (
-                f"{self._recipe}: the model returns a {type(output).__name__}, and target= has to say what of it counts"
-            )
-            raise th.RecipeError(f"{text}: a function, such as target=lambda output: output[0][:, 3]")
+            text = f"{self._recipe}: the model returns a {type(output).__name__}, so target= must be a function of it"
+            raise th.RecipeError(f"{text}, such as target=lambda output: output[0][:, 3]")
         if not output.dim():
-            text = f"{self._recipe}: the model returns a single number for the whole batch"
-            raise th.RecipeError(f"{text}, and it needs one for each example, in front")
+            text = f"{self._recipe}: the model returns one number for the whole batch"
+            raise th.RecipeError(f"{text}, but one for each example is needed")
         return output
 
     def _checked(self, found: Any, rows: Tensor | None) -> Tensor:
@@ -146,12 +144,12 @@ class Score:
             found = found[None]
         if not isinstance(found, Tensor) or found.shape != (count,):
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            text = f"{self._recipe}: the target function gives one number for each example, a tensor of [{count}]"
+            text = f"{self._recipe}: the target function must return one number for each example, a tensor of [{count}]"
             raise th.RecipeError(f"{text}; got {got}")
         return found
 
     def _which(self, scores: Tensor) -> th.RecipeError:
-        text = f"{self._recipe}: each example's output is {list(scores.shape[1:])}, and one number of it is explained."
+        text = f"{self._recipe}: each example's output is {list(scores.shape[1:])}, but one number is needed."
         index = (0,) * (scores.dim() - 1)
         return th.RecipeError(
             f"{text}\nGive an index, such as target={index}, or a function: target=lambda output: ..."
@@ -167,10 +165,10 @@ def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floa
         if isinstance(inputs, Mapping):  # A tokenizer's output.
             fix = (
                 "Tokens have no gradient: give their embeddings as the tensor, and a model that takes embeddings; "
-                "or attribute to a point, as integrated_gradients(..., point=) does, with the tokens as the tensor"
+                "or use layer_integrated_gradients(..., point=), with the token ids as the tensor"
             )
             text = f"{text} with {', '.join(map(repr, inputs))}.\n{fix}"
-        raise th.RecipeError(f"{text}.\nWhat else the model takes is given by more=, a tuple or a dict.")
+        raise th.RecipeError(f"{text}.\nPass other arguments of the model with more=, a tuple or a dict.")
     if not inputs.dim() or not inputs.shape[0]:
         raise th.RecipeError(f"{recipe}: the input has the examples in front; got the shape {list(inputs.shape)}")
     if floating and not inputs.is_floating_point():

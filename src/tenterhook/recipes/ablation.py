@@ -154,14 +154,12 @@ def _values(model: nn.Module, inputs: Any, points: tuple[str, ...]) -> dict[str,
         shapes = {tuple(row.shape[1:]) for row in rows}
         if len(shapes) > 1:
             shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            raise th.RecipeError(f"the reference has values of the shapes {shown} at {point!r}; they must be alike")
+            raise th.RecipeError(f"the reference has values of the shapes {shown} at {point!r}; they must be equal")
     return {point: torch.cat(rows) for point, rows in found.items()}
 
 
 def _instead(known: Tensor, own: Tensor, point: str, rows: Tensor | None) -> Tensor:
     if known.shape[1:] != own.shape[1:]:
-        text = (
-            f"the reference has {list(known.shape[1:])} at {point!r} for each example, the input {list(own.shape[1:])}"
-        )
+        text = f"the reference has {list(known.shape[1:])} at {point!r} per example, the input {list(own.shape[1:])}"
         raise th.RecipeError(f"{text}. Cut or pad them to one length.")
     return known.mean(0, keepdim=True).expand_as(own).clone() if rows is None else known[rows[: len(own)]]

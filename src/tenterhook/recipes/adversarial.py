@@ -209,7 +209,7 @@ def feature_attack(  # noqa: PLR0913
     """
     address, ball = given.one_point(model, point), Ball(images, eps, norm, bounds)
     if guide is not None and guide.shape != images.shape:
-        raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, and the images {list(images.shape)}")
+        raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, but the images have {list(images.shape)}")
     given.restful(model)
     read = given.reader(model, address)
     with torch.no_grad():
@@ -261,8 +261,8 @@ class _Case:
         with torch.no_grad():
             scores = given.output_scores(model(images))
         if scores.dim() != 2 or len(scores) != len(images):  # noqa: PLR2004
-            text = f"a classifier gives one row of scores for each image: [{len(images)}, classes]"
-            raise th.RecipeError(f"{text}; this model gives {list(scores.shape)}")
+            text = f"a classifier returns one row of scores for each image: [{len(images)}, classes]"
+            raise th.RecipeError(f"{text}; this model returns {list(scores.shape)}")
         self.classes = scores.shape[1]
         self.before = scores.argmax(1)
         self.labels = self._checked(labels, "labels")
@@ -271,7 +271,7 @@ class _Case:
     def _checked(self, classes: Any, name: str) -> Tensor:
         found = torch.as_tensor(classes, device=self.images.device)
         if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-            raise th.RecipeError(f"{name}= are the numbers of classes, whole ones; got {found.dtype}")
+            raise th.RecipeError(f"{name}= are class indices, as integers; got {found.dtype}")
         found = found.expand(len(self.images)) if not found.dim() and name == "target" else found
         if found.shape != (len(self.images),):
             text = f"{name}= has the shape {list(found.shape)}; there are {len(self.images)} images"
@@ -349,11 +349,11 @@ def _gradient(value: Tensor, leaf: Tensor, what: str, *, retain_graph: bool = Fa
             return found
     raise th.RecipeError(
         f"{what} does not depend on the images in a way that can be differentiated.\n"
-        "Something between them detaches, rounds or takes an argmax; attack a model without it."
+        "An operation between them detaches, rounds or takes an argmax; use a model without it."
     )
 
 
 def _counted(steps: int) -> int:
     if type(steps) is not int or steps < 1:
-        raise th.RecipeError(f"steps= is how many steps are taken, 1 or more; got {steps!r}")
+        raise th.RecipeError(f"steps= is the number of steps, 1 or more; got {steps!r}")
     return steps

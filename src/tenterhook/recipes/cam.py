@@ -19,16 +19,16 @@ __all__ = ["gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorec
 
 Reshape = Callable[[Tensor], Tensor] | None
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""a map for each example, from the values and their gradients"""
+"""returns a map for each example, from the values and their gradients"""
 
 LEAST = 4  # dimensions: examples, channels, height, width
 NO_MAP = (
-    "{recipe} needs a layer with a spatial map, [examples, channels, height, width], and {point!r} passes {shape}.\n"
-    "{hint}"
+    "{recipe} needs a layer with a spatial map, [examples, channels, height, width], but the value at {point!r} is "
+    "{shape}.\n{hint}"
 )
-UNBATCHED = "The input has no batch in front: give image[None]."
+UNBATCHED = "The input has no batch dimension: give image[None]."
 TOKENS = (
-    "For tokens along a second dimension, say how they lie: reshape=lambda v: v[:, 1:].unflatten(1, (14, 14))"
+    "For tokens along the second dimension, convert them to a map: reshape=lambda v: v[:, 1:].unflatten(1, (14, 14))"
     ".permute(0, 3, 1, 2). Otherwise choose an earlier point, before the map is flattened or averaged."
 )
 
@@ -147,7 +147,7 @@ def scorecam(
     """
     given = prepared("scorecam", model, image, more)
     if given.examples != 1:
-        text = f"scorecam takes one image, because each has masks of its own; got a batch of {given.examples}"
+        text = f"scorecam takes one image, because each has its own masks; got a batch of {given.examples}"
         raise th.RecipeError(f"{text}. Give them one by one: image[0:1].")
     score = Score(given, target)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def _with_map(given: Given, value: Tensor, point: str, reshape: Reshape) -> Tens
     shape = list(value.shape)
     value = value if reshape is None else reshape(value)
     if value.dim() < LEAST or value.shape[0] != given.examples or not value.is_floating_point():
-        shown = f"{shape}" if reshape is None else f"{shape}, of which reshape= makes {list(value.shape)}"
+        shown = f"{shape}" if reshape is None else f"{shape}, which reshape= converts to {list(value.shape)}"
         hint = UNBATCHED if given.x.dim() == LEAST - 1 and value.dim() == LEAST - 1 else TOKENS
         raise th.RecipeError(NO_MAP.format(recipe=given.recipe, point=point, shape=shown, hint=hint))
     return value

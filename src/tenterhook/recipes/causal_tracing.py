@@ -60,11 +60,11 @@ class Trace:
         names = [
             f"{name}*" if place in self.subject else name for name, place in zip(names, self.positions, strict=True)
         ]
-        title = f"restored: clean {self.clean:.3f}, drowned {self.corrupt:.3f}"
+        title = f"restored: clean {self.clean:.3f}, with noise {self.corrupt:.3f}"
         return heatmap(self.effect, self.points, names, title=title)
 
     def __repr__(self) -> str:
-        lines = [f"causal trace: clean {self.clean:.4f}, drowned {self.corrupt:.4f}"]
+        lines = [f"causal trace: clean {self.clean:.4f}, with noise {self.corrupt:.4f}"]
         return "\n".join(
             [*lines, *(f"  {printable(point):<28} {place:>4}  {effect:+.4f}" for point, place, effect in self.best())]
         )
@@ -167,14 +167,16 @@ def _embedding(model: nn.Module) -> str:
     ask = getattr(model, "get_input_embeddings", None)
     found = name_of(model, ask()) if callable(ask) else None
     if found is None:
-        text = f"{type(model).__name__} does not tell which module embeds its tokens"
+        text = f"the module that embeds the tokens of {type(model).__name__} is unknown"
         raise th.RecipeError(f"{text}. Name it: embedding='transformer.wte'.")
     return found
 
 
 def _length(embedded: Tensor, where: str) -> int:
     if embedded.dim() != 3 or embedded.shape[0] != 1:  # noqa: PLR2004
-        text = f"one example is traced at a time, and {where!r} passes {list(embedded.shape)} instead of [1, positions"
+        text = (
+            f"one example is traced at a time, but the value at {where!r} is {list(embedded.shape)}, not [1, positions"
+        )
         raise th.RecipeError(f"{text}, width]")
     return embedded.shape[1]
 
@@ -184,7 +186,7 @@ def _positions(asked: Iterable[int], length: int, name: str) -> tuple[int, ...]:
     wrong = [place for place in found if not -length <= place < length]
     if wrong or not found:
         got = f"{wrong[0]}" if wrong else "none"
-        raise th.RecipeError(f"{name}= are positions of the {length} that there are, 0 to {length - 1}; got {got}")
+        raise th.RecipeError(f"{name}= are positions from 0 to {length - 1}; got {got}")
     return tuple(place % length for place in found)
 
 

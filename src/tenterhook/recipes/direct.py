@@ -126,7 +126,7 @@ def direct_logits(  # noqa: PLR0913
     score = scores[..., target].double() - (0 if against is None else scores[..., against].double())
     error = float((found.sum(0) + bias - score).abs().max())
     if error > limit * max(1.0, float(scores.double().abs().max())) * 10:
-        raise th.RecipeError(f"the contributions add up to something else than the score, off by {error:.3g}")
+        raise th.RecipeError(f"the contributions do not add up to the score: off by {error:.3g}")
     settings = {"target": target, "against": against, "at": at, "norm": reads.norm, "head": reads.head}
     single, first = dict[str, Tensor](), len(addresses) - sum(count + 1 for count in split.values())
     for projection, count in split.items():
@@ -143,16 +143,20 @@ def _by_head(model: nn.Module, projection: str, heads: int, tape: Any, at: Any) 
     module, came = model.get_submodule(projection), given.lone(tape[f"{projection}:in"], f"{projection}:in")
     gave = given.lone(tape[projection], projection)
     if type(heads) is not int or heads < 1 or came.shape[-1] % heads:
-        text = f"what comes to {projection!r} is {came.shape[-1]} wide, and cannot be of {heads!r} heads of one width"
-        raise th.RecipeError(f"{text}. The number is that of query heads: config.num_attention_heads.")
+        text = (
+            f"the input of {projection!r} has {came.shape[-1]} features, which cannot be divided into {heads!r} heads"
+        )
+        raise th.RecipeError(f"{text}. Give the number of query heads: config.num_attention_heads.")
     owner = torch.arange(came.shape[-1], device=came.device) // (came.shape[-1] // heads)
     with torch.no_grad():
         own = module(torch.zeros_like(came))
         each = [module(came.where(owner == head, 0)) - own for head in range(heads)]
     gap = float((torch.stack([*each, own]).double().sum(0) - gave.double()).abs().max())
     if gap > TOLERANCE.get(gave.dtype, 1e-4) * max(1.0, float(gave.double().abs().max())) * 10:
-        text = f"what the heads write through {projection!r} does not add up to what it gives: off by {gap:.3g}"
-        raise th.RecipeError(f"{text}. A projection is linear, such as attn.c_proj, self_attn.o_proj, attention.dense.")
+        text = f"the outputs of the heads through {projection!r} do not add up to its output: off by {gap:.3g}"
+        raise th.RecipeError(
+            f"{text}. The projection must be linear, such as attn.c_proj, self_attn.o_proj, attention.dense."
+        )
     return [part[at].double() for part in (*each, own)]
 
 
@@ -160,7 +164,7 @@ def _written(value: Any, point: str, stream: Tensor) -> Tensor:
     """Return the tensor in a point's value that has the shape of the stream."""
     found = [each for each in given.floats(value) if _fits(each, stream)]
     if len(found) != 1:
-        text = f"{point!r} passes {len(found)} tensors of the stream's shape, {list(stream.shape)}, and one is needed"
+        text = f"{point!r} has {len(found)} tensors of the stream's shape, {list(stream.shape)}, but one is needed"
         raise th.RecipeError(text)
     return found[0].expand_as(stream)
 
@@ -178,10 +182,10 @@ def _check_sum(parts: Sequence[Tensor], stream: Tensor, limit: float) -> None:
         return
     share = gap / float(stream.abs().max())
     raise th.RecipeError(
-        f"what these points write does not add up to the stream: off by {gap:.3g}, {share:.0%} of its largest value.\n"
-        "Give everything that is added to it (embeddings, positions, attention, MLP), each as it is added: after a "
-        "norm that follows it, where the architecture has one.\n"
-        "Where values are scaled on the way, there is no such sum."
+        f"the outputs of these points do not add up to the stream: off by {gap:.3g}, {share:.0%} of its maximum.\n"
+        "Give everything that is added to it (embeddings, positions, attention, MLP), in the form that is added: "
+        "if the architecture has a norm after a layer, give the norm.\n"
+        "If values are scaled before they are added, there is no such sum."
     )
 
 
@@ -204,7 +208,7 @@ def _normed(reads: Readout, value: Tensor, limit: float) -> tuple[Linear, Tensor
             gap = ((wide - middle) * scale * weight + offset - truth).abs().max()
             if float(gap) <= limit * max(1.0, float(truth.abs().max())):
                 return _held(scale, weight, centred=centred), offset
-    text = f"{reads.norm!r} is a {type(module).__name__}, which is not linear even with its scale held"
+    text = f"{reads.norm!r} is a {type(module).__name__}, which is not linear even with a constant scale"
     raise th.RecipeError(f"{text}: the score cannot be split into contributions")
 
 
@@ -227,7 +231,7 @@ def _direction(head: nn.Module, target: int, against: int | None, vocabulary: in
             raise th.RecipeError(f"a token is 0 to {vocabulary - 1}; got {token}")
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or len(weight) != vocabulary:  # noqa: PLR2004
-        raise th.RecipeError(f"the head is a {type(head).__name__}, and a linear one is needed")
+        raise th.RecipeError(f"the head is a {type(head).__name__}, but a linear layer is needed")
     rows = weight.detach().double()
     added = bias.detach().double() if isinstance(bias, Tensor) else torch.zeros(vocabulary).to(rows)
     if against is None:

@@ -20,12 +20,12 @@ __all__ = ["deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoo
 
 RELU = "ReluBackward0"
 HIDDEN = (
-    "{recipe} changes the gradient of every ReLU, and there is none between the score and the input{hint}.\n"
+    "{recipe} changes the gradient of every ReLU, but there is none between the score and the input{hint}.\n"
     "For other activations it is not defined: use integrated_gradients or saliency."
 )
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""what a ReLU hands back, from what PyTorch would hand back and from what came"""
+"""returns the gradient of a ReLU's input, from PyTorch's own gradient of it and from the gradient of its output"""
 
 
 def saliency(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
@@ -172,7 +172,7 @@ def in_batches(recipe: str, examples: int, times: int, batch: int, device: torch
     """Yield, batch by batch, the example index of each row, where each example is repeated ``times`` times in a row."""
     for name, value in (("samples or steps", times), ("batch", batch)):
         if type(value) is not int or value < 1:
-            raise th.RecipeError(f"{recipe}: the number of {name} is a positive one; got {value!r}")
+            raise th.RecipeError(f"{recipe}: the number of {name} must be a positive integer; got {value!r}")
     rows = torch.arange(examples, device=device).repeat_interleave(times)
     yield from rows.split(batch)
 
@@ -195,7 +195,7 @@ def _at_relus(given: Given, scores: Tensor, rule: Rule) -> list[Any]:
         hidden = sorted(
             {node.name() for node in nodes(scores) if "Compiled" in node.name() or "Checkpoint" in node.name()}
         )
-        hint = f" that can be seen: {hidden[0].removesuffix('Backward')} hides what is inside it" if hidden else ""
+        hint = f" that is visible: {hidden[0].removesuffix('Backward')} hides its operations" if hidden else ""
         raise th.RecipeError(HIDDEN.format(recipe=given.recipe, hint=hint))
 
     def ruled(own: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:

@@ -19,7 +19,7 @@ from tenterhook.recipes._inputs import floats
 __all__ = ["LayerSignal", "Signal", "learning_signal"]
 
 FAR = 1e3
-"""How many times smaller, or larger, than the middle one a signal is to be remarked on."""
+"""A ratio that is this many times smaller or larger than the median gets a remark."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def learning_signal(model: nn.Module, loss: Callable[[], Tensor]) -> Signal:
         value: Any = loss()
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             got = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise th.RecipeError(f"the loss is one number with a gradient; the function gave {got}")
+            raise th.RecipeError(f"the loss is one number with a gradient; the function returned {got}")
         tape.backward(value)
     rows = [_layer(tape, model, name, module) for name, module in layers.items()]
     return Signal(tuple(_remarked(rows)), float(value.detach()))

@@ -71,7 +71,7 @@ class Lens:
         away = self.divergence.flatten(1).mean(1).tolist()
         lines = [f"{'tuned' if self.tuned else 'logit'} lens: {list(self.logits.shape)}"]
         lines += [
-            f"  {printable(point):<28} KL {kl:7.3f}   same first choice {share:6.1%}"
+            f"  {printable(point):<28} KL {kl:7.3f}   same top token {share:6.1%}"
             for point, kl, share in zip(self.points, away, self.agreement.tolist(), strict=True)
         ]
         return "\n".join(lines)
@@ -203,7 +203,7 @@ def _stream(
     values = [given.lone(tape[point], point) for point in points]
     for point, value in zip(points, values, strict=True):
         if value.shape != end.shape:
-            text = f"{point!r} passes {list(value.shape)}, and the stream that is read is {list(end.shape)}"
+            text = f"the value at {point!r} is {list(value.shape)}, but the stream is {list(end.shape)}"
             raise th.RecipeError(f"{text}. Choose points of that stream, such as the outputs of the blocks.")
     if at is None:
         return values, final

@@ -288,7 +288,7 @@ def _unless_later(
     last = max(index for index, point in enumerate(order) if point in receivers)
     first = order.index(sender) if sender in order else last
     if first > last:
-        raise th.RecipeError(f"{sender!r} comes after the receivers, so that nothing of it can reach them")
+        raise th.RecipeError(f"{sender!r} runs after the receivers, so it cannot reach them")
     return {point: edit for point, edit in frozen.items() if point in order[:last]}
 
 
@@ -318,7 +318,7 @@ def _same_shapes(clean: Any, corrupt: Any) -> None:
 def _checked_metric(metric: Any) -> None:
     if not callable(metric):
         raise th.RecipeError(
-            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            f"metric= is a function from the model's output to a number; got {metric!r:.40}. For example "
             "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
         )
 
@@ -344,7 +344,7 @@ def _cut(value: Tensor, point: str, index: Any) -> Tensor:
     try:
         return value[index]
     except (IndexError, TypeError, RuntimeError) as error:
-        text = f"at= has an index that {point!r}, {list(value.shape)}, does not have: {error}"
+        text = f"at= has an index that is not valid for {point!r}, {list(value.shape)}: {error}"
         raise th.RecipeError(f"{text}.\nPositions count from 0; the last one is -1.") from error
 
 
@@ -378,8 +378,6 @@ def _patching(
     patched_from, base = torch.stack([each for each, _ in ends]), torch.stack([each for _, each in ends])
     clean, corrupt = (patched_from, base) if mode == "denoise" else (base, patched_from)
     if bool((clean == corrupt).any()):
-        raise th.RecipeError(
-            "the metric is the same for both inputs of a pair, so that there is no difference to trace"
-        )
+        raise th.RecipeError("the metric is the same for both inputs of a pair, so there is no difference to trace")
     values = torch.stack(rows)
     return Patching(tuple(points), places, values, clean, corrupt, mode, how, estimated=estimated)

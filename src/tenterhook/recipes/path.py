@@ -18,7 +18,7 @@ from tenterhook.recipes.result import Attribution
 __all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients"]
 
 Slope = Callable[[Tensor, Tensor], Tensor]
-"""the gradient of the score at some places, of which the second says of which example each is"""
+"""returns the gradient of the score at some places of the path; the second argument is the example of each place"""
 
 
 def integrated_gradients(
@@ -177,7 +177,7 @@ def _change(given: Given, score: Score, start: Tensor) -> Tensor:
         scores = score(given.run(torch.cat([given.x, start]), everyone), everyone)
     if not scores.is_floating_point():
         raise th.RecipeError(
-            f"{given.recipe}: the target gives {scores.dtype}, which has no gradient; it needs a score"
+            f"{given.recipe}: the target is {scores.dtype}, which has no gradient; use a floating-point score"
         )
     here, there = scores.detach().chunk(2)
     return here - there
@@ -192,7 +192,7 @@ def _value_at(given: Given, point: str, x: Tensor, *, score: Score | None) -> Te
     value = lone(tape[point], point, given.recipe, floating=False)
     if not value.is_floating_point() or value.shape[:1] != x.shape[:1]:
         text = f"{given.recipe} needs a floating-point value with the {len(x)} examples in front"
-        raise th.RecipeError(f"{text}, and at {point!r} there is {list(value.shape)} of {value.dtype}")
+        raise th.RecipeError(f"{text}, but the value at {point!r} is {list(value.shape)} of {value.dtype}")
     return value
 
 
@@ -207,7 +207,7 @@ def _backward(given: Given, tape: Any, scores: Tensor) -> None:
 def _places(steps: int) -> tuple[Any, Any]:
     """Return the nodes and weights of Gauss-Legendre quadrature on 0 to 1."""
     if type(steps) is not int or steps < 1:
-        raise th.RecipeError(f"the number of steps is a positive one; got {steps!r}")
+        raise th.RecipeError(f"the number of steps must be a positive integer; got {steps!r}")
     at, weights = np.polynomial.legendre.leggauss(steps)
     return (at + 1) / 2, weights / 2
 

@@ -67,7 +67,7 @@ def occlusion(  # noqa: PLR0913
     given = prepared("occlusion", model, inputs, more)
     sizes = tuple(given.x.shape[2:])
     if not sizes:
-        text = f"occlusion needs an input with places after its channels, and this one is {list(given.x.shape)}"
+        text = f"occlusion needs an input with dimensions after its channels, but this one is {list(given.x.shape)}"
         raise th.RecipeError(f"{text}. For single features, use feature_ablation.")
     windows = _sides("window", window, sizes)
     strides = _sides("stride", stride, sizes) if stride is not None else tuple(max(1, side // 2) for side in windows)
@@ -173,7 +173,7 @@ def channel_ablation(  # noqa: PLR0913
     if any(len(shape) <= (dim if dim >= 0 else -dim) or shape[dim] != shapes[0][dim] for shape in shapes):
         shown = ", ".join(str(list(shape)) for shape in shapes)
         text = (
-            f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, and there passes {shown}"
+            f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, but the value is {shown}"
         )
         raise th.RecipeError(f"{text}.\nChoose another dim=, or one call: point='{point}#0'.")
     wanted = range(shapes[0][dim]) if channels is None else [int(each) for each in channels]
@@ -183,7 +183,7 @@ def channel_ablation(  # noqa: PLR0913
         lambda channel: {point: th.set(value, at=th.at[(*front, slice(channel, channel + 1), *back)])}, channel=wanted
     )
     falls, target, how = _falls(given, score, cases, batch=batch, progress=progress)
-    how = (f"{point} is passed {len(calls)} times: each time without the channel", *how) if len(calls) > 1 else how
+    how = (f"{point} is reached {len(calls)} times; the channel is removed each time", *how) if len(calls) > 1 else how
     settings = {"point": point, "channels": len(falls), "value": value}
     return Attribution("channel ablation", falls.T.contiguous(), given.x, target, settings, how=how)
 
@@ -248,6 +248,6 @@ def _owners(given: Given, mask: Tensor | None) -> tuple[Tensor, int]:
         owner = owner.unique(return_inverse=True)[1]
     count = int(owner.max()) + 1
     if count > MOST:
-        text = f"feature_ablation: {count} features are taken away one by one, each by a run of the model"
+        text = f"feature_ablation: {count} features are removed one by one, each in a run of the model"
         raise th.RecipeError(f"{text}. Group them with mask=, or use occlusion.")
     return owner, count

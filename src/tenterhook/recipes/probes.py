@@ -55,7 +55,7 @@ class Probes:
         return made
 
     def __repr__(self) -> str:
-        lines = [f"linear probes, {self.accuracy.shape[1]} folds; the commonest class is {self.chance:.1%}"]
+        lines = [f"linear probes, {self.accuracy.shape[1]} folds; the most common class is {self.chance:.1%}"]
         points = list(map(printable, self.points))
         width = max(map(len, points))
         for point, folds, size in zip(points, self.accuracy, self.widths, strict=True):

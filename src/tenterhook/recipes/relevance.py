@@ -25,7 +25,7 @@ __all__ = ["deeplift", "lrp"]
 
 Rule = Literal["epsilon", "z+"]
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""what a module hands back: from itself, its input and output, which have a graph between them, and from what came"""
+"""returns the gradient of a module's input, from the module, its input, its output and the gradient of the output"""
 
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
@@ -77,7 +77,7 @@ def deeplift(
     with differentiable(given):
         leaf = torch.cat([x, start]).requires_grad_()
         scores = score(_run(given, leaf, both, rules), both)
-        _check(given, scores, leaf, LINEAR, "acts on values in a way that is neither linear nor one of its modules")
+        _check(given, scores, leaf, LINEAR, "is neither linear nor a module with a rule")
         slope = torch.autograd.grad(scores[: given.examples].sum(), leaf)[0][: given.examples]
     found = slope * (x - start)
     here, there = scores.detach().chunk(2)
@@ -135,7 +135,7 @@ def lrp(
     with differentiable(given):
         leaf = x.clone().requires_grad_()
         scores = score(_run(given, leaf, None, rules))
-        _check(given, scores, leaf, ROUTES, "shares out no relevance by a rule")
+        _check(given, scores, leaf, ROUTES, "has no rule that distributes relevance")
         found = torch.autograd.grad(scores, leaf, scores.detach())[0]
     shown = rule if isinstance(rule, str) else "by selector"
     return Attribution("LRP", found, x, score.target, {"rule": shown, "epsilon": epsilon})
@@ -280,5 +280,5 @@ def _check(given: Given, scores: Tensor, leaf: Tensor, allowed: frozenset[str], 
     operation, hint = found
     raise th.RecipeError(
         f"{given.recipe} cannot be right here: between the input and the score, {operation} {why}.\n{hint} "
-        "Or use integrated_gradients, which needs nothing but gradients."
+        "Or use integrated_gradients, which only needs gradients."
     )

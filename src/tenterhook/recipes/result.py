@@ -82,9 +82,7 @@ class Attribution:
         if found.dim() == STRIP:
             return _strip(found, labels, title or self._title())
         if found.dim() != IMAGE:
-            text = (
-                f"a map of {list(found.shape[1:])} is no picture; choose a part of .map, such as a slice, and draw that"
-            )
+            text = f"a map of {list(found.shape[1:])} cannot be drawn; choose a part of .map, such as a slice"
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
@@ -169,7 +167,7 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
     maps = [each.map[example].detach().float().cpu() for each in found]
     if not maps or any(each.dim() != IMAGE - 1 for each in maps):
         shapes = [list(each.shape) for each in maps]
-        raise th.RecipeError(f"side by side stand maps with height and width, one at least; got {shapes}")
+        raise th.RecipeError(f"side_by_side needs one or more maps with height and width; got {shapes}")
     image, count = _image(found[0].inputs[example]), len(maps) + 1
     rows = -(-count // columns)
     wide = min(count, columns)
@@ -248,7 +246,7 @@ def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
     axes.set_yticks([])
     if labels is not None:
         if len(labels) != found.shape[1]:
-            raise th.RecipeError(f"there are {found.shape[1]} places along the strip, and {len(labels)} labels")
+            raise th.RecipeError(f"there are {found.shape[1]} places along the strip, but {len(labels)} labels")
         axes.set_xticks(range(len(labels)), list(labels), rotation=60, ha="right", fontsize=8)
     axes.set_title(title, fontsize=11)
     made.colorbar(drawn)

@@ -16,9 +16,9 @@ __all__ = ["attention_rollout"]
 EVERY_SOFTMAX = "**:softmax()[*]"
 HEADS = 4  # dimensions of attention weights: examples, heads, from, to
 NONE = (
-    "attention_rollout needs the attention weights, [examples, heads, tokens, tokens], and {where}.\n"
-    "A fused attention never makes them: load the model with attn_implementation='eager'. Otherwise say where they "
-    "are, as in points='h.*.attn:weights'; th.points(model, 'h.0.attn:*') shows what there is."
+    "attention_rollout needs the attention weights, [examples, heads, tokens, tokens], but {where}.\n"
+    "A fused attention kernel does not compute them: load the model with attn_implementation='eager'. Otherwise name "
+    "their points, as in points='h.*.attn:weights'; th.points(model, 'h.0.attn:*') lists the points."
 )
 
 
@@ -99,12 +99,12 @@ def _weights(given: Given, points: Any) -> list[Tensor]:
         with torch.enable_grad(), th.edit(given.model, edits):
             given.run(given.x)
     except (th.AddressError, th.NeverReached) as error:
-        raise th.RecipeError(NONE.format(where=f"nothing passes at {points!r}")) from error
+        raise th.RecipeError(NONE.format(where=f"there is no value at {points!r}")) from error
     if not kept:
-        raise th.RecipeError(NONE.format(where=f"none of what passes at {points!r} has that form"))
+        raise th.RecipeError(NONE.format(where=f"no value at {points!r} has that shape"))
     if any(each.shape[-1] != kept[0].shape[-1] for each in kept):
         lengths = sorted({each.shape[-1] for each in kept})
-        text = f"attention_rollout needs layers over the same tokens, and these have {lengths}"
+        text = f"attention_rollout needs layers over the same tokens, but these have {lengths}"
         raise th.RecipeError(f"{text}; choose some of them by points=.")
     return kept
 
@@ -131,6 +131,6 @@ def _on_grid(found: Tensor, token: int | None, grid: tuple[int, int]) -> Tensor:
     height, width = grid
     if token is None or height * width > found.shape[-1]:
         text = f"attention_rollout: grid={grid} is {height * width} places for one of {found.shape[-1]} tokens"
-        raise th.RecipeError(f"{text}; give a token=, and a grid that is no larger")
+        raise th.RecipeError(f"{text}; give a token=, and a grid with no more places than tokens")
     places: Tensor = found[:, -height * width :].unflatten(1, grid)
     return places

@@ -174,8 +174,8 @@ def _by_vmap(
 
 def _cannot(name: str, module: nn.Module) -> str:
     return (
-        f"{name!r} ({type(module).__name__}) has parameters of its own, and its output does not follow from its first "
-        "argument, example by example, so that it has no gradient for each.\n"
+        f"{name!r} ({type(module).__name__}) has its own parameters, but its output is not a function of its first "
+        "argument for each example, so there is no gradient for each example.\n"
         "Freeze it (requires_grad_(False)), or put its parameters into layers such as nn.Linear."
     )
 
@@ -193,7 +193,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         if isinstance(module, MIXING) and module.training:
             text = f"{name!r} ({type(module).__name__}) mixes the examples in training mode"
-            raise th.RecipeError(f"{text}: none has a gradient of its own. Call model.eval(), or use nn.GroupNorm.")
+            raise th.RecipeError(f"{text}, so no example has its own gradient. Call model.eval(), or use nn.GroupNorm.")
         found[name] = module
     if not found:
         raise th.RecipeError(f"{type(model).__name__} has no parameter that requires a gradient")
@@ -222,8 +222,8 @@ def _examples(value: Any, name: str, count: int) -> Tensor:
     if tensor.dim() and tensor.shape[0] == 1 and count > 1:
         tensor = tensor.expand(count, *tensor.shape[1:])
     if not tensor.dim() or tensor.shape[0] != count:
-        text = f"{name!r} passes {list(tensor.shape)}, without the {count} examples in front"
-        raise th.RecipeError(f"{text}: its gradient cannot be told apart")
+        text = f"the value at {name!r} is {list(tensor.shape)}, without the {count} examples in front"
+        raise th.RecipeError(f"{text}: its gradient cannot be separated by example")
     return tensor
 
 

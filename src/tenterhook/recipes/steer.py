@@ -173,7 +173,7 @@ def steering(
     means = [each.mean(0) for each in wide]
     vector, middle = means[0] - means[1], (means[0] + means[1]) / 2
     if not bool(vector.isfinite().all()):
-        raise th.RecipeError(f"the values at {address!r} are not all finite, so that they have no mean")
+        raise th.RecipeError(f"the values at {address!r} are not all finite, so they have no mean")
     size = vector.norm()
     if float(size) == 0:
         raise th.RecipeError(f"both sets have the same mean at {address!r}: there is nothing to steer by")
@@ -182,13 +182,13 @@ def steering(
 
 
 _LENGTHS = (
-    "the values at {point!r} have the shapes {shapes}, and a mean needs one.\n"
+    "the values at {point!r} have the shapes {shapes}, but a mean needs one.\n"
     "Take one position, at=th.at[:, -1], or average over them, pool=1."
 )
 
 
 _PADDED = (
-    "what is asked for at {point!r} is padding in {count} of the examples, by their mask.\n"
+    "the selected position at {point!r} is padding in {count} of the examples, according to their mask.\n"
     'Average over positions, pool=1; or take each example\'s last one, at="last".'
 )
 
@@ -228,12 +228,12 @@ def _counts(model: nn.Module, args: Any, kwargs: Any, mask: str, value: Tensor) 
         got = "nothing" if found is None else list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise th.RecipeError(f"mask={mask!r} is an argument of the model, [examples, positions]; got {got}")
     if bool((found < 0).any()):
-        text = f"{mask} has numbers below zero, as if it were added to scores"
-        raise th.RecipeError(f"{text}. A mask is 1 where a position counts and 0 where not; or say mask=None.")
+        text = f"{mask} has numbers below zero, like an additive mask"
+        raise th.RecipeError(f"{text}. A mask is 1 for positions that count and 0 for padding; or use mask=None.")
     if bool(found.all()):
         return None
     if found.shape != value.shape[:2]:
-        text = f"the value is {list(value.shape)}, and {mask}, {list(found.shape)}, cannot say which of it is padding"
+        text = f"the value is {list(value.shape)}, and {mask}, {list(found.shape)}, does not fit its first dimensions"
         raise th.RecipeError(f"{text}. Give inputs without padding, or mask=None.")
     return found != 0
 

@@ -103,10 +103,10 @@ def freeze(model: nn.Module, *selectors: Any) -> Any:
         elif point.site.value == "return":
             changes.update(dict.fromkeys(_parameters_in(model, point), _constant))
         else:
-            text = f"{point} is a {point.site.value}; modules and parameters can be frozen"
+            text = f"{point} is neither a module nor a parameter; only these can be frozen"
             raise th.RecipeError(text)
     if not changes:
-        raise th.RecipeError(f"{', '.join(map(repr, selectors))}: there is no parameter in it to freeze")
+        raise th.RecipeError(f"{', '.join(map(repr, selectors))}: there is no parameter to freeze")
     return th.edit(model, changes)
 
 
@@ -151,7 +151,9 @@ class Penalty:
         term: Any = self._measure(given.lone(value, ctx.address).clone())
         if not isinstance(term, Tensor) or term.numel() != 1:
             got = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
-            raise th.RecipeError(f"a penalty is one number for each value; at {ctx.address!r} the function gave {got}")
+            raise th.RecipeError(
+                f"a penalty is one number for each value; at {ctx.address!r} the function returned {got}"
+            )
         # Activation checkpointing runs a call again. Its term is counted already.
         place = (ctx.address, ctx.call)
         if place not in self._seen:
@@ -161,7 +163,7 @@ class Penalty:
     def __call__(self) -> Tensor:
         """Return the weighted sum of the terms since the last call of this method."""
         if not self._terms:
-            raise th.RecipeError("no value has passed the points since the last time; call the model first")
+            raise th.RecipeError("no point was reached since the last time; run the model first")
         found = torch.stack(self._terms).sum() * self._weight
         self._terms.clear()
         return found
