@@ -217,5 +217,5 @@ def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
     if not made.tokens:
-        raise CommandError(f"the text {text!r} has no tokens, so there is no input for the model.")
+        raise CommandError(f"the text {text!r} has no tokens; the model needs at least one.")
     return found

@@ -99,7 +99,7 @@ def _weights(given: Given, points: Any) -> list[Tensor]:
         with torch.enable_grad(), th.edit(given.model, edits):
             given.run(given.x)
     except (th.AddressError, th.NeverReached) as error:
-        raise th.RecipeError(NONE.format(where=f"there is no value at {points!r}")) from error
+        raise th.RecipeError(NONE.format(where=f"{points!r} selects no value of this run")) from error
     if not kept:
         raise th.RecipeError(NONE.format(where=f"no value at {points!r} has that shape"))
     if any(each.shape[-1] != kept[0].shape[-1] for each in kept):

@@ -47,7 +47,7 @@ def clip_gradient(
         RecipeError: both or neither of ``norm`` and ``value`` are given, or the number is not positive.
     """
     if (norm is None) == (value is None):
-        raise th.RecipeError("give norm=, the largest length, or value=, the largest size of a number: one of them")
+        raise th.RecipeError("give norm=, the largest norm, or value=, the largest absolute value: one of them")
     limit = _positive(norm if norm is not None else value, "norm" if norm is not None else "value")
 
     def clip(grad: Any) -> Any:
