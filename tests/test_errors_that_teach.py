@@ -56,9 +56,7 @@ def test_a_metric_that_is_text_is_answered_with_an_example():
 
 
 def test_run_from_without_a_tape_or_without_values_says_what_to_record():
-    with pytest.raises(
-        th.ReplayError, match=r"got None\. Record one with th\.record\(model, \.\.\., replay=True"
-    ):
+    with pytest.raises(th.ReplayError, match=r"got None\. Record one with th\.record\(model, \.\.\., replay=True"):
         th.run_from(model(), None, {"1": X})
     net = model()
     with th.record(net, replay=True) as tape:

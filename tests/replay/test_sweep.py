@@ -345,7 +345,7 @@ class Drifting(nn.Module):
 def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatch):
     from tenterhook.replay import call_server as serve
 
-    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    monkeypatch.setattr(serve.CallServer, "waits_for", ("cpu", "cuda"))
     model = Drifting()
     cases = [{point: th.scale(float(factor))} for point in ("two", "out") for factor in range(1, 5)]
     decimal.getcontext().prec = 1
@@ -360,7 +360,7 @@ def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatc
 def test_comparisons_that_hold_cost_no_second_run(monkeypatch, gpt2):
     from tenterhook.replay import call_server as serve
 
-    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    monkeypatch.setattr(serve.CallServer, "waits_for", ("cpu", "cuda"))
     cases = th.grid(lambda layer, by: {f"transformer.h.{layer}": th.scale(by)}, layer=range(3), by=[0.5, 2.0, 3.0])
     found = th.sweep(gpt2, cases, difference, IDS, use_cache=False, batch=4)
     assert found.served.runs == 3
@@ -454,14 +454,14 @@ def test_what_comes_out_otherwise_for_those_that_joined_is_run_again(monkeypatch
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(1, 4)
     cases = [{str(layer): th.scale(float(factor))} for layer in range(3) for factor in range(1, 5)]
-    true = joining.Joins.__call__
+    true = joining.GrowingBatch.__call__
 
     def wrong(self, value, context):
         joined = true(self, value, context)
         joined[value.shape[0] :] += 1
         return joined
 
-    monkeypatch.setattr(joining.Joins, "__call__", wrong)
+    monkeypatch.setattr(joining.GrowingBatch, "__call__", wrong)
     found = th.sweep(model, cases, lambda output: output.sum(), x)
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(model, case):
