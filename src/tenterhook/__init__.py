@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tenterhook.edit.ready import Zero as zero
     from tenterhook.edit.ready import at
     from tenterhook.edit.saved import load_edits, save_edits
+    from tenterhook.edit.skip import Skip as skip
     from tenterhook.edit.verb import edit
     from tenterhook.features import Features, features
     from tenterhook.harvest.verb import harvest, open
@@ -146,6 +147,7 @@ __all__ = [
     "save_edits",
     "scale",
     "set",
+    "skip",
     "sweep",
     "watch",
     "zero",
@@ -189,6 +191,7 @@ load_on_use(
         "save_edits": "tenterhook.edit.saved:save_edits",
         "scale": "tenterhook.edit.ready:Scale",
         "set": "tenterhook.edit.ready:Set",
+        "skip": "tenterhook.edit.skip:Skip",
         "sweep": "tenterhook.replay.verb:sweep",
         "watch": "tenterhook.watch.verb:watch",
         "zero": "tenterhook.edit.ready:Zero",

@@ -29,13 +29,14 @@ from tenterhook._tree import CONSTANTS, parts_of
 from tenterhook.address import Point, Selection
 from tenterhook.address.grammar import parse
 from tenterhook.edit.ready import Add, Clamp, Edit, Mean, Noise, Project, Scale, Set, Zero
+from tenterhook.edit.skip import Skip
 from tenterhook.errors import AddressError, EditFileError, TapeFileError
 
 __all__ = ["Edits", "load_edits", "save_edits"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.edits", 1
 READY: dict[str, type[Edit]] = {
-    kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Zero)
+    kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Skip, Zero)
 }
 NUMBER = (int, float, type(None))
 # The types that a field may have, where they are restricted. A file with another type was not written by save_edits.

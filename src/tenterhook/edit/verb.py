@@ -12,6 +12,7 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.edit.change import Change, as_change, check_same_kind
 from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit
 from tenterhook.edit.ready import Edit
+from tenterhook.edit.skip import Skip, SkipEdit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.runs import Numbering
@@ -58,8 +59,8 @@ def edit(
         opaque: on a compiled model, call the changes from the graph instead of compiling them into it. Use it for
             changes that print, use numpy or branch on values. Each change must return a tensor with the same shape,
             dtype and device.
-        numbering: the meaning of ``#5`` in an address: the sixth call of a module in the whole ``"session"``, or in each
-            ``"run"``. A run is one call of the model or one call of its ``generate``.
+        numbering: the meaning of ``#5`` in an address: the sixth call of a module in the whole ``"session"``, or in
+            each ``"run"``. A run is one call of the model or one call of its ``generate``.
 
     Returns:
         A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
@@ -75,7 +76,7 @@ def edit(
     session = Editing(model, opaque=opaque)
     session.number_by(numbering)
     for selector, change in _items(changes, "changes"):
-        session.add(selector, change, lambda point, one: [Binding(point, ValueEdit(one, check=check))])
+        session.add(selector, change, lambda point, one: [value_binding(point, one, check=check)])
     for point in dict.fromkeys(binding.point for binding in session.bindings):
         warn_if_never_read(model, point)
     if grad or accumulated:
@@ -135,6 +136,13 @@ class Editing(Session):
         for handle in self._handles:
             handle.remove()
         super().on_close()
+
+
+def value_binding(point: Point, change: Change, *, check: bool) -> Binding:
+    """Return the binding that edits the value at a point."""
+    if isinstance(change.call, Skip):
+        return Binding(point, SkipEdit(change.call, point))
+    return Binding(point, ValueEdit(change, check=check))
 
 
 class ValueEdit:

@@ -12,7 +12,7 @@ from tenterhook.address.match import Point
 if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
-__all__ = ["Action", "Binding", "Context", "Direct", "Guard"]
+__all__ = ["Action", "Binding", "Context", "Direct", "Guard", "SkipAction"]
 
 
 class Context:
@@ -69,6 +69,17 @@ class Direct(Protocol):
     kept_in: dict[int, Any]
     base: int
     keep: int
+
+
+class SkipAction:
+    """An edit of a module's output that takes the place of the module's call.
+
+    Dispatch asks it for the output before the call, and calls it with that output like any other edit afterwards.
+    """
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+        """Return the output to use for a call with these arguments."""
+        raise NotImplementedError
 
 
 class Guard(Protocol):

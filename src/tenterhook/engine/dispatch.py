@@ -8,6 +8,7 @@ If other libraries have forward hooks on the module, these hooks run first: see 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -82,13 +83,33 @@ def visit(patch: ForwardPatch, visits: list[Visit], args: tuple[Any, ...], kwarg
         args, kwargs = income(visits, args, kwargs)
         guards = [actions.guard for actions, _ in visits if actions.guard is not None]
         body = patch.body(tuple([actions for actions, _ in visits]))
+        skipped = output_of_skip(visits, args, kwargs)
+        if skipped is not MISSING:
+            body = functools.partial(_given, skipped)
         value = guarded(guards, patch.module, body, args, kwargs) if guards else body(*args, **kwargs)
+        if skipped is not MISSING:
+            value = skipped  # Even if a guard has served the call from a tape.
         if entered:
             value = stepwise(value, [actions for actions, _ in visits])
         return leave(patch, visits, value)
     finally:
         for swap in reversed(entered):
             swap.leave()
+
+
+def output_of_skip(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the output of a call that an edit skips, or ``MISSING`` if the module is to be called."""
+    value: Any = MISSING
+    for actions, call in visits:
+        for binding in actions.skips:
+            if binding.point.call is None or actions.session.is_meant(binding, call):
+                context = Context(binding.point.address, call, actions.module, actions.session)
+                value = binding.action.output(args, kwargs, context)  # type: ignore[attr-defined]
+    return value
+
+
+def _given(value: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return value
 
 
 def guarded(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.address.match import Site
+from tenterhook.engine.action import SkipAction
 from tenterhook.pytorch.python_code import set_free_variable
 from tenterhook.sites.module import Argument, argument
 
@@ -47,6 +48,7 @@ class ModuleActions:
         "patch",
         "path",
         "session",
+        "skips",
         "strangers",
         "swaps",
         "views",
@@ -62,6 +64,7 @@ class ModuleActions:
         self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
         self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
         self.edits_out: tuple[Binding, ...] = ()
+        self.skips: tuple[Binding, ...] = ()  # Those of the edits that take the place of the call.
         self.looks_out: tuple[Binding, ...] = ()
         self.enters: tuple[Callable[..., None], ...] = ()
         self.inner: tuple[Binding, ...] = ()
@@ -94,6 +97,8 @@ class ModuleActions:
                 self.looks_out += (binding,)
             else:
                 self.edits_out += (binding,)
+                if isinstance(binding.action, SkipAction):
+                    self.skips += (binding,)
             return
         if point.site is Site.VARIABLE:
             self.inner += (binding,)
@@ -126,6 +131,7 @@ class ModuleActions:
         """Return the part of these actions that a recomputation needs, even after the session has ended."""
         view = ModuleActions(self.session, self.module, self.path)
         view.edits_in, view.edits_out, view.swaps = self.edits_in, self.edits_out, self.swaps
+        view.skips = self.skips
         view.looks_in = tuple(pair for pair in self.looks_in if pair[1].action.again)
         view.looks_out = tuple(binding for binding in self.looks_out if binding.action.again)
         view.inner = tuple(binding for binding in self.inner if not binding.action.observes or binding.action.again)
@@ -140,7 +146,7 @@ class ModuleActions:
         if self.views:
             self._part_from_tape()
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
-        self.inner, self.guard, self.part = (), None, None
+        self.inner, self.skips, self.guard, self.part = (), (), None, None
         if self.direct is not None:
             set_free_variable(self.direct, "entries", {})
             set_free_variable(self.direct, "watch", _hand_on)

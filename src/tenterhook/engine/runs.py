@@ -110,7 +110,7 @@ class _Generate:
             if model is not self.model():  # A copy of the model, made while the session was open.
                 model.__dict__.pop(GENERATE, None)
                 return getattr(model, GENERATE)(*args, **kwargs)
-            call = self.own or MethodType(type(model).generate, model)  # type: ignore[arg-type]
+            call: Any = self.own or MethodType(original, model)
             mine = [listener for owner, listener in self.listeners if owner == current.token]
             return _between(mine, call, args, kwargs)
 

@@ -84,7 +84,13 @@ class Session:
     needs: tuple[str, ...] = ()
     """The features of PyTorch that this kind of session needs, besides those that all sessions need."""
 
-    def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        bindings: list[Binding],
+        required: list[list[Binding]],
+        runs: RunNumbers | None = None,
+    ) -> None:
         self.model = model
         self.bindings, self.required = bindings, required
         self.done = False
@@ -107,7 +113,7 @@ class Session:
         self.plan_key: tuple[Any, ...] = ()
         self._told = Compiled()
         self._rest: Self | None = None
-        self._runs: RunNumbers | None = None
+        self._runs = runs
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -418,9 +424,8 @@ class Session:
             return self
         if self._rest is None:
             self._rest = rest = type(self).__new__(type(self))
-            Session.__init__(rest, self.model, [], [])
+            Session.__init__(rest, self.model, [], [], self._runs)
             rest.owner, rest.done, rest.stopped, rest._state = self.owner, self.done, self.stopped, "closed"
-            rest._runs = self._runs
         return self._rest
 
     def nearest_tape(self) -> Any:

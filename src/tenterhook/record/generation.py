@@ -29,8 +29,8 @@ NONE_RECORDED = (
 NOT_HELD = "{address!r}: only {held} of the {steps} steps are held. Record with keep='all', without a range of calls."
 SEVERAL = "{address!r} was called {calls} times in {steps} steps; a sequence needs one call for each step."
 SHAPE = (
-    "{address!r} has no token dimension to join: at step {step} it is {shape}, and {batch} rows of {tokens} tokens were "
-    "read. A sequence needs a tensor [batch, tokens, ...]."
+    "{address!r} has no token dimension to join: at step {step} it is {shape}, and {batch} rows of {tokens} tokens "
+    "were read. A sequence needs a tensor [batch, tokens, ...]."
 )
 
 

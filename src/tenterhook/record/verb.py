@@ -99,8 +99,8 @@ def record(  # noqa: PLR0913
         replay: whether to keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``). True
             keeps the arguments and outputs of every module call. A selector of the points that will be edited keeps
             only what serving those edits needs. Without other selectors, nothing else is recorded.
-        numbering: the meaning of ``#5`` in an address: the sixth call of a module in the whole ``"session"``, or in each
-            ``"run"``. A run is one call of the model or one call of its ``generate``. The tape
+        numbering: the meaning of ``#5`` in an address: the sixth call of a module in the whole ``"session"``, or in
+            each ``"run"``. A run is one call of the model or one call of its ``generate``. The tape
             always counts the calls in the session.
 
     Returns:

@@ -14,6 +14,7 @@ from tenterhook._text import printable
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import CallRange
 from tenterhook.edit.change import Change, as_change
+from tenterhook.edit.skip import Skip
 from tenterhook.errors import AddressError, SweepError, TenterhookError
 
 __all__ = ["Case", "Grid", "Prepared", "grid", "prepare"]
@@ -100,9 +101,12 @@ class Prepared:
         return tuple((point.address, point.call) for point, _ in self.edits)
 
     @property
-    def has_parameter(self) -> bool:
-        """True if it edits a parameter, which all examples of a batch share."""
-        return any(point.site is Site.PARAMETER for point, _ in self.edits)
+    def has_effect_on_all_rows(self) -> bool:
+        """True if it edits a parameter or skips a module: all examples of a batch share these."""
+        return any(
+            point.site is Site.PARAMETER or any(isinstance(change.call, Skip) for change in changes)
+            for point, changes in self.edits
+        )
 
 
 def prepare(model: nn.Module, cases: Iterable[Any]) -> list[Prepared]:

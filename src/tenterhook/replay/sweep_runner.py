@@ -16,7 +16,7 @@ from tenterhook._tree import tensors
 from tenterhook.address import Point
 from tenterhook.call_trace.digest import digest
 from tenterhook.edit.change import Change
-from tenterhook.edit.verb import ValueEdit
+from tenterhook.edit.verb import value_binding
 from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, UnsupportedTorch
 from tenterhook.record.verb import record
@@ -250,7 +250,7 @@ class Runner:
         waiting = list(group)
         while waiting:
             size = self._most or self._room
-            if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_parameter:
+            if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_effect_on_all_rows:
                 now = waiting[:size]
                 if self._run_together(now):
                     del waiting[: len(now)]
@@ -323,7 +323,7 @@ class Runner:
 
     def _run_edits(self, edits: list[tuple[Point, list[Change]]]) -> Any:
         args, kwargs = self.given
-        bindings = [Binding(point, ValueEdit(one, check=True)) for point, changes in edits for one in changes]
+        bindings = [value_binding(point, one, check=True) for point, changes in edits for one in changes]
         return self._run(bindings, args, kwargs, times=1)
 
     def _run(self, bindings: list[Binding], args: Any, kwargs: Any, *, times: int) -> Any:
