@@ -33,7 +33,7 @@ NAMES = """
     StoreError Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError
     TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp doctor
     edit features grid harvest hooks load load_edits mean noise open page points project recipes record replay
-    run_from save_edits scale set sweep watch zero
+    run_from save_edits scale set skip sweep watch zero
 """
 
 
