@@ -81,12 +81,12 @@ GLOBAL_BUFFER_REGISTRATION = _global("_global_buffer_registration_hooks")
 
 
 def process_tables() -> dict[str, Any]:
-    """Return the variables of PyTorch that hold the hooks of all modules, by name."""
+    """Return the module-level variables of PyTorch that contain the global hooks, by name."""
     return vars(torch_module)
 
 
 def global_state() -> dict[str, Any]:
-    """Return the process-wide tables of module hooks that are not empty, and the methods that make a call."""
+    """Return the global tables of module hooks that are not empty, and the methods that implement a module call."""
     named = [(name, process_tables().get(name)) for name in (*_process, GLOBAL_BACKWARD_IS_FULL)]
     tables = {f"global: {name}": dict(value) if isinstance(value, dict) else value for name, value in named if value}
     calls = {f"class: Module.{name}": getattr(nn.Module, name, None) for name in ("__call__", "_call_impl")}
@@ -98,7 +98,7 @@ def global_state() -> dict[str, Any]:
 
 @feature("listing hooks", used_by="th.audit", still_works="every session")
 def probe_tables() -> str | None:
-    """Check that each kind of hook is kept in the table in which an audit looks for it."""
+    """Check that each kind of hook is stored in the table that an audit reads."""
     module = nn.Module()
     state = vars(module)
     registered: tuple[tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]], ...] = (
@@ -125,9 +125,10 @@ def probe_tables() -> str | None:
 
 
 def _probe_process() -> None:
-    """Check the tables of the process.
+    """Check the global tables.
 
-    A backward hook there would set a flag for good, and one with keywords would leave an entry, so none is registered.
+    A global backward hook would set a flag permanently, and a global hook with keywords would leave an entry. So
+    neither is registered.
     """
     registered: tuple[tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]], ...] = (
         (
@@ -162,4 +163,4 @@ def _check_tables(
 
 
 def _nothing(*_: Any) -> None:
-    """Change nothing."""
+    """Do nothing."""

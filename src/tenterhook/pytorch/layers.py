@@ -1,4 +1,4 @@
-"""Base classes of PyTorch's layers, and what recurrent layers keep beside their parameters."""
+"""Base classes of PyTorch's layers, and the weight lists of recurrent layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ __all__ = [
 
 
 def _common_base(first: type[nn.Module], *others: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return the nearest common base class, which has a private name; the classes themselves if there is none."""
+    """Return the nearest common base class, which has a private name.
+
+    If there is none, return the classes themselves.
+    """
     for base in first.__mro__:
         if base is nn.Module:
             break
@@ -42,7 +45,7 @@ _NORM_FORWARDS = {each.forward for each in (nn.BatchNorm1d, nn.SyncBatchNorm, nn
 
 
 def updates_running_statistics(module: nn.Module) -> bool:
-    """Return whether this layer in training updates its running mean and variance in place and does not read them."""
+    """Return whether this layer, in training, updates its running mean and variance in place and does not read them."""
     return isinstance(module, NORMS) and type(module).forward in _NORM_FORWARDS
 
 
@@ -61,8 +64,8 @@ def flat_weights(layer: nn.RNNBase) -> list[Any]:
     still_works="edits of what recurrent layers return, and of the parameters of other layers",
 )
 def probe_recurrent() -> str | None:
-    """Check that a recurrent layer uses the weights in its list, and that its list can be replaced."""
-    layer = _Recurrent(1, 1, bias=False, dtype=torch.float64, device="meta")  # There, no random numbers are drawn.
+    """Check that a recurrent layer uses the weights in its list, and that the list can be replaced."""
+    layer = _Recurrent(1, 1, bias=False, dtype=torch.float64, device="meta")  # The meta device draws no random numbers.
     layer.to_empty(device="cpu")
     x = torch.ones(1, 1, 1, dtype=torch.float64, device="cpu")
     with torch.no_grad():

@@ -39,7 +39,7 @@ else:
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` is tracing; Dynamo can inline this."""
+    """Return whether ``torch.export`` is tracing. Dynamo can inline this function."""
     return torch.compiler._is_exporting_flag
 
 
@@ -48,7 +48,7 @@ if not hasattr(torch.compiler, "_is_exporting_flag"):
 
 
 def name_of_tracer() -> str | None:
-    """Return the name of what is tracing this call, or None for a call that computes."""
+    """Return the name of the tracer that traces this call, or None for a normal call."""
     if is_exporting():
         return "torch.export"
     if _is_fx_tracing():
@@ -79,7 +79,7 @@ class _Asks(ProbeModule):
 
 @feature("tracing", used_by="every session", still_works="nothing that opens a session")
 def probe_tracing() -> str | None:
-    """Check that traced calls are told from those that compute."""
+    """Check that traced calls are distinguished from normal calls."""
     module, x = _Asks(name_of_tracer), torch.ones(2, device="cpu")
     module(x)
     check(module.seen == [None], "a plain call looks traced")
@@ -97,7 +97,10 @@ def probe_tracing() -> str | None:
     still_works="the same session in a process of its own",
 )
 def probe_make_fx() -> str | None:
-    """Check that a call that ``make_fx`` traces is told from one that computes. It loads a part of the compiler."""
+    """Check that a call traced by ``make_fx`` is distinguished from a normal call.
+
+    This imports a part of the compiler.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     module, x = _Asks(_make_fx), torch.ones(2, device="cpu")
