@@ -1,4 +1,4 @@
-"""From a batch and a value to rows: one for each sample, or one for each token that is no padding."""
+"""Conversion of values to rows: one row for each sample, or for each token that is not padding."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MATRIX = 2
 
 @dataclass(frozen=True, slots=True)
 class PickedRows:
-    """The rows of one batch, found before the model runs: which tokens, and what is known of each."""
+    """The rows of one batch, determined before the model runs: the selected tokens and their facts."""
 
     samples: int
-    mask: Tensor | None  # [samples, tokens]; None if every token counts
-    index: Tensor | None  # the places that count, of the flattened tokens; None if all do
+    mask: Tensor | None  # [samples, tokens]; None if all tokens are selected
+    index: Tensor | None  # the selected positions in the flattened tokens; None if all are selected
     facts: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """How rows are made."""
+    """The options that determine how rows are made."""
 
     by: By = "sample"
     mask: Mask = "attention_mask"
@@ -53,7 +53,7 @@ class RowRule:
             raise ValueError(f"project= is a matrix [width, new width]; got {list(self.project.shape)}")
 
     def described(self) -> dict[str, Any]:
-        """Describe the options for the manifest; the functions are described by ``identify``."""
+        """Return the options for the manifest, except the functions, which ``identify`` describes."""
         return {
             "rows": self.by,
             "project": None if self.project is None else digest(self.project),
@@ -63,7 +63,7 @@ class RowRule:
     # -- before the model runs ----------------------------------------------------------------------------------------
 
     def pick(self, batch: Any, first_sample: int) -> PickedRows:
-        """Which rows a batch has, as far as the batch tells."""
+        """Return the rows of a batch, as far as the batch determines them."""
         samples, mask = size_of(batch), self._mask(batch)
         numbers = torch.arange(first_sample, first_sample + samples)
         if self.by == "sample":
@@ -97,7 +97,7 @@ class RowRule:
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def take(self, value: Tensor, picked: PickedRows, address: str) -> Tensor:
-        """The rows of a value, on its own device, detached."""
+        """Return the rows of a value, detached, on the device of the value."""
         value = value.detach()
         if value.ndim == 0 or len(value) != picked.samples:
             raise HarvestError(NOT_SAMPLES.format(address=address, shape=list(value.shape), samples=picked.samples))
@@ -130,7 +130,7 @@ class RowRule:
         return flat if picked.index is None else flat.index_select(0, picked.index.to(value.device, non_blocking=True))
 
     def complete(self, picked: PickedRows, value: Tensor) -> dict[str, Tensor]:
-        """The facts of the rows, where only the value tells how many tokens there are."""
+        """Return the facts of the rows, if the number of tokens is only known from the value."""
         if self.by == "sample" or "position" in picked.facts or value.ndim < MATRIX:
             return picked.facts
         return _facts(picked.facts["sample"], value.shape[:2], None)
@@ -147,7 +147,7 @@ NOT_TOKENS = (
 
 
 def _last(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The value at each sample's last token that counts."""
+    """Return the value at the last selected token of each sample."""
     if mask is None:
         return value[:, -1]
     places = torch.arange(mask.shape[1]).expand_as(mask).masked_fill(~mask, 0).amax(1)
@@ -155,7 +155,7 @@ def _last(value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """In float32 at least, and back."""
+    """Return the mean over tokens, computed at least in float32 and converted back."""
     wide = value.float() if value.dtype.itemsize < torch.float32.itemsize else value
     if mask is None:
         return wide.mean(1).to(value.dtype)
@@ -174,7 +174,10 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {"last": _las
 
 
 def tensor_at(value: Any, address: str) -> Tensor:
-    """The tensor of a value: itself, the only one in it, or the first of a tuple, as transformer blocks give."""
+    """Return the tensor to store from a value.
+
+    This is the value itself, the first element of a tuple (as transformer blocks return), or the only tensor in it.
+    """
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
@@ -187,7 +190,7 @@ def tensor_at(value: Any, address: str) -> Tensor:
 
 
 def _tokens(batch: Any) -> Tensor | None:
-    """The ids of the tokens, where the batch is or has them."""
+    """Return the token ids of a batch, or None."""
     found = _named_tensor(batch, "input_ids")
     if found is None:
         found = batch if isinstance(batch, Tensor) else next((each for _, each in tensors(batch)), None)

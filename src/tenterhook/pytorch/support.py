@@ -162,10 +162,8 @@ class _ProbeThread:
     """A thread in which probes run, one after the other.
 
     Gradient mode, autocast, inference mode, torch.func transforms, dispatch modes and the default device are settings
-    of a
-    thread. In this thread a probe always sees PyTorch's defaults, whatever the user has switched on. The thread is
-    never
-    ended: in CUDA builds of torch 2.10, on a machine without a GPU, tracing in a thread that ends later leaves a
+    of a thread. In this thread a probe always sees PyTorch's defaults, whatever the user has switched on. The thread is
+    never ended: in CUDA builds of torch 2.10, on a machine without a GPU, tracing in a thread that ends later leaves a
     dangling pointer to memory of that thread, and the process crashes in a later backward pass.
     """
 

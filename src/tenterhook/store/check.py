@@ -1,7 +1,7 @@
-"""Checks of a store's own words before they are used: names, numbers and sizes, whoever wrote them.
+"""Validation of a store's files before they are used.
 
-A store may come from anywhere. Every field that is used later is checked here for its type and its range, and against
-the others: what a manifest promises, what a commit says, what the names of files are. What does not fit is a
+A store may come from any source. Every field that is used later is checked here for its type and range, and against
+other fields: the plan in the manifest, the contents of a commit, the names of files. An invalid field raises a
 ``StoreError`` that names the file and the field.
 """
 
@@ -29,10 +29,10 @@ __all__ = [
 
 MANIFEST_BYTES = 64 << 20
 COMMIT_BYTES = 16 << 20
-DEEPEST = 64  # levels of JSON
+DEEPEST = 64  # levels of nesting in JSON
 MOST = 1 << 60  # rows, bytes, batches, samples
 MOST_COLUMNS = 100_000
-LONGEST = 200  # characters of a file's name, and 12 of its ending
+LONGEST = 200  # characters of a file name, without the 12 of its suffix
 LONGEST_KEY = 100_000
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 BLOCK_DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -45,7 +45,7 @@ MOST_DIMENSIONS = 64
 
 
 def parsed(data: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object that is not too deep and has no NaN."""
+    """Parse a JSON object. Refuse deep nesting and NaN."""
     try:
         body = json.loads(data, parse_constant=_not_a_number)
     except RecursionError:
@@ -64,7 +64,7 @@ def _not_a_number(text: str) -> Any:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Return whether values are nested deeper; without recursion, so that any depth can be checked."""
+    """Return whether values are nested deeper than ``levels``. Not recursive, so that any depth can be checked."""
     layer = [value]
     for _ in range(levels):
         layer = [
@@ -82,7 +82,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 class Fields:
-    """The fields of one object in a file, each of which must be what it is asked for as."""
+    """The fields of one object in a file. Each method checks and returns one field."""
 
     def __init__(self, body: Any, where: str) -> None:
         if not isinstance(body, dict):
@@ -90,37 +90,37 @@ class Fields:
         self._body, self._where = body, where
 
     def wrong(self, name: str, expected: str) -> StoreError:
-        """Return the error for a field."""
+        """Return the error for an invalid field."""
         got = self._body.get(name, "nothing")
         return StoreError(f"{self._where} is damaged: {name!r} must be {expected}, and is {got!r:.80}.")
 
     def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
-        """Return a whole number in a range; ``true`` is none."""
+        """Return an integer in a range. ``true`` is not an integer."""
         value = self._body.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(name, f"a whole number from {least:,} to {most:,}")
         return value
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None, most: int = LONGEST_KEY) -> str:
-        """Return a text of some form."""
+        """Return a string that matches a pattern."""
         value = self._body.get(name)
         if not isinstance(value, str) or len(value) > most or (pattern is not None and not pattern.fullmatch(value)):
             raise self.wrong(name, f"a text like {pattern.pattern}" if pattern else "a text")
         return value
 
     def listed(self, name: str, most: int = MOST) -> list[Any]:
-        """Return a list that is not too long."""
+        """Return a list with a maximum length."""
         value = self._body.get(name)
         if not isinstance(value, list) or len(value) > most:
             raise self.wrong(name, "a list" if most == MOST else f"a list of {most:,} at most")
         return value
 
     def inside(self, name: str) -> Fields:
-        """Return the fields of an object in this one."""
+        """Return the fields of a nested object."""
         return Fields(self._body.get(name), f"{self._where}, {name!r},")
 
     def pair(self, name: str) -> tuple[int, int]:
-        """Return two whole numbers: a beginning and an end."""
+        """Return two integers: the start and the end of a range."""
         value = self.listed(name, 2)
         whole = [each for each in value if isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST]
         if len(whole) != 2 or len(value) != 2 or whole[0] > whole[1]:  # noqa: PLR2004  # a pair
@@ -129,7 +129,7 @@ class Fields:
 
 
 def integer(body: dict[str, Any], name: str, where: str, least: int = 0) -> int:
-    """Return a whole number that a file must have."""
+    """Return an integer that a file must have."""
     return Fields(body, where).integer(name, least)
 
 
@@ -137,7 +137,7 @@ def integer(body: dict[str, Any], name: str, where: str, least: int = 0) -> int:
 
 
 def check_manifest(body: dict[str, Any], where: str) -> None:
-    """Check all that is used of a manifest."""
+    """Check every field of a manifest that is used later."""
     fields = Fields(body, where)
     check_columns(fields.listed("columns", MOST_COLUMNS), where)
     data = fields.inside("harvest").inside("data")
@@ -203,7 +203,7 @@ def _check_ranges(ranges: list[Any], per_shard: int, batches: int | None, where:
 
 
 def check_commit(commit: dict[str, Any], shard: int, manifest: dict[str, Any], where: str) -> None:
-    """Check all that is used of a commit, against the manifest: exactly the files that it must have."""
+    """Check every field of a commit that is used later. It must list exactly the files that the manifest requires."""
     fields = Fields(commit, where)
     if fields.integer("shard") != shard:
         raise StoreError(f"{where} is the commit of shard {commit['shard']}; it was moved or renamed.")
@@ -227,7 +227,7 @@ def _check_range(fields: Fields, shard: int, manifest: dict[str, Any]) -> None:
     start, stop = fields.pair("batches")
     per_shard = plan["batches_per_shard"]
     last = (shard + 1) * per_shard if batches is None else min((shard + 1) * per_shard, batches)
-    is_short = batches is None and start < stop <= last  # Of a stream nobody knows where it ends.
+    is_short = batches is None and start < stop <= last  # The end of a stream is unknown beforehand.
     if start != shard * per_shard or (stop != last and not is_short) or stop <= start:
         raise fields.wrong("batches", f"[{shard * per_shard}, {last}], as the manifest has it")
     samples, ranges = fields.pair("samples"), plan.get("shards")
@@ -247,8 +247,8 @@ def _check_data(fields: Fields, commit: dict[str, Any]) -> None:
 
 
 def _check_record(record: Fields, rows: Rows, count: int) -> None:
-    """Check what is said of a file: its size follows from the rows, and its checksums from its size."""
-    stored = count if rows.nbytes else 0  # Rows without numbers take no room, and are not counted there.
+    """Check the record of a file: its size follows from the rows, and the number of checksums from its size."""
+    stored = count if rows.nbytes else 0  # Empty rows take no space, so the file's row count is 0.
     if record.integer("rows") != stored:
         raise record.wrong("rows", f"{stored:,}, as the shard has")
     head = record.integer("head", shards_file.PAGE, rows.room() + shards_file.PAGE)
@@ -265,7 +265,7 @@ def _check_record(record: Fields, rows: Rows, count: int) -> None:
 
 
 def head_fault(data: bytes, column: Rows, record: dict[str, Any]) -> str:
-    """Return the fault of a file's header, or an empty text: it must match its checksum and the commit."""
+    """Return the fault of a file's header, or an empty string. It must match its checksum and the commit."""
     if shards_file.checksum_of(data, record["blocks"]) != record["checksum"]:
         return "its header is not what was written"
     try:
