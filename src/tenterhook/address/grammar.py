@@ -339,7 +339,7 @@ class _Reader:
             return self.range(found)
         start, options = self.at, list[Pattern]()
         while self.next != "}":
-            self.at += 1  # past the brace that opens, or the comma
+            self.at += 1  # past the opening brace or the comma
             options.append(self.option(start, special))
         if options == [Pattern(())]:
             self.at = start

@@ -220,7 +220,7 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
         if children and not WRAPPED_NAMES.isdisjoint(children.keys()):
             module = unwrapped(module)
             children = children_of(module)
-        child = children[name] if name in children else None  # noqa: SIM401  # a ScriptModule's has no get()
+        child = children[name] if name in children else None  # noqa: SIM401  # the table of a ScriptModule has no get()
         if child is None:
             return _literal_otherwise(model, text, plan, names, depth, module)
         module = child

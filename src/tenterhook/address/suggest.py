@@ -53,7 +53,7 @@ def nearest(wanted: str, names: Iterable[str], limit: int = 5) -> list[str]:
     return [name for _, name in scored[:limit]]
 
 
-class _likeness:  # noqa: N801  # called like a function; a class only for what it remembers
+class _likeness:  # noqa: N801  # called like a function; a class only for its cache
     """The similarity of a name to the wanted one, from 0 to 1.
 
     Cached, because a large model repeats the ends of names.

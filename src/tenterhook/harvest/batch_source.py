@@ -177,7 +177,7 @@ class Stream:
     def samples_before(self, batch: int) -> int | None:
         return 0 if batch == 0 else None
 
-    def some(self, batches: Sequence[int]) -> Iterator[Any]:  # noqa: ARG002  # the protocol's name
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:  # noqa: ARG002  # named as in the protocol
         return iter(())  # The batches of a stream are compared while they are read.
 
 

@@ -121,7 +121,7 @@ def _settled(job: Job, source: BatchSource, place: StorePlace, options: HarvestO
     return plan
 
 
-def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # a plain question
+def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # the only argument
     from torch import distributed
 
     seen = [new]

@@ -71,7 +71,7 @@ class _Passing:
     def __init__(self, ahead: EarlyRows, address: str) -> None:
         self._ahead, self._address = ahead, address
 
-    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # the protocol's name
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # named as in the protocol
         self._ahead.passed(self._address, value)
 
 

@@ -55,7 +55,7 @@ def _from_safetensors(file: Path, size: int) -> Cut:
     from safetensors import safe_open
 
     opened: Any = safe_open(file, framework="pt")
-    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
     counts = {name: part.get_shape()[0] for name, part in slices.items()}
     if len(set(counts.values())) != 1:
         raise HarvestError(f"the tensors of {file} do not have one row for each sample: {counts}")

@@ -160,14 +160,14 @@ def _own_class(module: nn.Module) -> type:
 def _graph(module: nn.Module) -> str:
     try:
         return str(getattr(module, "code", ""))
-    except Exception:  # noqa: BLE001  # a script without a forward has none
+    except Exception:  # noqa: BLE001  # a script without a forward has no code
         return ""
 
 
 def _said(module: nn.Module) -> str:
     try:
         return ADDRESS.sub("0x…", module.extra_repr())
-    except Exception as error:  # noqa: BLE001  # of the user's own, and no part of what the model computes
+    except Exception as error:  # noqa: BLE001  # user code that does not affect the computation
         return f"({type(error).__name__})"
 
 

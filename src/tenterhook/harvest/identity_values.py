@@ -193,7 +193,7 @@ class Describer:
             return {"class": self.of(type(value), where), **self._parts_of(fields, where)}
         try:
             made = value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001  # whatever an object of others raises, it cannot be described
+        except Exception:  # noqa: BLE001  # any error means that it cannot be described
             return self.not_known(value, where)
         if isinstance(made, str):
             return f"{code.name_of(type(value))} {made}"
@@ -202,7 +202,7 @@ class Describer:
     def _reduced(self, value: Any, made: tuple[Any, ...], where: str) -> Tree:
         """Describe an object by the parts that pickle would store."""
         make, arguments, state, items, pairs = (*made, None, None, None)[:5]
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # noqa: PLR2004  # and slots
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # noqa: PLR2004  # the state and the slots
             state = {**(state[0] or {}), **state[1]}
         tree: dict[str, Any] = {"class": self.of(type(value), where)}
         rest = tuple(each for each in arguments if each is not type(value))
@@ -311,7 +311,7 @@ def _config(value: Any) -> dict[str, Any] | None:
         return None
     try:
         found = value.to_dict()
-    except Exception:  # noqa: BLE001  # another to_dict, which wants arguments
+    except Exception:  # noqa: BLE001  # a to_dict with required arguments
         return None
     attention = getattr(value, "_attn_implementation", None)
     more = {"_attn_implementation": attention} if isinstance(attention, str) else {}

@@ -20,7 +20,7 @@ __all__ = ["harvest", "open"]
 Engine = Literal["auto", "local", "ranks", "ray"]
 
 
-def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all but three have a default
+def harvest(  # noqa: PLR0913  # all but three have a default
     model: nn.Module | Callable[[], nn.Module],
     batches: Any,
     *points: Selector,
@@ -134,7 +134,7 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     return run(job, batches, options)
 
 
-def open(path: str | os.PathLike[str] | Any, *, check: bool = True, **options: Any) -> Store:  # noqa: A001  It stands for th.open.
+def open(path: str | os.PathLike[str] | Any, *, check: bool = True, **options: Any) -> Store:  # noqa: A001  # public as th.open
     """Open a store of ``th.harvest`` for reading: ``store["h.6"][i:j]``, ``.sample(n)``, ``store.loader(...)``.
 
     Args:

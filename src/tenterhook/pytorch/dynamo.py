@@ -52,7 +52,7 @@ def has_compiled_anything() -> bool:
 
     If not, sessions skip all work for compiled models.
     """
-    global _used  # noqa: PLW0603 - asked at each session's start, and never false again
+    global _used  # noqa: PLW0603 - read at the start of each session, and never False again
     if not _used:
         dynamo: Any = sys.modules.get(_COMPILER)
         # Other libraries import it without compiling: functions that they keep out of graphs have None as backend.

@@ -69,7 +69,7 @@ class Feature:
     def _run(self) -> None:
         try:
             reason = _in_clean_thread(self.probe)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong makes the feature unavailable
+        except Exception as error:  # noqa: BLE001 - any error makes the feature unavailable
             self.status, self.why = Status.UNAVAILABLE, f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
             self.status = Status.FALLBACK if reason else Status.FAST
@@ -102,7 +102,7 @@ _probed = _patchable()
 
 def _probe_again_if_patched() -> None:
     """Discard the outcomes of the probes if another library has patched PyTorch since."""
-    global _probed  # noqa: PLW0603 - one for the process, as the outcomes are
+    global _probed  # noqa: PLW0603 - global, like the outcomes
     with _lock:
         now = _patchable()
         if now != _probed:
@@ -191,7 +191,7 @@ class _ProbeThread:
             probe, answer = self._jobs.get()
             try:
                 answer.put((probe(), None))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 answer.put((None, error))
 
 

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 attribute("torch.compiler", "_is_exporting_flag")
-_fx_flag: Any = find("torch.fx._symbolic_trace._get_is_fx_tracing")  # From 2.14 on; before that a module's variable.
+_fx_flag: Any = find("torch.fx._symbolic_trace._get_is_fx_tracing")  # From 2.14 on; a module variable before.
 _fx: Any = find("torch.fx._symbolic_trace")
 _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")

@@ -102,7 +102,7 @@ def _tries(wait: float) -> Iterator[bool]:
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         yield True
-        time.sleep(PAUSE * random.uniform(0.5, 1.5))  # noqa: S311  # so that two of them do not meet again
+        time.sleep(PAUSE * random.uniform(0.5, 1.5))  # noqa: S311  # so that two processes do not retry at the same time
     yield False
 
 

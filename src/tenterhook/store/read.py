@@ -327,5 +327,5 @@ class Store(Drawn):
         return Table(title, columns, rows)
 
 
-def _opened(place: StorePlace, check: bool) -> Store:  # noqa: FBT001  # pickle gives arguments by place
+def _opened(place: StorePlace, check: bool) -> Store:  # noqa: FBT001  # pickle passes arguments by position
     return Store(place, check=check)
