@@ -99,7 +99,7 @@ def test_columns_and_points_asked_as_a_dict_are_answered_with_the_right_form(tmp
     th.harvest(net, X.reshape(10, 4), "0", to=tmp_path / "rows", batch_size=5, progress=False)
     with pytest.raises(th.NotRecorded, match=r"one column, store\['h\.6'\]"):
         th.open(tmp_path / "rows")[{"0": "features"}]
-    with pytest.raises(th.SelectorError, match="Give its addresses alone, as a list"):
+    with pytest.raises(th.SelectorError, match="Pass only its addresses, as a list"):
         th.harvest(net, X.reshape(10, 4), {"0": "features"}, to=tmp_path / "more", progress=False)
 
 

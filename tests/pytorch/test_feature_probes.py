@@ -290,7 +290,7 @@ print(json.dumps(said))
 
 
 def test_probes_run_again_if_another_library_has_patched_pytorch_since():
-    error = f"module calls is not available with torch {torch.__version__}, and every session cannot do without it."
+    error = f"module calls is not available with torch {torch.__version__}, and it is needed for every session."
     assert in_process(PATCHED) == [["0"], error, ["0"]]
 
 

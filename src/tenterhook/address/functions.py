@@ -47,8 +47,8 @@ def forward_of(module: nn.Module) -> FunctionType:
     if function is None:
         what = own if own is not None else getattr(type(module), "forward", None)
         raise NoSource(
-            f"the forward of this {type(module).__name__} is no Python function ({what!r:.80}), so what is inside it "
-            "cannot be addressed; its arguments and its output can."
+            f"the forward of this {type(module).__name__} is not a Python function ({what!r:.80}), so the values "
+            "inside it cannot be addressed. Its arguments and its output can."
         )
     return function
 

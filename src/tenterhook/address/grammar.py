@@ -152,7 +152,7 @@ def parse(text: str) -> Address:
     True
     >>> parse("h..3")
     Traceback (most recent call last):
-    tenterhook.errors.AddressError: 'h..3' is no address: a name is missing here.
+    tenterhook.errors.AddressError: 'h..3' is not an address: a name is missing here.
         h..3
           ^
     Write one name, '*' or '**' between two dots.
@@ -226,7 +226,10 @@ class _Reader:
         inner: list[Inner] = []
         while self.next == ":":
             if inner and not inner[-1].is_call:
-                self.fail("only a call has an inside", "Write 'name()' before this colon, or drop what follows it.")
+                self.fail(
+                    "only a call can be followed by another name",
+                    "Write 'name()' before this colon, or remove the rest.",
+                )
             self.at += 1
             inner.append(self.inner())
         call = self.call()
@@ -269,10 +272,13 @@ class _Reader:
         is_call = self.parentheses()
         if is_call and name.literal in ("in", "return"):
             self.at = start
-            self.fail(f"{name.literal!r} is no function", f"Write ':{name.literal}'.")
+            self.fail(f"{name.literal!r} is not a function", f"Write ':{name.literal}'.")
         place = self.place()
         if self.next not in ("", ":", "#"):
-            self.fail("the name has ended", "Go on with ':', with '#' and a call number, or not at all.")
+            self.fail(
+                "unexpected text after the name",
+                "Continue with ':' or with '#' and a call number, or end the address here.",
+            )
         return Inner(name, is_call, place)
 
     def parentheses(self) -> bool:
@@ -310,20 +316,20 @@ class _Reader:
         if char == "\\":
             return self.escaped()
         if char in special:
-            self.fail(f"{char!r} cannot stand here", f"Write '\\{char}' if it is part of the name.")
+            self.fail(f"{char!r} is not allowed here", f"Write '\\{char}' if it is part of the name.")
         self.at += 1
         return char
 
     def star(self) -> Wild:
         if self.text.startswith("**", self.at):
-            self.fail("'**' stands for whole segments", "Put it between dots, or write '*' for a part of a name.")
+            self.fail("'**' matches whole segments only", "Write it between dots, or write '*' for a part of a name.")
         self.at += 1
         return Wild.ANY
 
     def escaped(self) -> str:
         char = self.text[self.at + 1 : self.at + 2]
         if not char:
-            self.fail("a backslash ends the text", "Write '\\\\' for a backslash.")
+            self.fail("the address ends with a backslash", "Write '\\\\' for a backslash.")
         self.at += 2
         return char
 
@@ -343,7 +349,7 @@ class _Reader:
             options.append(self.option(start, special))
         if options == [Pattern(())]:
             self.at = start
-            self.fail("there is nothing between these braces", "Write {a,b} or {4..8}.")
+            self.fail("these braces are empty", "Write {a,b} or {4..8}.")
         self.at += 1
         return Choice(tuple(options))
 
@@ -354,20 +360,23 @@ class _Reader:
                 self.at = start
                 self.fail("this brace is never closed", "Close it, or write '\\{' if it is part of the name.")
             if self.next == "." and "." in special:
-                self.fail("alternatives hold no dot", "Write {{1..3},5} for a range among them, else two addresses.")
+                self.fail(
+                    "alternatives must not contain a dot",
+                    "Write {{1..3},5} for a range among them, or use two addresses.",
+                )
             pieces.append(self.piece(special))
         return _joined(pieces)
 
     def range(self, found: re.Match[str]) -> Range:
         numbers = Range(int(found[1]), int(found[2]))
         if abs(numbers.first - numbers.last) >= _WIDEST_RANGE:
-            self.fail(f"a range holds at most {_WIDEST_RANGE} names", "Write '*', or a narrower range.")
+            self.fail(f"a range has at most {_WIDEST_RANGE} names", "Write '*', or a narrower range.")
         self.at = found.end()
         return numbers
 
     def fail(self, what: str, fix: str) -> NoReturn:
         shown = "".join(char if char.isprintable() else "?" for char in self.text)
-        message = f"{self.text!r} is no address: {what}.\n    {shown}\n    {' ' * self.at}^\n{fix}"
+        message = f"{self.text!r} is not an address: {what}.\n    {shown}\n    {' ' * self.at}^\n{fix}"
         raise AddressError(message)
 
 

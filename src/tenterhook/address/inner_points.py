@@ -319,16 +319,18 @@ def no_such_name(text: str, module: nn.Module, inner: tuple[Inner, ...]) -> Addr
     except NoSource:
         known = {}
     if wanted == "in" or (not takes and not known):
-        return AddressError(f"{text!r}: {owner}.forward takes no argument.\nRecord its output: drop what follows ':'.")
+        return AddressError(
+            f"{text!r}: {owner}.forward takes no argument.\nTo record its output, remove the part after the colon."
+        )
     near = nearest(wanted, [*takes, *known])
-    lines = [f"{text!r}: nothing inside {owner}.forward is called {wanted!r}."]
+    lines = [f"{text!r}: {owner}.forward has nothing with the name {wanted!r}."]
     if takes:
-        lines.append(f"Its arguments: {listed(takes)}; ':in' is the first of them, ':return' the output.")
+        lines.append(f"Its arguments: {listed(takes)}; ':in' is the first of them, ':return' is the output.")
     if near:
         shown = [f"{name} (line {known[name].line})" if name in known else name for name in near]
         lines.append(f"Did you mean {listed(shown)}?")
     path = text.partition(":")[0]
-    lines.append(f"Print tenterhook.points(model, {path + ':*'!r}) to see all of it beside its source.")
+    lines.append(f"Print tenterhook.points(model, {path + ':*'!r}) to see all names beside the source.")
     return AddressError("\n".join(lines))
 
 

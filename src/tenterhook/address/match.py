@@ -160,7 +160,7 @@ def _no_model(model: object) -> str:
     got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
     inner = getattr(model, "__self__", None)
     fix = " (the model, not its method)" if isinstance(inner, nn.Module) else ""
-    return f"The model has to be an nn.Module; got {got}.\nPass the nn.Module itself{fix}."
+    return f"The model must be an nn.Module; got {got}.\nPass the nn.Module itself{fix}."
 
 
 def _flat(selectors: Selector) -> Iterator[Selector]:
@@ -199,7 +199,7 @@ def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> lis
         what = f"the predicate {getattr(selector, '__qualname__', type(selector).__name__)}"
         return _some(found, lambda: no_match(model, what, ""))
     got = f"the class {selector.__name__}" if isinstance(selector, type) else f"a {type(selector).__name__}"
-    fix = "\nGive its addresses alone, as a list." if isinstance(selector, Mapping) else ""
+    fix = "\nPass only its addresses, as a list." if isinstance(selector, Mapping) else ""
     message = f"{got} cannot select points: {selector!r:.80}{fix}\n{_ACCEPTED}"
     raise SelectorError(message)
 
@@ -253,7 +253,9 @@ def _literal_otherwise(
 def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module) -> Point:
     if plan.address.inner or plan.address.call is not None:
         path = escape(plan.path)
-        message = f"{text!r}: {path!r} is a parameter or a buffer, which is not called.\nWrite {path!r}."
+        message = (
+            f"{text!r}: {path!r} is a parameter or a buffer, which has no calls and no inner names.\nWrite {path!r}."
+        )
         raise AddressError(message)
     return Point(plan.text, Site.PARAMETER, owner, ".".join(names[:-1]), names[-1], None, plan.explicit)
 
@@ -368,9 +370,7 @@ def _no_glob(model: nn.Module, text: str, address: Address) -> AddressError:
     deeper = Address((*_EVERY, *address.path), address.inner, address.call)
     fits = _fits(deeper.path)
     further = sum(1 for path, _ in walk(model)[0] if fits(path))
-    fix = (
-        f"It is matched from the root on; '{deeper}' matches {further} module{'s' * (further != 1)}." if further else ""
-    )
+    fix = f"It is matched from the root; '{deeper}' matches {further} module{'s' * (further != 1)}." if further else ""
     return no_match(model, repr(text), str(Address(address.path)), fix)
 
 
@@ -379,7 +379,7 @@ def _no_glob_inside(text: str, modules: list[Named], address: Address) -> Addres
     wanted = address.inner[0].name.literal
     near = nearest(wanted or "", names) or names
     return AddressError(
-        f"{text!r}: nothing of that name is in the forward of any of the {len(modules)} modules.\n"
+        f"{text!r}: none of the {len(modules)} modules has this name in its forward.\n"
         f"Their arguments include {listed(near)}."
     )
 
@@ -392,7 +392,7 @@ def _object(model: nn.Module, module: nn.Module, site: DefaultSite) -> list[Poin
     named = [item for item in walk(model)[0] if item[1] is module]
     if not named:
         what = f"The {type(module).__name__} given as a selector"
-        raise not_part_of(model, what, "Pass a module of this very model (not of a copy), or its address.")
+        raise not_part_of(model, what, "Pass a module of this model (not of a copy), or its address.")
     if site is Site.RETURN:
         return _returns(named, None, explicit=True)
     return _some(_inside(named, _IN, explicit=True), lambda: no_such_name(f"{named[0][0]}:in", module, _IN.inner))

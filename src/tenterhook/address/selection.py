@@ -121,7 +121,7 @@ class Selection(Sequence[Point]):
             raise SelectorError(message)
         if other.model is not self._model:
             names = f"a {type(self._model).__name__} and another {type(other.model).__name__}"
-            message = f"These selections are of two models, {names}.\nSelect both on the same model object."
+            message = f"These selections belong to two models, {names}.\nSelect both on the same model object."
             raise SelectorError(message)
         return other
 

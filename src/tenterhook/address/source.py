@@ -56,8 +56,8 @@ def _lines(code: CodeType, qualname: str) -> tuple[list[str], int]:
         return inspect.getsourcelines(code)
     except (OSError, TypeError, IndexError) as error:
         raise NoSource(
-            f"{qualname} has no source that can be read ({code.co_filename}): what is inside it cannot be addressed. "
-            "Code that was typed at a prompt, read from stdin, generated, or compiled has none."
+            f"{qualname} has no readable source ({code.co_filename}), so the values inside it cannot be addressed. "
+            "Code that was typed at a prompt, read from stdin, generated, or compiled has no source."
         ) from error
 
 
@@ -68,11 +68,11 @@ def _parse(text: str, first: int, qualname: str) -> ast.FunctionDef:
     try:
         parsed = ast.parse(f"if 1:\n{text}" if inside else text)
     except SyntaxError as error:
-        raise NoSource(f"the source of {qualname} cannot be read by itself: {error}") from error
+        raise NoSource(f"the source of {qualname} cannot be parsed on its own: {error}") from error
     ast.increment_lineno(parsed, first - 2 if inside else first - 1)
     body = parsed.body[0].body if inside else parsed.body  # type: ignore[attr-defined]
     if not body or not isinstance(body[0], ast.FunctionDef):
-        raise NoSource(f"{qualname} is not defined by a plain `def`, so what is inside it cannot be addressed")
+        raise NoSource(f"{qualname} is not defined by a plain `def`, so the values inside it cannot be addressed")
     return body[0]
 
 
@@ -117,7 +117,7 @@ def _inner(code: CodeType, name: str) -> CodeType:
             if inner.co_name == name and inner.co_flags & inspect.CO_NEWLOCALS:
                 return inner
             todo.append(inner)
-    raise NoSource(f"the source of {name} defines no function of that name")
+    raise NoSource(f"the source of {name} does not define a function of that name")
 
 
 def _check(source: Source, code: CodeType, qualname: str) -> None:
@@ -126,7 +126,7 @@ def _check(source: Source, code: CodeType, qualname: str) -> None:
         return
     raise NoSource(
         f"the source of {qualname} in {source.filename} does not match the code that runs: the file was changed after "
-        "it was imported, or the code was rewritten. Start Python again to work on the present file."
+        "it was imported, or the code was rewritten. Restart Python to use the current file."
     )
 
 

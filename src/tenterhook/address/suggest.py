@@ -97,7 +97,7 @@ def unknown_name(model: nn.Module, text: str, names: Sequence[str], depth: int, 
 
 def no_match(model: nn.Module, what: str, text: str, fix: str = "") -> AddressError:
     """Return the error for a selector, ``what``, without a match. ``text`` is used to find the nearest names."""
-    return _error(f"{type(model).__name__} has nothing that matches {what}.", _near(model, text), fix)
+    return _error(f"{type(model).__name__} has no match for {what}.", _near(model, text), fix)
 
 
 def no_module_of_class(model: nn.Module, wanted: type[nn.Module]) -> AddressError:

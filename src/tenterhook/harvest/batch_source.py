@@ -164,7 +164,7 @@ class Stream:
         if self._once is None:
             return iter(self._batches)
         if self._passed:
-            raise HarvestError("a generator of batches can be read once only; give a list, or an iterable class")
+            raise HarvestError("a generator of batches can be read only once; pass a list, or an iterable object")
         if only_first:
             self._first = self._first or list(itertools.islice(self._once, 1))
             return iter(self._first)
@@ -210,7 +210,7 @@ def source_of(batches: Any, *, batch_size: int | None = None, tokenizer: Any = N
         return Listed(batches)
     if isinstance(batches, Iterable) or hasattr(batches, "__getitem__"):
         return Stream(batches)
-    text = "batches are an iterable of tensors, tuples or dicts, a DataLoader, a dataset, a tensor, or a path"
+    text = "batches must be an iterable of tensors, tuples or dicts, a DataLoader, a dataset, a tensor, or a path"
     raise TypeError(f"{text}; got a {type(batches).__name__}")
 
 
@@ -219,7 +219,7 @@ def size_of(batch: Any) -> int:
     for _, tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise HarvestError(f"a batch holds no tensor with samples along its first dimension; got {_told(batch)}")
+    raise HarvestError(f"a batch has no tensor with samples along its first dimension; got {_told(batch)}")
 
 
 class Digest:

@@ -35,16 +35,16 @@ from tenterhook.store.write import Writer
 __all__ = ["run_on_ranks"]
 
 TOGETHER = (
-    "this model is spread over processes, which have to run it together, and so the batches must be known beforehand: "
-    "give a list, a tensor, a data set or a DataLoader in its own order."
+    "this model is sharded over processes, which must run it together, so the batches must be known beforehand: "
+    "pass a list, a tensor, a data set or a DataLoader without shuffling."
 )
 PLANES = (
-    "the tensor-parallel plan of this model has a mesh of more than one dimension and there is no FSDP2 in it, so that "
-    "which processes run the same batches is not known. Use a mesh of one dimension, or fully_shard on the other."
+    "the tensor-parallel plan of this model has a mesh of more than one dimension without FSDP2, so it is unknown "
+    "which processes run the same batches. Use a mesh of one dimension, or fully_shard on the other."
 )
 OTHERS = (
-    "this model is spread over {spread} processes, and there are {world}. Harvest with those that have a part of it; "
-    "the others would wait for ever."
+    "this model is sharded over {spread} processes, and there are {world}. Harvest only with the processes that have a "
+    "part of it; the others would wait forever."
 )
 
 

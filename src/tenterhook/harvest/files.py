@@ -24,16 +24,16 @@ def source_of_file(path: str | os.PathLike[str], size: int, tokenizer: Any, leng
     """Return the samples of a file. The suffix determines the format."""
     file = Path(path)
     if not file.is_file():
-        raise HarvestError(f"there is no file {file} to take batches from.")
+        raise HarvestError(f"there is no file {file} to read batches from.")
     known = {".npy": _from_npy, ".safetensors": _from_safetensors, ".parquet": _from_parquet}
     if file.suffix in known:
         return known[file.suffix](file, size)
     if file.suffix in {".txt", ".md", ".text"}:
         if tokenizer is None:
-            raise HarvestError(f"{file} is text, and a model takes tokens: give tokenizer=")
+            raise HarvestError(f"{file} is text, and a model needs tokens: pass tokenizer=")
         return _from_text(file, size, tokenizer, length)
     endings = ", ".join([*known, ".txt"])
-    raise HarvestError(f"{file} has an ending that is not known as data; known are {endings}. Or give the batches.")
+    raise HarvestError(f"{file} has an unknown suffix; known are {endings}. Or pass the batches.")
 
 
 def _mark(file: Path) -> str:
@@ -121,7 +121,7 @@ def as_batch(columns: dict[str, Any]) -> dict[str, Tensor]:
         elif values and isinstance(values[0], int | float):
             batch[name] = torch.tensor(values)
     if not batch:
-        raise HarvestError(f"the columns {list(columns)} hold no numbers that a model could take")
+        raise HarvestError(f"the columns {list(columns)} contain no numbers for a model")
     if mask is not None and "attention_mask" not in batch:
         batch["attention_mask"] = mask
     return batch

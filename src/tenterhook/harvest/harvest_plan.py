@@ -89,7 +89,7 @@ def settle(
     unknown = set(job.found) - set(job.addresses)
     if unknown:
         raise StoreError(
-            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is no point of it."
+            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is not one of its points."
         )
     check_sample(place, manifest, source)
     expected = {key: manifest[key] for key in ("columns", "plan")}
@@ -115,7 +115,9 @@ def _check_empty(place: StorePlace) -> None:
     foreign = [file.name for file in place.root.iterdir() if not file.name.startswith(OWN)]
     if foreign and place.size(MANIFEST) is None:  # Another process may have created it meanwhile.
         shown = ", ".join(sorted(foreign)[:3])
-        raise StoreError(f"{place} holds other things ({shown}) and no {MANIFEST}; choose an empty or a new directory.")
+        raise StoreError(
+            f"{place} contains other files ({shown}) and no {MANIFEST}; choose an empty or a new directory."
+        )
 
 
 def _manifest(job: Job, source: BatchSource, first: Batch, identity: Identity, changes: list[str]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Identity", "identify"]
 
 CANNOT = (
-    "these parts cannot be identified, so that a resumed harvest could not tell them from others:\n{lines}\nGive them "
-    "as values, functions or plain objects; or vouch for them: trust=True (--trust)."
+    "these parts cannot be identified, so a resumed harvest could not detect changes in them:\n{lines}\nPass them "
+    "as values, functions or plain objects, or accept them: trust=True (--trust)."
 )
 MOST = 20  # maximum number of lines in an error
 ROOT = "(root)"

@@ -28,12 +28,10 @@ Key = tuple[str, Literal["value", "grad", "row"]]
 Loss = Callable[[Any, Any], Tensor]
 Call = Callable[[nn.Module, Any], Any]
 
-HOW = (
-    "th.harvest calls model(batch), model(*batch) or model(**batch); give call=lambda model, batch: … for another way."
-)
+HOW = "th.harvest calls model(batch), model(*batch) or model(**batch); for another way pass call=lambda model, batch: …"
 TRAINING = (
-    "the model is in training mode: dropout and the like make rows that nobody can make again, and batch norm changes "
-    "the model. Call model.eval() first."
+    "the model is in training mode: dropout makes these rows irreproducible, and batch norm changes the model. Call "
+    "model.eval() first."
 )
 
 
@@ -171,4 +169,4 @@ def _check_aligned(rows: dict[Key, Tensor]) -> None:
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{address!r}: {count}" for (address, _), count in counts.items())
         text = f"the points do not have the same number of rows in a batch ({shown})"
-        raise HarvestError(f"{text}, so that they cannot stand beside each other. Harvest them into separate stores.")
+        raise HarvestError(f"{text}, so they cannot be columns of one store. Harvest them into separate stores.")

@@ -98,7 +98,7 @@ class Harvest(Drawn):
     def open(self) -> Any:
         """Open the store for reading. Raise ``HarvestError`` if the rows were passed to a function."""
         if isinstance(self.place, str):
-            raise HarvestError(f"the rows were given to {self.place}, and are not stored; give to= a place.")
+            raise HarvestError(f"the rows were passed to {self.place} and are not stored; pass a path or a URL as to=.")
         from tenterhook.harvest.verb import open as open_store
 
         return open_store(self.place)

@@ -16,15 +16,15 @@ from tenterhook.store.place import StorePlace
 __all__ = ["check_digest", "check_end", "check_sample", "compare"]
 
 DIFFERS = (
-    "{place} was begun as another harvest, and goes on only as the same one. What differs:\n{lines}\nGive what it was "
-    "begun with, or another place."
+    "{place} contains another harvest, and only the same harvest can be resumed. Differences:\n{lines}\nUse the "
+    "original model, data and options, or harvest into another place."
 )
 OLDER = (
-    "{place} was begun by an older tenterhook, which noted the weights of the model and not its code or configuration: "
-    "whether this is the same harvest cannot be told. It can be read. To go on with it all the same: trust=True "
-    "(--trust); or harvest into another place."
+    "{place} was written by an older tenterhook, which stored the weights of the model and not its code or "
+    "configuration, so it is unknown whether this is the same harvest. It can be read. To resume it anyway, pass "
+    "trust=True (--trust), or harvest into another place."
 )
-PYTHON = "  (the code was compiled by Python {then}, and this is {now}: the same source has other code there)"
+PYTHON = "  (the code was compiled by Python {then}, and this is {now}: they compile the same source to different code)"
 IDENTIFIED = 2  # the first format version whose manifest has an identity
 SAMPLED = 16  # batches that each resumed harvest compares
 RESUMES = ".resumes"
@@ -140,8 +140,10 @@ def check_digest(place: StorePlace, shard: int, then: str, now: str | None) -> N
     """Raise ``DifferentHarvest`` if the data differs from the data of a committed shard."""
     if then == now:
         return
-    what = "are not there any more: the data is shorter now" if now is None else "are others now"
-    text = f"  data: the batches of shard {shard} {what}. A shuffled loader gives others each time; seed it."
+    what = "are missing: the data is shorter now" if now is None else "have changed"
+    text = (
+        f"  data: the batches of shard {shard} {what}. A shuffled loader returns other batches each time; set its seed."
+    )
     raise DifferentHarvest(DIFFERS.format(place=place, lines=text))
 
 
@@ -151,7 +153,7 @@ def check_end(place: StorePlace, batches: int) -> None:
         return
     then = read_end(place)
     if then is None:
-        raise StoreError(f"{place}/{END} is gone while it was read.")
+        raise StoreError(f"{place}/{END} was deleted while it was read.")
     if then != batches:
         text = f"  data.batches: the store has {then}, this call has {batches}"
         raise DifferentHarvest(DIFFERS.format(place=place, lines=text))

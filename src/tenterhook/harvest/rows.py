@@ -44,13 +44,13 @@ class RowRule:
 
     def __post_init__(self) -> None:
         if self.by not in ("sample", "token"):
-            raise ValueError(f'rows= is "sample" or "token"; got {self.by!r}')
+            raise ValueError(f'rows= must be "sample" or "token"; got {self.by!r}')
         if isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
-            raise ValueError(f"reduce= is one of {', '.join(REDUCTIONS)}, or a function; got {self.reduce!r}")
+            raise ValueError(f"reduce= must be one of {', '.join(REDUCTIONS)}, or a function; got {self.reduce!r}")
         if isinstance(self.reduce, str) and self.by == "token":
-            raise ValueError(f'reduce={self.reduce!r} makes one row of each sample; leave rows="token" out')
+            raise ValueError(f'reduce={self.reduce!r} makes one row of each sample; remove rows="token"')
         if self.project is not None and self.project.ndim != MATRIX:
-            raise ValueError(f"project= is a matrix [width, new width]; got {list(self.project.shape)}")
+            raise ValueError(f"project= must be a matrix [width, new width]; got {list(self.project.shape)}")
 
     def described(self) -> dict[str, Any]:
         """Return the options for the manifest, except the functions, which ``identify`` describes."""
@@ -90,7 +90,7 @@ class RowRule:
             return None
         if mask.ndim != MATRIX:
             raise HarvestError(
-                f"a mask is [samples, tokens]; got {list(mask.shape)}. Give mask= a function of the batch."
+                f"a mask must be [samples, tokens]; got {list(mask.shape)}. Pass a function of the batch as mask=."
             )
         return mask.bool().cpu()
 
@@ -114,7 +114,7 @@ class RowRule:
         if callable(self.reduce):
             return self.reduce(value, None if mask is None else mask.to(value.device))
         if value.ndim < MATRIX + 1:
-            text = f"reduce={self.reduce!r} is over the tokens of [samples, tokens, …]"
+            text = f"reduce={self.reduce!r} reduces the tokens of [samples, tokens, …]"
             raise HarvestError(f"{text}, and {address!r} is {list(value.shape)}.")
         if mask is not None and mask.shape != value.shape[:2]:
             raise HarvestError(NOT_TOKENS.format(address=address, shape=list(value.shape), mask=list(mask.shape)))
@@ -137,12 +137,12 @@ class RowRule:
 
 
 NOT_SAMPLES = (
-    "{address!r} gave {shape} for a batch of {samples} samples: its first dimension is not that of the samples. Give "
-    "reduce= a function that makes it so."
+    "{address!r} has the shape {shape} for a batch of {samples} samples: its first dimension must be the samples. Pass "
+    "a function as reduce= that returns one row per sample."
 )
 NOT_TOKENS = (
-    "{address!r} gave {shape}, and the mask of the batch is {mask}: they must agree in samples and tokens. Give mask= "
-    "a function of the batch, or mask=None."
+    "{address!r} has the shape {shape}, and the mask of the batch is {mask}: they must agree in samples and tokens. "
+    "Pass a function of the batch as mask=, or mask=None."
 )
 
 
@@ -184,7 +184,7 @@ def tensor_at(value: Any, address: str) -> Tensor:
         return value[0]
     found = [tensor for _, tensor in tensors(value)]
     if len(found) != 1:
-        text = f"{address!r} gave {describe(value)}, of which rows cannot be made"
+        text = f"{address!r} is {describe(value)}, which cannot be converted to rows"
         raise HarvestError(f"{text}: choose a point whose value is one tensor; see th.points(model, inputs=…).")
     return found[0]
 

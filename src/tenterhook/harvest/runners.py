@@ -28,8 +28,8 @@ LEAST = 1 << 16
 JOB = ("TENTERHOOK_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 FUNCTION = (
-    "to= is a function, which is given the rows of every batch in this process: there are no shards, and no workers "
-    "elsewhere. Leave shard_rows=, shard_bytes= and engine= out; in each of many processes give it that one's batches."
+    "to= is a function, which receives the rows of every batch in this process: there are no shards and no remote "
+    "workers. Remove shard_rows=, shard_bytes= and engine=; with many processes, pass each one its own batches."
 )
 # Runners for other libraries, by module name. This package does not import them.
 ELSEWHERE = {"ray": "tenterhook.integrations.ray"}
@@ -56,13 +56,13 @@ class HarvestOptions:
         if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
             self.to = Path(self.to).absolute()  # A worker may have another working directory.
         if self.engine not in ENGINES:
-            raise ValueError(f"engine= is one of {', '.join(ENGINES)}; got {self.engine!r}")
+            raise ValueError(f"engine= must be one of {', '.join(ENGINES)}; got {self.engine!r}")
         if self.memory < LEAST:
-            raise ValueError(f"memory= is a number of bytes, {LEAST} at least; got {self.memory}")
+            raise ValueError(f"memory= must be at least {LEAST} bytes; got {self.memory}")
         if self.is_function and (self.engine not in ("auto", "local") or any(self.asked.values())):
             raise ValueError(FUNCTION)
         if self.asked["shard_rows"] is not None and self.asked["shard_bytes"] is not None:
-            raise ValueError("give shard_rows= or shard_bytes=, not both")
+            raise ValueError("pass shard_rows= or shard_bytes=, not both")
 
     @property
     def is_function(self) -> bool:
@@ -114,7 +114,7 @@ def ranks(*, slurm: bool) -> tuple[int, int]:
         if rank in os.environ and world in os.environ:
             return int(os.environ[rank]), int(os.environ[world])
     if slurm:
-        raise HarvestError('engine="ranks" is for processes that torchrun or srun started, and there is no RANK here')
+        raise HarvestError('engine="ranks" is for processes that torchrun or srun started, but RANK is not set')
     return 0, 1
 
 

@@ -22,8 +22,8 @@ from tenterhook.store.write import Writer
 __all__ = ["Part", "hand_over", "make_shard", "parts"]
 
 CHANGED = (
-    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column has "
-    'one shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
+    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column must "
+    'have the same shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
 )
 
 Part = tuple[int, Iterator[Any], int]
@@ -116,7 +116,7 @@ def _exactly(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
         count += 1
         yield batch
     if count < stop:
-        raise HarvestError(f"the data ended after {count} batches, and its length promised more. Has it shrunk?")
+        raise HarvestError(f"the data ended after {count} batches, but its length is {stop} or more. Has it shrunk?")
 
 
 def _in_passing(
@@ -140,7 +140,7 @@ def _in_passing(
         if stream.batches - first_batch < plan.per_shard:
             break
     if plan.batches is not None and stream.batches != plan.batches:
-        text = f"the data ended after {stream.batches} batches, and its length promised {plan.batches}."
+        text = f"the data ended after {stream.batches} batches, but its length is {plan.batches}."
         raise HarvestError(f"{text} Has it shrunk?")
     check_end(place, stream.batches)
 

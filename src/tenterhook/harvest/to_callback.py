@@ -33,7 +33,7 @@ __all__ = ["CallbackWriter", "run_to_function"]
 Function = Callable[[dict[str, Tensor]], Any]
 
 KEPT = (
-    "the function that rows are given to keeps rows[{name!r}], whose memory is used again for later ones. Keep a copy: "
+    "the function that receives the rows keeps rows[{name!r}], but its memory is reused for later rows. Keep a copy: "
     "rows[{name!r}].clone()."
 )
 

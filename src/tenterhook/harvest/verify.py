@@ -176,7 +176,7 @@ def _gaps(looks: list[_Look]) -> Iterator[Fault]:
             continue
         is_next = one.shard + 1 == other.shard
         if one.samples[1] > other.samples[0] or (is_next and one.samples[1] != other.samples[0]):
-            yield other.shard, commit_name(other.shard), f"its samples do not follow those of shard {one.shard}"
+            yield other.shard, commit_name(other.shard), f"its samples do not continue those of shard {one.shard}"
 
 
 def _fault(place: StorePlace, column: StoredColumn, name: str, record: dict[str, Any]) -> str:
@@ -184,7 +184,7 @@ def _fault(place: StorePlace, column: StoredColumn, name: str, record: dict[str,
     try:
         return next(_faults(place, column, name, record), "")
     except FileNotFoundError:
-        return "it is not there"
+        return "it is missing"
     except StoreError as error:
         return str(error)
 
@@ -192,10 +192,10 @@ def _fault(place: StorePlace, column: StoredColumn, name: str, record: dict[str,
 def _faults(place: StorePlace, column: StoredColumn, name: str, record: dict[str, Any]) -> Iterator[str]:
     size = place.size(name)
     if size is None:
-        yield "it is not there"
+        yield "it is missing"
         return
     if size != record["bytes"]:
-        yield f"it has {size:,} bytes, and had {record['bytes']:,}"
+        yield f"it has {size:,} bytes; {record['bytes']:,} were written"
         return
     what = head_fault(bytes(place.read_range(name, 0, record["head"])), column.rows, record)
     if what:
@@ -204,4 +204,4 @@ def _faults(place: StorePlace, column: StoredColumn, name: str, record: dict[str
         low = record["head"] + number * BLOCK
         data = place.read_range(name, low, min(low + BLOCK, record["bytes"]))
         if xxhash.xxh3_64(data).hexdigest() != checksum:
-            yield f"its bytes from {low:,} to {low + len(data):,} are not what was written"
+            yield f"its bytes from {low:,} to {low + len(data):,} differ from what was written"

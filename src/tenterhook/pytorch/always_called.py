@@ -79,5 +79,5 @@ def probe_stop() -> str | None:
     handle = torch_module.register_module_forward_hook(hook, always_call=True)
     known = handle.id in _GLOBAL_ALWAYS_CALLED
     handle.remove()
-    check(known, "hooks for all modules with always_call=True are kept elsewhere")
+    check(known, "global hooks with always_call=True are stored elsewhere")
     return None

@@ -239,7 +239,7 @@ def _set_hooks_publicly(tensor: Tensor, _node: Any, hooks: dict[Any, Any]) -> di
     handle = tensor.register_hook(_no_change)
     table = tensor_hooks(tensor)
     if table is None:
-        raise TypeError("Tensor.register_hook has filled no table")  # The probe checks this.
+        raise TypeError("Tensor.register_hook has not created a table")  # The probe checks this.
     del table[handle.id]
     table.update(hooks)
     return table
@@ -296,7 +296,7 @@ def probe_backward_passes() -> str | None:
     value.sum().backward()
     check(current_backward_id() == -1, "after a backward pass its number is not -1")
     check(len(seen) == 3, "tensor hooks do not run once")
-    check(seen[0] == seen[2] != seen[1] and -1 not in seen, "nested backward passes cannot be told apart")
+    check(seen[0] == seen[2] != seen[1] and -1 not in seen, "nested backward passes cannot be distinguished")
     tensor = torch.ones(2, device="cpu")
     version = tensor._version
     tensor.add_(1)
@@ -325,13 +325,18 @@ def probe_gradients() -> str | None:
     check(first._version > version, "changes in place are not counted")
     _probe_end()
     strided = torch.as_strided(_leaf() * 1, (2,), (1,))
-    check(tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "as_strided does not tell its layout")
-    check(storage_identity(first) == storage_identity(first[0]) != storage_identity(second), "memory has no identity")
+    check(
+        tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "the layout of as_strided cannot be read"
+    )
+    check(
+        storage_identity(first) == storage_identity(first[0]) != storage_identity(second),
+        "tensors with shared memory cannot be recognised",
+    )
     reasons = []
     if set_hooks is _set_hooks_publicly:
         reasons.append("hooks are registered one by one with Tensor.register_hook")
     if keeps_graph is _assume_kept:
-        reasons.append("whether a backward pass keeps its graph is not known, and it is assumed that it does")
+        reasons.append("it is unknown whether a backward pass keeps its graph, and assumed that it does")
     return "; ".join(reasons) or None
 
 
@@ -370,7 +375,7 @@ def _probe_hooks() -> None:
     table["third"] = look
     check(tensor_hooks(value) is table, "a tensor's table of hooks has moved")
     value.sum().backward()
-    check(seen == [4, 8], "hooks in a tensor's table do not run in their order")
+    check(seen == [4, 8], "hooks in a tensor's table do not run in order")
     check(leaf.grad is not None and bool((leaf.grad == 4).all()), "a hook cannot replace a gradient")
     check(tensor_hooks(_leaf()) is None, "a tensor without hooks has a table of them")
     check(post_accumulate_hooks_of(_leaf()) is None, "a tensor's table of hooks after accumulation has moved")
@@ -392,13 +397,16 @@ def probe_rebase() -> str | None:
         seen.append([float(gradient.sum()) for gradient in gradients])
         return gradients[0] * 0, gradients[1] * 10
 
-    check(not any(hook_tables_of(nn.Module())), "hooks are kept elsewhere")
+    check(not any(hook_tables_of(nn.Module())), "hooks are stored elsewhere")
     rebase([first, second], see)
-    check(second._version == version, "the version of a tensor cannot be kept")
+    check(second._version == version, "the version of a tensor cannot be preserved")
     view.mul_(2)
     (before.sum() * 0 + first.sum() + second.sum()).backward()
     check(seen == [[4, 6]], "the gradients of later uses of tensors cannot be seen together")
-    check(leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]], "they cannot be replaced")
+    check(
+        leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]],
+        "the gradients of later uses of tensors cannot be replaced",
+    )
     part, _ = (leaf * 1).chunk(2)
     check(is_of_several_views(part) and not is_of_several_views(view), "views made together cannot be recognised")
     return None
@@ -418,6 +426,6 @@ def _probe_end() -> None:
     value.sum().backward()
     check(ended == [True, True], "no function can be called at the end of a backward pass")
     known = [True, keeps_graph is _assume_kept]
-    check(kept == known, "whether a backward pass keeps its graph is not known")
+    check(kept == known, "it is unknown whether a backward pass keeps its graph")
     one, other = new_backward_id(), new_backward_id()
-    check(0 <= one < other, "backward passes are not numbered in their order")
+    check(0 <= one < other, "backward passes are not numbered in order")

@@ -233,5 +233,5 @@ def probe_checkpoints() -> str | None:
             weight.grad is not None and torch.allclose(found, weight.grad),
             f"an edit is not applied again when a {named} checkpoint recomputes",
         )
-    check(not may_be_checkpointed(), "a call outside of checkpoints cannot be told from one inside")
+    check(not may_be_checkpointed(), "a call outside of checkpoints cannot be distinguished from one inside")
     return None

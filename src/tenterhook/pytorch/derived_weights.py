@@ -168,7 +168,7 @@ def _refine_new(part: Any, weights: Any) -> Any:
 @feature(
     "weights computed from parameters",
     used_by="an edit of a parameter in a model with pruning, weight or spectral normalisation, or parametrizations",
-    still_works="edits of what modules are given and return",
+    still_works="edits of the inputs and outputs of modules",
 )
 def probe_derived_weights() -> str | None:
     """Check that derived weights are recognised and have the needed attributes.

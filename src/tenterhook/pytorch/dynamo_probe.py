@@ -85,7 +85,7 @@ def probe_hooks() -> str | None:
         try:
             out = _compiled(_anew(hooked), fullgraph=True)(x)
         except Unsupported:
-            return "Dynamo does not trace tensor hooks; an output with a gradient must not be changed in place later"
+            return "Dynamo does not trace tensor hooks; do not change an output with a recorded gradient in place"
         out.sum().backward()
     check(x.grad is not None and x.grad.tolist() == [30, 30], "a hook inside a graph gives a wrong gradient")
     return None
@@ -149,10 +149,10 @@ def _probe_inlining() -> None:
     out = _compiled(outer, fullgraph=True)(x)
     check(
         out.tolist() == [3, 3] and slot.value is not None and torch.equal(slot.value, out),
-        "Dynamo does not trace what it is given instead",
+        "Dynamo does not trace the replacement function",
     )
-    check(not seen, "Dynamo runs what it was told to replace")
-    check(not callable(current_callback()), "code that is not compiled seems to be")
+    check(not seen, "Dynamo runs the function that was replaced")
+    check(not callable(current_callback()), "code that is not compiled seems to be compiled")
 
 
 def _probe_versions() -> None:
@@ -180,7 +180,7 @@ def _probe_versions() -> None:
     _compiled(apart)(x)
     check(found == [(False, True), (False, False)], "code cannot be kept from being compiled")
     check(compiled_versions(apart.__code__) == 0, "code cannot be kept from being compiled")
-    check(not is_skipped(run), "Dynamo leaves out plain functions")
+    check(not is_skipped(run), "Dynamo skips plain functions")
 
 
 def _probe_breaks() -> None:
@@ -198,10 +198,10 @@ def _probe_breaks() -> None:
     x = torch.ones(2, device="cpu")
     breaks, must_be_whole = _anew(breaks), _anew(must_be_whole)
     _, before = graphs_and_breaks()
-    check(_compiled(breaks)(x).tolist() == [3, 3], "a graph that is left gives a wrong result")
-    check(graphs_and_breaks()[1] == before + 1, "graphs that are left are not counted")
+    check(_compiled(breaks)(x).tolist() == [3, 3], "a graph break gives a wrong result")
+    check(graphs_and_breaks()[1] == before + 1, "graph breaks are not counted")
     try:
         _compiled(must_be_whole, fullgraph=True)(x)
     except Unsupported:
         return
-    check(holds=False, what="a graph that must be whole can be left")
+    check(holds=False, what="a graph break is allowed with fullgraph=True")

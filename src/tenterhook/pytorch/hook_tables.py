@@ -114,13 +114,13 @@ def probe_tables() -> str | None:
     for register, tables, flags in registered:
         _check_tables(register, tables, flags, state)
     check(unwrapped_hook(WrappedHook(_nothing)) is _nothing, "hooks that PyTorch wraps cannot be unwrapped")
-    check(state.get(BACKWARD_IS_FULL) is True, "the kinds of backward hooks cannot be told apart")
+    check(state.get(BACKWARD_IS_FULL) is True, "the kinds of backward hooks cannot be distinguished")
     _probe_process()
     tensor = torch.zeros(1, device="cpu", requires_grad=True)
     handles = {TENSOR_BACKWARD: tensor.register_hook(_nothing)}
     handles[TENSOR_ACCUMULATED] = tensor.register_post_accumulate_grad_hook(_nothing)
     for name, handle in handles.items():
-        check(handle.id in getattr(tensor, name, ()), f"hooks of tensors are not kept in {name}")
+        check(handle.id in getattr(tensor, name, ()), f"hooks of tensors are not stored in {name}")
     return None
 
 
@@ -145,7 +145,7 @@ def _probe_process() -> None:
         _check_tables(register, tables, flags, process_tables())
     for name in (GLOBAL_BACKWARD, GLOBAL_BACKWARD_PRE, GLOBAL_FORWARD_WITH_KWARGS):
         check(NAMES[f"torch.nn.modules.module.{name}"], f"PyTorch has no {name}")
-    check(GLOBAL_BACKWARD_IS_FULL in process_tables(), "the kinds of backward hooks cannot be told apart")
+    check(GLOBAL_BACKWARD_IS_FULL in process_tables(), "the kinds of backward hooks cannot be distinguished")
 
 
 _EVERY_FLAG = {"with_kwargs": True, "always_call": True}
@@ -157,7 +157,7 @@ def _check_tables(
     handle = register(_nothing, **flags)
     try:
         for table in tables:
-            check(handle.id in state.get(table, ()), f"hooks are not kept in {table}")
+            check(handle.id in state.get(table, ()), f"hooks are not stored in {table}")
     finally:
         handle.remove()
 

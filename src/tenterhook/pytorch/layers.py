@@ -61,7 +61,7 @@ def flat_weights(layer: nn.RNNBase) -> list[Any]:
 @feature(
     "parameters of recurrent layers",
     used_by="an edit of a parameter of nn.RNN, nn.LSTM or nn.GRU",
-    still_works="edits of what recurrent layers return, and of the parameters of other layers",
+    still_works="edits of the outputs of recurrent layers, and of the parameters of other layers",
 )
 def probe_recurrent() -> str | None:
     """Check that a recurrent layer uses the weights in its list, and that the list can be replaced."""
@@ -73,7 +73,7 @@ def probe_recurrent() -> str | None:
             weight.fill_(0.5)
         state, own = vars(layer), parameters_of(layer)
         old, new = own["weight_ih_l0"], torch.full((1, 1), 2.0, dtype=torch.float64, device="cpu")
-        check(flat_weights(layer)[0] is old, "a recurrent layer keeps its weights elsewhere")
+        check(flat_weights(layer)[0] is old, "a recurrent layer stores its weights elsewhere")
         before = {name: state[name] for name in (FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES)}
         for name, entry in ((FLAT_WEIGHTS, new), (FLAT_WEIGHT_REFERENCES, weakref.ref(new))):
             state[name] = [entry, *state[name][1:]]
@@ -81,7 +81,7 @@ def probe_recurrent() -> str | None:
         check(_is_tanh(layer(x)[0], 2.0), "a recurrent layer does not use the weights in its list")
         own["weight_ih_l0"] = old
         state.update(before)
-        check(_is_tanh(layer(x)[0], 0.5), "the list of a recurrent layer's weights cannot be put back")
+        check(_is_tanh(layer(x)[0], 0.5), "the list of a recurrent layer's weights cannot be restored")
     return None
 
 

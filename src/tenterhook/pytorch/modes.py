@@ -91,9 +91,9 @@ class _Counts(TorchFunctionMode):
 @feature("modes", used_by="replays, sweeps and audits", still_works="recording, editing and watching")
 def probe_modes() -> str | None:
     """Check that function and dispatch modes are detected."""
-    check(not any_mode() and not function_modes() and not dispatch_modes(), "a mode seems to be on")
+    check(not any_mode() and not function_modes() and not dispatch_modes(), "a mode seems to be active")
     with _Counts() as mode:
-        check(any_mode() and function_modes() == [mode], "a function mode is not seen")
+        check(any_mode() and function_modes() == [mode], "a function mode is not detected")
         with without_function_modes():
             check(torch.ones(1, device="cpu").item() == 1, "operations fail without function modes")
 
@@ -102,7 +102,7 @@ def probe_modes() -> str | None:
             return func(*args, **(kwargs or {}))
 
     with Passes() as passing:
-        check(any_mode() and dispatch_modes() == [passing], "a dispatch mode is not seen")
+        check(any_mode() and dispatch_modes() == [passing], "a dispatch mode is not detected")
     return None
 
 
@@ -126,4 +126,4 @@ def probe_many() -> str | None:
         check(same(other) and not same(torch.zeros(3, device="cpu")), "shapes are not compared")
     ways = {"copies": _copy_all, "norms": _norms, "comparison of shapes": same}
     slow = [name for name, way in ways.items() if not way]
-    return f"one by one: {', '.join(slow)}" if slow else None
+    return f"not combined: {', '.join(slow)}" if slow else None

@@ -277,12 +277,15 @@ def probe_module_calls() -> str | None:
 
     inner.__dict__["forward"] = MethodType(forward, inner)
     out = outer(_probe_input())
-    check(calls[:1] == [inner] and out.tolist() == [3, 3], "a forward that an instance carries is not what is called")
+    check(calls[:1] == [inner] and out.tolist() == [3, 3], "an instance's own forward is not called")
     check(calls == [inner, inner], "the module that is being called is not found")
     replica: Any = inner
     check(is_replica(replica._replicate_for_data_parallel()), "a copy that nn.DataParallel makes is not recognised")
     del inner.__dict__["forward"]
-    check(outer(_probe_input()).tolist() == [2, 2], "a module whose own forward was removed does not use its class's")
+    check(
+        outer(_probe_input()).tolist() == [2, 2],
+        "a module does not use the forward of its class after its own was removed",
+    )
     _probe_tables(inner)
     return _probe_override(inner)
 
@@ -290,10 +293,10 @@ def probe_module_calls() -> str | None:
 def _probe_tables(module: nn.Module) -> None:
     before = tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS)))
     handle = module.register_forward_hook(_no_change)
-    check(len(forward_hooks_of(module)) == 1, "forward hooks are kept elsewhere")
+    check(len(forward_hooks_of(module)) == 1, "forward hooks are stored elsewhere")
     handle.remove()
     handle = module.register_forward_pre_hook(_no_change)
-    check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are kept elsewhere")
+    check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are stored elsewhere")
     handle.remove()
     registries: tuple[tuple[Any, dict[Any, Any]], ...] = (
         (torch_module.register_module_forward_hook, GLOBAL_FORWARD_HOOKS),
@@ -304,11 +307,11 @@ def _probe_tables(module: nn.Module) -> None:
         handle = register(_no_change)
         grew = len(table) == size + 1
         handle.remove()
-        check(grew, "hooks for all modules are kept elsewhere")
+        check(grew, "global hooks are stored elsewhere")
     # A global backward hook would set a flag in the process permanently, so none is registered here.
     tables = ("_global_backward_hooks", "_global_backward_pre_hooks")
     known = all(NAMES[f"torch.nn.modules.module.{table}"] for table in tables)
-    check(known, "backward hooks for all modules are kept elsewhere")
+    check(known, "global backward hooks are stored elsewhere")
     check(before == tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS))), "a hook could not be removed")
 
 
@@ -354,13 +357,13 @@ def probe_shared_state() -> str | None:
     shares = Shares()
     check([name for name, _ in shares.named_parameters()] == ["weight"], "modules cannot share their parameters")
     shares.load_state_dict(inner.state_dict())
-    check(loads == [inner], "a module cannot load a state dict as another one does")
+    check(loads == [inner], "a module cannot load a state dict with the method of another one")
     return None
 
 
 @feature(
     "hooks of other libraries",
-    used_by="a session on a module that has forward hooks of others",
+    used_by="a session on a module that has forward hooks of other libraries",
     still_works="sessions on modules without forward hooks",
 )
 def probe_foreign_hooks() -> str | None:
@@ -385,5 +388,5 @@ def probe_foreign_hooks() -> str | None:
     check(seen == [(module, 1, {}, None), [3, 3]], "a hook that is added during a call does not run last in it")
     del seen[:]
     module.forward(_probe_input())
-    check(seen == [None], "a direct call of forward cannot be told from a call of the module")
+    check(seen == [None], "a direct call of forward cannot be distinguished from a call of the module")
     return None

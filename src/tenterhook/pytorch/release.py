@@ -46,7 +46,7 @@ def why_untested(version: str) -> str:
     """
     found, release = _VERSION.match(version), minor_release(version)
     if found is None or release is None:
-        return "this is not the version of a release"
+        return "not the version of a release"
     if release > TESTED[-1]:
         return f"newer than torch {_text(TESTED[-1])}, the newest tested release"
     if release not in TESTED:

@@ -25,7 +25,10 @@ def registered(kind: type) -> Any:
 def probe_structures() -> str | None:
     """Check that a registered class can be flattened and unflattened."""
     node = registered(dict)
-    check(node is not None, "the classes that pytrees know cannot be listed")
+    check(node is not None, "the registered pytree classes cannot be listed")
     parts, context = node.flatten_fn({"a": 1, "b": 2})
-    check(list(parts) == [1, 2] and node.unflatten_fn(parts, context) == {"a": 1, "b": 2}, "pytrees work differently")
+    check(
+        list(parts) == [1, 2] and node.unflatten_fn(parts, context) == {"a": 1, "b": 2},
+        "a registered class cannot be flattened and unflattened",
+    )
     return None

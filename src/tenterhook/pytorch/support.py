@@ -78,7 +78,7 @@ class Feature:
     def error(self) -> UnsupportedTorch:
         """Return the error for a session that needs this feature when it is unavailable."""
         return UnsupportedTorch(
-            f"{self.name} is not available with torch {torch.__version__}, and {self.used_by} cannot do without it.\n"
+            f"{self.name} is not available with torch {torch.__version__}, and it is needed for {self.used_by}.\n"
             f"Reason: {self.why}\n"
             f"Still works: {self.still_works}\n"
             "`tenterhook doctor` lists every feature. Please report this with its output."

@@ -84,7 +84,7 @@ def probe_tracing() -> str | None:
     module(x)
     check(module.seen == [None], "a plain call looks traced")
     torch.fx.symbolic_trace(module)
-    check(module.seen[-1] == "torch.fx", "torch.fx cannot be noticed")
+    check(module.seen[-1] == "torch.fx", "torch.fx is not detected")
     module(x)
     check(module.seen[-1] is None, "a plain call looks traced after tracing")
     check(not is_absent(_PROXY) and not _dispatch_modes() and _dispatch_mode(_PROXY) is None, "make_fx has changed")
@@ -105,7 +105,7 @@ def probe_make_fx() -> str | None:
 
     module, x = _Asks(_make_fx), torch.ones(2, device="cpu")
     make_fx(module)(x)
-    check(module.seen == ["make_fx"], "make_fx cannot be noticed")
+    check(module.seen == ["make_fx"], "make_fx is not detected")
     module(x)
     check(module.seen[-1] is None, "a plain call looks traced after make_fx")
     return None

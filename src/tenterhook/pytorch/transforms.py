@@ -77,7 +77,7 @@ def probe_transforms() -> str | None:
 
     torch.func.vmap(function, in_dims=1)(x)
     running, wrapped, beneath = found[0]
-    check(running and wrapped, "a transform of torch.func is not noticed")
-    check(not is_wrapped(beneath) and torch.equal(beneath, x.T), "the value beneath a transform is not found")
-    check(not in_transform() and not is_wrapped(x), "a plain tensor seems to belong to a transform")
+    check(running and wrapped, "a transform of torch.func is not detected")
+    check(not is_wrapped(beneath) and torch.equal(beneath, x.T), "the tensor inside a wrapped tensor is not found")
+    check(not in_transform() and not is_wrapped(x), "a plain tensor seems to be a wrapped tensor of a transform")
     return None

@@ -51,16 +51,18 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise StoreError(f"{where} is damaged: its JSON is more than {DEEPEST} levels deep.") from None
     except (ValueError, UnicodeError) as error:
-        raise StoreError(f"{where} is cut short, damaged, or not of tenterhook: {error!r:.200}") from error
+        raise StoreError(f"{where} is truncated, damaged, or not a file of tenterhook: {error!r:.200}") from error
     if not isinstance(body, dict):
-        raise StoreError(f"{where} is damaged, or not of tenterhook: it is a {type(body).__name__}, and no object.")
+        raise StoreError(
+            f"{where} is damaged, or not a file of tenterhook: it contains a {type(body).__name__} and not an object."
+        )
     if _is_deeper(body, DEEPEST):
         raise StoreError(f"{where} is damaged: its JSON is more than {DEEPEST} levels deep.")
     return body
 
 
 def _not_a_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -86,33 +88,33 @@ class Fields:
 
     def __init__(self, body: Any, where: str) -> None:
         if not isinstance(body, dict):
-            raise StoreError(f"{where} is damaged: an object was expected, and there is {body!r:.60}.")
+            raise StoreError(f"{where} is damaged: expected an object, got {body!r:.60}.")
         self._body, self._where = body, where
 
     def wrong(self, name: str, expected: str) -> StoreError:
         """Return the error for an invalid field."""
         got = self._body.get(name, "nothing")
-        return StoreError(f"{self._where} is damaged: {name!r} must be {expected}, and is {got!r:.80}.")
+        return StoreError(f"{self._where} is damaged: {name!r} must be {expected}, but is {got!r:.80}.")
 
     def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
         """Return an integer in a range. ``true`` is not an integer."""
         value = self._body.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.wrong(name, f"a whole number from {least:,} to {most:,}")
+            raise self.wrong(name, f"an integer from {least:,} to {most:,}")
         return value
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None, most: int = LONGEST_KEY) -> str:
         """Return a string that matches a pattern."""
         value = self._body.get(name)
         if not isinstance(value, str) or len(value) > most or (pattern is not None and not pattern.fullmatch(value)):
-            raise self.wrong(name, f"a text like {pattern.pattern}" if pattern else "a text")
+            raise self.wrong(name, f"a string like {pattern.pattern}" if pattern else "a string")
         return value
 
     def listed(self, name: str, most: int = MOST) -> list[Any]:
         """Return a list with a maximum length."""
         value = self._body.get(name)
         if not isinstance(value, list) or len(value) > most:
-            raise self.wrong(name, "a list" if most == MOST else f"a list of {most:,} at most")
+            raise self.wrong(name, "a list" if most == MOST else f"a list of at most {most:,} items")
         return value
 
     def inside(self, name: str) -> Fields:
@@ -124,7 +126,7 @@ class Fields:
         value = self.listed(name, 2)
         whole = [each for each in value if isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST]
         if len(whole) != 2 or len(value) != 2 or whole[0] > whole[1]:  # noqa: PLR2004  # a pair
-            raise self.wrong(name, "two whole numbers, the smaller one first")
+            raise self.wrong(name, "two integers, the smaller one first")
         return whole[0], whole[1]
 
 
@@ -152,7 +154,7 @@ def check_manifest(body: dict[str, Any], where: str) -> None:
             fields.inside(name)
     changes = fields.listed("changes") if "changes" in body else []
     if not all(isinstance(each, str) for each in changes):
-        raise fields.wrong("changes", "a list of texts")
+        raise fields.wrong("changes", "a list of strings")
 
 
 def check_columns(columns: list[Any], where: str) -> None:
@@ -170,7 +172,7 @@ def check_columns(columns: list[Any], where: str) -> None:
         _check_shape(fields, described["dtype"])
         file = fields.text("file", NAME, LONGEST)
         if (key, kind) in keys or file.lower() in files:
-            raise fields.wrong("file", "another one than that of the columns before")
+            raise fields.wrong("file", "different from that of the previous columns")
         keys.add((key, kind))
         files.add(file.lower())
     if not columns:
@@ -181,19 +183,19 @@ def _check_shape(fields: Fields, dtype: str) -> None:
     shape = fields.listed("shape", MOST_DIMENSIONS)
     whole = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MOST for each in shape)
     if not whole or math.prod(shape) * DTYPES[dtype].itemsize > MOST:
-        raise fields.wrong("shape", "a list of whole numbers, and a row of a size that can be")
+        raise fields.wrong("shape", "a list of integers for a row of a possible size")
 
 
 def _check_ranges(ranges: list[Any], per_shard: int, batches: int | None, where: str) -> None:
     """Check that the batches and samples of every shard follow from the plan."""
     if batches is None or len(ranges) != -(-batches // per_shard):
-        raise StoreError(f"{where} is damaged: it has {len(ranges):,} shards, and {batches} batches.")
+        raise StoreError(f"{where} is damaged: it has {len(ranges):,} shards for {batches} batches.")
     before = 0
     for shard, each in enumerate(ranges):
         fields = Fields(each, f"{where} shard {shard},")
         first, last = fields.pair("samples")
         if fields.pair("batches") != (shard * per_shard, min((shard + 1) * per_shard, batches)):
-            raise fields.wrong("batches", "those that the plan has for it")
+            raise fields.wrong("batches", "those in the plan")
         if first != before:
             raise fields.wrong("samples", f"from {before:,} on")
         before = last
@@ -216,7 +218,7 @@ def check_commit(commit: dict[str, Any], shard: int, manifest: dict[str, Any], w
     found = commit["files"]
     if set(found) != set(names):
         different = sorted(set(found) ^ set(names))
-        raise StoreError(f"{where} is damaged: its files are not those of the manifest: {different[0]!r:.100}.")
+        raise StoreError(f"{where} is damaged: its files differ from those of the manifest: {different[0]!r:.100}.")
     for name, column in names.items():
         kind = Rows(column["key"], DTYPES[column["dtype"]], tuple(column["shape"]))
         _check_record(files.inside(name), kind, rows)
@@ -229,10 +231,10 @@ def _check_range(fields: Fields, shard: int, manifest: dict[str, Any]) -> None:
     last = (shard + 1) * per_shard if batches is None else min((shard + 1) * per_shard, batches)
     is_short = batches is None and start < stop <= last  # The end of a stream is unknown beforehand.
     if start != shard * per_shard or (stop != last and not is_short) or stop <= start:
-        raise fields.wrong("batches", f"[{shard * per_shard}, {last}], as the manifest has it")
+        raise fields.wrong("batches", f"[{shard * per_shard}, {last}], as in the manifest")
     samples, ranges = fields.pair("samples"), plan.get("shards")
     if ranges is not None and list(samples) != ranges[shard]["samples"]:
-        raise fields.wrong("samples", f"{ranges[shard]['samples']}, as the manifest has it")
+        raise fields.wrong("samples", f"{ranges[shard]['samples']}, as in the manifest")
 
 
 def _check_data(fields: Fields, commit: dict[str, Any]) -> None:
@@ -250,7 +252,7 @@ def _check_record(record: Fields, rows: Rows, count: int) -> None:
     """Check the record of a file: its size follows from the rows, and the number of checksums from its size."""
     stored = count if rows.nbytes else 0  # Empty rows take no space, so the file's row count is 0.
     if record.integer("rows") != stored:
-        raise record.wrong("rows", f"{stored:,}, as the shard has")
+        raise record.wrong("rows", f"{stored:,}, as in the shard")
     head = record.integer("head", shards_file.PAGE, rows.room() + shards_file.PAGE)
     if head % shards_file.PAGE:
         raise record.wrong("head", f"a multiple of {shards_file.PAGE:,}")
@@ -267,7 +269,7 @@ def _check_record(record: Fields, rows: Rows, count: int) -> None:
 def head_fault(data: bytes, column: Rows, record: dict[str, Any]) -> str:
     """Return the fault of a file's header, or an empty string. It must match its checksum and the commit."""
     if shards_file.checksum_of(data, record["blocks"]) != record["checksum"]:
-        return "its header is not what was written"
+        return "its header differs from what was written"
     try:
         said = parsed(data[8:], "the header")
     except StoreError as error:
@@ -276,4 +278,4 @@ def head_fault(data: bytes, column: Rows, record: dict[str, Any]) -> str:
     expected = {"dtype": column.kind, "shape": shape, "data_offsets": [0, record["rows"] * column.nbytes]}
     said.pop("__metadata__", None)
     is_length = int.from_bytes(data[:8], "little") == len(data) - 8
-    return "" if is_length and said == {column.name: expected} else "its header speaks of other rows"
+    return "" if is_length and said == {column.name: expected} else "its header describes other rows"

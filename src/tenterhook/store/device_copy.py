@@ -29,7 +29,7 @@ from tenterhook.errors import ValueChanged
 __all__ = ["Budget", "HostStage", "Piece", "PinnedStage", "stage_for"]
 
 CHANGED = (
-    "a value was changed in place after its batch, before it was written: the model uses its memory again. Harvest "
+    "a value was changed in place after its batch and before it was written: the model reuses its memory. Harvest "
     'with a copy: th.harvest(..., copy="always").'
 )
 
@@ -253,7 +253,7 @@ class _Ring:
         """Free the oldest part."""
         first, taken = self._held.popleft()
         if first != offset:
-            raise AssertionError("parts of the ring come back in the order in which they were taken")
+            raise AssertionError("parts of the ring must be freed in the order of allocation")
         self._budget.give(taken)
 
 

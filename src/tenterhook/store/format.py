@@ -111,7 +111,7 @@ def unpack(data: bytes, where: str) -> dict[str, Any]:
     body = parsed(data, where)
     form, version = body.get("format"), body.get("format_version")
     if form != FORMAT:
-        raise StoreError(f"{where} is not of tenterhook, or is damaged: its format is {form!r:.60}.")
+        raise StoreError(f"{where} is damaged, or not a file of tenterhook: its format is {form!r:.60}.")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StoreError(f"{where} is damaged: its format version is {version!r:.60}.")
     if version > FORMAT_VERSION:
@@ -121,7 +121,7 @@ def unpack(data: bytes, where: str) -> dict[str, Any]:
         )
         raise StoreError(f"{text} Upgrade tenterhook: pip install -U tenterhook")
     if body.get("checksum") != _checksum(body):
-        raise StoreError(f"{where} is damaged: its checksum does not match what it says.")
+        raise StoreError(f"{where} is damaged: its checksum does not match its content.")
     return body
 
 
@@ -135,7 +135,7 @@ def read_manifest(place: StorePlace) -> dict[str, Any]:
     try:
         data = place.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise StoreError(f"{place} is no store of harvested rows: it has no {MANIFEST}.") from error
+        raise StoreError(f"{place} is not a store of harvested rows: it has no {MANIFEST}.") from error
     except StoreError:
         raise
     except OSError as error:

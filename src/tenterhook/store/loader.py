@@ -64,9 +64,9 @@ class Loader:
         world: int = 1,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size= is a positive number of rows; got {batch_size}")
+            raise ValueError(f"batch_size= must be positive; got {batch_size}")
         if not 0 <= rank < world:
-            raise ValueError(f"rank= is from 0 to world - 1 = {world - 1}; got {rank}")
+            raise ValueError(f"rank= must be from 0 to world - 1 = {world - 1}; got {rank}")
         self._columns: dict[str, StoredRows] = {key: store.rows(key) for key in points}
         self._store, self._size, self._shuffle, self._seed = store, batch_size, shuffle, seed
         self._workers, self._drop = workers, drop_last
@@ -122,7 +122,7 @@ class Loader:
             f"{key}: {state.get(key)!r}, not {mine!r}" for key, mine in self._kind().items() if state.get(key) != mine
         ]
         if different:
-            raise StoreError(f"that state is of another loader, whose order was another: {'; '.join(different)}")
+            raise StoreError(f"the state belongs to a loader with other arguments: {'; '.join(different)}")
         self.epoch, self._resume = state["epoch"], state["batch"]
 
     def _kind(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ MOST = 4096  # maximum size of a note in bytes
 FOREVER = float("inf")
 
 BUSY = "another process is harvesting into {place}: {holder}. Wait for it (wait=True, --wait), or choose another place."
-RANK = "process {rank} of this job is already harvesting into {place}: {holder}. Start each of them once."
+RANK = "process {rank} of this job is already harvesting into {place}: {holder}. Start each process of a job only once."
 
 
 class NoLocks(Exception):  # never leaves this package
@@ -77,7 +77,7 @@ def _read(data: bytes) -> dict[str, Any]:
 def _named(note: dict[str, Any]) -> str:
     """Describe a holder for an error."""
     if not note.get("pid"):
-        return "its process is not known"
+        return "its process is unknown"
     return f"process {note['pid']!s:.20} on {note.get('host')!s:.100}, since {note.get('since')!s:.30}"
 
 
@@ -161,7 +161,7 @@ def _opened(path: Path) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.EISDIR}:
-            raise StoreError(f"{path} is a link or a directory, and must be the file of a lock.") from error
+            raise StoreError(f"{path} must be the file of a lock, but is a link or a directory.") from error
         raise
     try:
         yield descriptor

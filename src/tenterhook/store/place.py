@@ -23,9 +23,13 @@ __all__ = ["COMMITS", "SHARDS", "Directory", "ObjectStore", "StorePlace", "place
 TEMPORARY = ".tenterhook-"
 SHARDS, COMMITS = "shards", "commits"
 MOST = 64 << 20  # maximum size of a file that is read as a whole
-TOO_LONG = "{place}/{name} has {size:,} bytes, and at most {most:,} are read: it is damaged, or not of tenterhook."
-OUTSIDE = "{place}/{name} is a link out of the folder, to {target}: it is not followed. Put the file itself there."
-NO_FILE = "{place}/{name} is no file: there is a {kind} in its place."
+TOO_LONG = (
+    "{place}/{name} has {size:,} bytes, more than the limit of {most:,}: it is damaged, or not a file of tenterhook."
+)
+OUTSIDE = (
+    "{place}/{name} is a link to {target}, outside of the store, which is not followed. Copy the file into the store."
+)
+NO_FILE = "{place}/{name} is not a file: it is a {kind}."
 
 
 class StorePlace(Protocol):
@@ -70,7 +74,7 @@ def place_of(where: str | os.PathLike[str] | Any, **options: Any) -> StorePlace:
         return Directory(Path(where))
     if hasattr(where, "put"):  # A store of obstore.
         return ObjectStore(where, str(where))
-    raise TypeError(f"a store is a path, a URL or a store of obstore; got a {type(where).__name__}")
+    raise TypeError(f"a store must be a path, a URL or a store of obstore; got a {type(where).__name__}")
 
 
 class Directory:
@@ -119,7 +123,9 @@ class Directory:
         with self._told(name):
             path = self._file(name)
             if path.stat().st_size < nbytes:
-                raise StoreError(f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes, and had {nbytes:,}.")
+                raise StoreError(
+                    f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes; {nbytes:,} were written."
+                )
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray:
@@ -151,7 +157,7 @@ class Directory:
         """List every file below a folder, except hidden ones. Links are not followed."""
         top = self.path(folder)
         if top.exists() and not top.is_dir():
-            raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("no file", "no folder"))
+            raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("not a file", "not a folder"))
         found = []
         for at, folders, files in os.walk(top):
             folders[:] = [each for each in folders if not each.startswith(".")]
@@ -269,7 +275,7 @@ class ObjectStore:
         try:
             from obstore.store import from_url
         except ImportError as error:
-            text = f'{url} is in an object store, for which obstore is needed: pip install "tenterhook[store]"'
+            text = f'{url} is in an object store, which needs obstore: pip install "tenterhook[store]"'
             raise ModuleNotFoundError(text) from error
         made: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else {}
         return cls(from_url(url, **made, **options), url, url, options)

@@ -30,7 +30,10 @@ __all__ = ["Store", "StoredRows"]
 
 BLOCKS = 4  # Blocks of an object store that are cached, because the next rows are probably in them too.
 GIGA = 1e9
-DAMAGED = "{place}/{name} is damaged: {what}. tenterhook verify {place} tells what is; --drop has it harvested again."
+DAMAGED = (
+    "{place}/{name} is damaged: {what}. tenterhook verify {place} lists all damage; with --drop the same harvest "
+    "repairs it."
+)
 
 
 class StoredRows:
@@ -67,7 +70,7 @@ class StoredRows:
         if isinstance(index, int | np.integer):
             row = int(index) + (len(self) if index < 0 else 0)
             if not 0 <= row < len(self):
-                raise IndexError(f"row {index} of {len(self):,}")
+                raise IndexError(f"row {index} is out of range for {len(self):,} rows")
             return self._range(row, row + 1)[0]
         chosen = torch.as_tensor(index)
         if chosen.dtype == torch.bool:
@@ -104,7 +107,9 @@ class StoredRows:
     def _gather(self, rows: Tensor) -> Tensor:
         rows = torch.where(rows < 0, rows + len(self), rows)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise IndexError(f"rows from {int(rows.min())} to {int(rows.max())} of {len(self):,}")
+            raise IndexError(
+                f"rows from {int(rows.min())} to {int(rows.max())} are out of range for {len(self):,} rows"
+            )
         out = torch.empty(len(rows), *self._column.shape, dtype=self.dtype)
         places = np.searchsorted(self._store.starts, rows.numpy(), side="right") - 1
         for place in np.unique(places):
@@ -161,9 +166,9 @@ class StoredRows:
             return
         size = self._store.place.size(name)
         if size is None:
-            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="it is not there"))
+            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="it is missing"))
         if size != record["bytes"]:
-            what = f"it has {size:,} bytes, and had {record['bytes']:,}"
+            what = f"it has {size:,} bytes; {record['bytes']:,} were written"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
         what = head_fault(bytes(self._store.place.read_range(name, 0, record["head"])), self._column.rows, record)
         if what:
@@ -185,7 +190,7 @@ class StoredRows:
     def _compare(self, place: int, block: int, data: Any) -> None:
         name, record = self._name(place)
         if xxhash.xxh3_64(data).hexdigest() != record["blocks"][block]:
-            what = f"its bytes from {record['head'] + block * BLOCK:,} on are not what was written"
+            what = f"its bytes from {record['head'] + block * BLOCK:,} on differ from what was written"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
 
     def _fetched(self, place: int, start: int, stop: int) -> bytearray:
@@ -240,7 +245,7 @@ class Store(Drawn):
         for one, other in itertools.pairwise(commits):
             follows = one["shard"] + 1 < other["shard"] or one["samples"][1] == other["samples"][0]
             if not follows or one["samples"][1] > other["samples"][0]:
-                text = f"the samples of shard {other['shard']} do not follow those of shard {one['shard']}"
+                text = f"the samples of shard {other['shard']} do not continue those of shard {one['shard']}"
                 raise StoreError(f"{self.place} is damaged: {text}.")
         return commits
 
@@ -302,7 +307,7 @@ class Store(Drawn):
         if isinstance(index, Mapping):
             names = listed(list(map(repr, index)))
             raise NotRecorded(
-                f"a store is asked for one column, store['h.6'], or for rows, store[:10]; got a dict of {names}."
+                f"index a store by one column, store['h.6'], or by rows, store[:10]; got a dict of {names}."
             )
         return {key if kind != "grad" else f"{key}.grad": rows[index] for (key, kind), rows in self._rows.items()}
 

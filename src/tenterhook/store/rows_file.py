@@ -81,7 +81,7 @@ class Rows:
         """The name of the dtype in safetensors."""
         if self.dtype not in _NAMES:
             raise HarvestError(
-                f"{self.name!r} has the type {self.dtype}, which safetensors cannot store. Convert it: dtype=…"
+                f"{self.name!r} has the dtype {self.dtype}, which safetensors cannot store. Convert it: dtype=…"
             )
         return _NAMES[self.dtype]
 

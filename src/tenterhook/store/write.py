@@ -26,8 +26,8 @@ from tenterhook.store.rows_file import Helpers, RowsFile
 __all__ = ["Writer"]
 
 FULL = (
-    "shard {shard} could not be written to {place}: {error}\nThe {count} shards that were committed are whole. Make "
-    "room, or give a larger place, and call the same again: it goes on from there."
+    "shard {shard} could not be written to {place}: {error}\nThe {count} committed shards are complete. Free "
+    "some space, or use a larger place, and repeat the same call to resume."
 )
 
 
