@@ -1,6 +1,6 @@
-"""Hazards that one library's own tests show better than a table of tools: what goes wrong, and the tests that hold it.
+"""Hazards that tenterhook's own tests show better than a table of tools: what goes wrong, and the tests for it.
 
-A name ends in a test function, or in a check that two processes make together. A test sees to it that all exist.
+A name ends in a test function, or in a check that two processes run together. A test checks that all of them exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["ELSEWHERE", "Elsewhere"]
 
 
 class Elsewhere(NamedTuple):
-    """A hazard, and where it is tested."""
+    """A hazard, and the tests for it."""
 
     section: str
     sentence: str
