@@ -42,7 +42,7 @@ def test_an_index_beyond_the_sequence_names_the_point_the_index_and_the_shape():
     with pytest.raises(th.EditError, match=r"'0': at=th\.at\[:, 9\] does not fit float32\[2, 5, 4\]"):
         with th.edit(net, {"0": th.zero(at=th.at[:, 9])}):
             net(X)
-    with pytest.raises(th.RecipeError, match=r"an index that '0', \[2, 5, 4\], does not have"):
+    with pytest.raises(th.RecipeError, match=r"an index that is not valid for '0', \[2, 5, 4\]"):
         th.recipes.patching.activation(net, X, X + 1, points=["0"], at=[9], metric=total)
 
 
