@@ -435,6 +435,6 @@ def load(path: str | os.PathLike[str]) -> Tape:
     >>> torch.equal(again[":return"], output)
     True
     """
-    from tenterhook.record import store  # safetensors is loaded only when it is needed.
+    from tenterhook.record import tape_file  # safetensors is loaded only when it is needed.
 
-    return store.load(path)
+    return tape_file.load(path)
