@@ -120,3 +120,16 @@ def test_the_site_loads_nothing_from_other_servers():
     assert "assets_fetch: false" in SETTINGS
     loaded = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?https?:|!\[[^\]]*\]\(https?:""")
     assert [name_of(path) for path in PAGES if loaded.search(path.read_text(encoding="utf-8"))] == []
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_how_to_install_and_a_first_result_at_once():
+    start = "\n".join(README.splitlines()[:40])
+    assert "pip install" in start
+    assert re.search(r"^>>> .*\n(?!>>>|\.\.\.|```)\S", start, re.MULTILINE)
+
+
+def test_the_readme_has_one_picture():
+    assert len(re.findall(r"!\[", README)) == 1
