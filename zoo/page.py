@@ -31,8 +31,8 @@ call are recorded, with gradients, and compared:
 
 *Reordered* is a model for which 1 fails in the last bits, and holds if the modules that return their input are left
 out. Such a module's output gets its own node in the graph, so that its gradient can be separated from that of the
-input. If the output then has several uses, or is changed in place, while the input has other uses, autograd adds the same
-gradients in another order or layout.
+input. If the output then has several uses, or is changed in place, while the input has other uses, autograd adds the
+same gradients in another order or layout.
 
 A model that does not run without tenterhook, or whose plain runs differ from each other, is listed below and not
 counted.
