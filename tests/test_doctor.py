@@ -204,7 +204,7 @@ def test_a_driver_that_fails_does_not_stop_the_report(monkeypatch, found):
         raise RuntimeError("the driver is too old")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", fails)
-    assert "torch could not count them" in str(replace(found, torch=torch_build()))
+    assert "torch failed to count them" in str(replace(found, torch=torch_build()))
 
 
 @pytest.mark.gpu

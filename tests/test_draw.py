@@ -126,7 +126,7 @@ def test_names_are_shortened_in_whole_parts_before_a_column_is_left_out():
 def test_what_is_left_out_is_named_with_the_ways_to_see_it():
     assert in_terminal(WIDE, 120)[-1].startswith("✗")
     text = " ".join(line.strip() for line in in_terminal(WIDE, 40, also="--json"))
-    assert "not shown for want of room: norm (a wider terminal or --json shows them)" in text
+    assert "columns not shown: norm (a wider terminal or --json shows them)" in text
 
 
 def test_spare_columns_give_way_first():

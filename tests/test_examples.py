@@ -57,8 +57,8 @@ def test_the_attacks_deceive_the_net_and_are_drawn(tmp_path, capsys):
     example["main"].__globals__.update(STEPS=40, IMAGES=24)
     example["main"](tmp_path / "adversarial.png")
     shown = capsys.readouterr().out
-    assert "deepfool (steps 50, overshoot 0.02): 24 of 24 deceive the model" in shown
-    assert "reach the class aimed at" in shown
+    assert "deepfool (steps 50, overshoot 0.02): 24 of 24 succeeded" in shown
+    assert "reached the target class" in shown
     assert (tmp_path / "adversarial.png").stat().st_size > 1000
 
 
@@ -70,7 +70,7 @@ def test_a_small_transformer_is_steered_and_the_vector_handed_on(tmp_path, capsy
     shares = [float(line.split("%")[0].split()[-1]) for line in shown.splitlines() if line.startswith("scale")]
     assert shares[0] < shares[1] < shares[2]
     assert "the same text, True" in shown
-    assert "transformer.h.2              KL   0.000   same first choice 100.0%" in shown
+    assert "transformer.h.2              KL   0.000   same top token 100.0%" in shown
     assert (tmp_path / "steering.png").stat().st_size > 1000
 
 

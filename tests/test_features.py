@@ -351,8 +351,8 @@ def test_it_can_be_exported(dynamo):
     [
         ({"lo": "x"}, th.AddressError, "low"),
         ({"*": "x"}, th.SelectorError, "selects 6 points"),
-        ({"low": "x", "high": "x"}, th.SelectorError, "name of its own"),
-        ({"low": 3}, th.SelectorError, "which is a str"),
+        ({"low": "x", "high": "x"}, th.SelectorError, "needs its own name"),
+        ({"low": 3}, th.SelectorError, "own name, a str"),
         ({"low.weight": "x"}, th.SelectorError, "is a parameter"),
         ({"relu#-1": "x"}, th.AddressError, "count from the first"),
         ({}, th.SelectorError, "at least one"),

@@ -1,4 +1,4 @@
-"""tenterhook: see, keep, change and stop what passes inside a PyTorch model.
+"""tenterhook: inspect, record, edit and stop values inside a PyTorch model.
 
 >>> import torch, tenterhook as th
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from tenterhook import pytorch as pytorch  # It refuses a torch that is too old.
+from tenterhook import pytorch as pytorch  # It raises if torch is too old.
 from tenterhook._lazy import load_on_use
 from tenterhook._version import __version__
 from tenterhook.errors import (

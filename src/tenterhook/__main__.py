@@ -1,4 +1,4 @@
-"""``python -m tenterhook``: the command."""
+"""The command line interface, for ``python -m tenterhook``."""
 
 from tenterhook.cli import main
 

@@ -1,6 +1,4 @@
-"""Tables that draw themselves three ways from one set of rows: plain text, rich for a terminal, HTML for a notebook.
-
-Nothing here knows what the rows are about.
+"""Tables with three outputs from one set of rows: plain text, rich for a terminal, HTML for a notebook.
 
 >>> table = Table(
 ...     "two rows",
@@ -60,7 +58,7 @@ _HEAD_CSS = (
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; in a ``tree`` column, guides stand before the cells, and a ``spare`` one gives way before others."""
+    """A column. A ``tree`` column has guide lines before its cells. A ``spare`` column is the first to be left out."""
 
     title: str = ""
     right: bool = False
@@ -70,7 +68,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: a cell for each column, and how deep it stands in the tree."""
+    """One line: a cell for each column, and its depth in the tree."""
 
     cells: tuple[str, ...]
     depth: int = 0
@@ -79,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, columns with their rows, and lines to close with. A column without any content is not drawn."""
+    """A title, columns, rows, and footer lines. A column without any content is not drawn."""
 
     title: str
     columns: tuple[Column, ...]
@@ -88,10 +86,10 @@ class Table:
 
 
 class Drawn:
-    """Something with a ``table()`` that draws itself from it: as text, in a terminal, in a notebook."""
+    """A base class for objects with a ``table()``: it displays them as text, in a terminal and in a notebook."""
 
     def table(self) -> Table:
-        """The rows, for whatever draws them."""
+        """Return the table to display."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -105,7 +103,7 @@ class Drawn:
 
 
 def as_text(table: Table) -> str:
-    """Plain text, as wide as it has to be."""
+    """Return a table as plain text, without a limit of the width."""
     table = _without_empty_columns(_printable(table))
     leading = guides(table.rows)
     lines = [full_cells(table, row.cells, guide) for row, guide in zip(table.rows, leading, strict=True)]
@@ -118,7 +116,10 @@ def as_text(table: Table) -> str:
 
 
 def as_rich(table: Table, also: str = "") -> Group:
-    """A rich renderable, as wide as the console; ``also`` is a way, besides a wider one, to see what is left out."""
+    """Return a rich renderable that fits the width of the console.
+
+    ``also`` names another way, apart from a wider terminal, to see the columns that are left out.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -131,7 +132,7 @@ def as_rich(table: Table, also: str = "") -> Group:
 
 
 def as_html(table: Table) -> str:
-    """A table for a notebook: styles inline, no script, nothing fetched, legible on light and on dark."""
+    """Return a table as HTML for a notebook: inline styles, no script, no external files, for light and dark themes."""
     table = _without_empty_columns(_printable(table))
     head = "".join(_html_cell("th", column, html.escape(column.title), _HEAD_CSS) for column in table.columns)
     rows = [_html_row(table, row, guide) for row, guide in zip(table.rows, guides(table.rows), strict=True)]
@@ -153,7 +154,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def short_number(number: int) -> str:
-    """A count that fits a column.
+    """Return a count in short form.
 
     >>> [short_number(n) for n in (0, 999, 85_056, 124_439_808)]
     ['0', '999', '85.1k', '124.4M']
@@ -166,7 +167,7 @@ def short_number(number: int) -> str:
 
 
 def _printable(table: Table) -> Table:
-    """The table with everything in it safe to show, whoever has named the rows."""
+    """Return the table with all control characters escaped."""
     rows = tuple(
         row if "".join(row.cells).isprintable() else replace(row, cells=tuple(map(printable, row.cells)))
         for row in table.rows
@@ -183,9 +184,12 @@ def _without_empty_columns(table: Table) -> Table:
 
 
 def guides(rows: Sequence[Row]) -> list[str]:
-    """The lines that lead to each row, drawn from the bottom up: only then is it known what still follows."""
+    """Return the guide lines before each row.
+
+    They are made from the bottom up, because a guide depends on later rows.
+    """
     made: list[str] = []
-    follows: set[int] = set()  # the depths at which a later row hangs on the same parent
+    follows: set[int] = set()  # The depths at which a later row has the same parent.
     for row in reversed(rows):
         bars = "".join(_BAR if depth in follows else _BLANK for depth in range(1, row.depth))
         end = (_TEE if row.depth in follows else _ELBOW) if row.depth else ""
@@ -195,7 +199,7 @@ def guides(rows: Sequence[Row]) -> list[str]:
 
 
 def full_cells(table: Table, cells: tuple[str, ...], guide: str) -> tuple[str, ...]:
-    """The cells of a row, the guide before the one in a tree."""
+    """Return the cells of a row, with the guide before the cell of a tree column."""
     return tuple(guide + cell if column.tree else cell for column, cell in zip(table.columns, cells, strict=True))
 
 
@@ -208,7 +212,7 @@ def _line(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]
 
 
 def text_width(text: str) -> int:
-    """How many places a text takes."""
+    """Return the number of terminal columns that a text takes."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)

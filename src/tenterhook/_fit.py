@@ -1,6 +1,7 @@
-"""A table in a terminal: where there is no room for all of it, names are shortened and then columns are left out.
+"""A table that fits a terminal: if it is too wide, names are shortened first and then columns are left out.
 
-A number is never cut, because half of one is a wrong one; and what is left out is named under the table.
+Numbers are never cut, because a part of a number is a wrong number. Columns that are left out are listed under the
+table.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Fit", "Fitted", "fit", "shortened"]
 
-NAME_SHARE = 0.3  # of the terminal, which names keep before columns give way
+NAME_SHARE = 0.3  # Share of the terminal's width that names keep before columns are left out.
 LEAST_NAME, LEAST_TEXT = 12, 10
-MARK = 6  # A column this narrow costs little: a cross, a warning.
-FIGURES = re.compile(r"[\[(]?\d[\d×, ]*[\])]?(?: \w+)?")  # a shape is not cut either
+MARK = 6  # A column this narrow, such as a cross or a warning sign, is never left out.
+FIGURES = re.compile(r"[\[(]?\d[\d×, ]*[\])]?(?: \w+)?")  # Shapes are not cut either.
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The columns that there is room for, by their places, how wide each is, and the titles of the others."""
+    """The indices of the columns that fit, their widths, and the titles of the other columns."""
 
     places: tuple[int, ...]
     widths: tuple[int, ...]
@@ -35,7 +36,7 @@ class Fit:
 
 
 class Fitted:
-    """A table that rich draws as wide as its console is."""
+    """A table that rich draws within the width of its console."""
 
     def __init__(self, table: Table, also: str = "") -> None:
         self.table, self.also = table, also
@@ -49,7 +50,7 @@ class Fitted:
         yield from _lines(self.table, made)
         if made.left_out:
             ways = " or ".join(filter(None, ("a wider terminal", self.also)))
-            yield Text(f"not shown for want of room: {', '.join(made.left_out)} ({ways} shows them)", style="dim")
+            yield Text(f"columns not shown: {', '.join(made.left_out)} ({ways} shows them)", style="dim")
 
     def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
@@ -59,7 +60,7 @@ class Fitted:
 
 
 def fit(table: Table, width: int) -> Fit:
-    """Which columns are drawn in so many places, and how wide."""
+    """Return the columns that fit within ``width``, and their widths."""
     name, natural = _name(table), _natural(table)
     least = [_least(table, place, natural[place], name, width) for place in range(len(natural))]
     kept = list(range(len(natural)))
@@ -74,7 +75,7 @@ def fit(table: Table, width: int) -> Fit:
 
 
 def shortened(text: str, width: int, *, name: bool = True) -> str:
-    """A name without its middle, because its end tells it from others; other text without its end.
+    """Return a name without its middle, because its end identifies it, or other text without its end.
 
     >>> shortened("transformer.h.10.attn.c_proj#3", 20), shortened("y = self.fc(x)", 10, name=False)
     ('tr….10.attn.c_proj#3', 'y = self.…')
@@ -84,7 +85,7 @@ def shortened(text: str, width: int, *, name: bool = True) -> str:
     if not name and " " in text:
         return _start(text, width - 1) + "…"
     end = _end(text, width - 2)
-    whole = end[end.find(".") :]  # In whole parts of a path: the 0 of h.10 would be taken for another one.
+    whole = end[end.find(".") :]  # Keep whole parts of a path: the 0 of h.10 would look like another index.
     if "." not in end or 2 * text_width(whole) < width:
         whole = _end(text, width - 1 - width // 4)
     return _start(text, width - 1 - text_width(whole)) + "…" + whole
@@ -101,7 +102,7 @@ def _start(text: str, width: int) -> str:
 
 
 def _name(table: Table) -> int:
-    """The column that tells rows apart."""
+    """Return the index of the column that identifies a row."""
     columns = list(enumerate(table.columns))
     ways = (
         [place for place, column in columns if column.tree],
@@ -129,7 +130,7 @@ def _least(table: Table, place: int, natural: int, name: int, width: int) -> int
 
 
 def _least_important_first(table: Table, natural: Sequence[int], name: int) -> list[int]:
-    """The columns that may be left out: spare ones, then the others, each from the right."""
+    """Return the columns that may be left out: spare ones first, then the others, each from right to left."""
     columns = table.columns
     marks = {place for place, each in enumerate(columns) if not (each.right or each.spare) and natural[place] <= MARK}
     places = [place for place in reversed(range(len(natural))) if place != name and place not in marks]
@@ -141,7 +142,7 @@ def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
 
 
 def _shared(natural: Sequence[int], least: Sequence[int], kept: Sequence[int], width: int) -> list[int]:
-    """Widths that fit, taken from whichever column is widest."""
+    """Return widths that fit, by narrowing the widest column step by step."""
     widths = list(natural)
     while _total(widths, kept) > width:
         loose = [place for place in kept if widths[place] > least[place]]

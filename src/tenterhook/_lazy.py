@@ -1,8 +1,9 @@
-"""Public names that are loaded when they are first used.
+"""Lazy loading of public names on first use.
 
-``import tenterhook`` loads no engine: a program that imports the package and opens no session pays a few milliseconds.
-PEP 562's ``__getattr__`` is not enough, because several public names are also names of packages: importing
-``tenterhook.record.verb`` sets ``tenterhook.record`` to the package, and ``th.record(model)`` would find that.
+``import tenterhook`` loads no engine, so a program that opens no session loses only a few milliseconds. The
+``__getattr__`` of PEP 562 is not enough, because several public names are also names of packages: importing
+``tenterhook.record.verb`` sets ``tenterhook.record`` to the package, and ``th.record(model)`` would then find the
+package.
 """
 
 import contextlib
@@ -20,8 +21,7 @@ def load_on_use(package: str, homes: Mapping[str, str]) -> None:
 
     Args:
         package: the name of the package.
-        homes: for each public name the place where it is defined, ``"module:attribute"``, or ``"module"`` for a
-            module.
+        homes: for each public name the place of its definition: ``"module:attribute"``, or ``"module"`` for a module.
     """
     module = sys.modules[package]
     names = {name: _Name(name, home) for name, home in homes.items()}
@@ -29,7 +29,7 @@ def load_on_use(package: str, homes: Mapping[str, str]) -> None:
 
 
 class _Name:
-    """A public name that is not loaded yet: a data descriptor, so that it precedes the module's own ``__dict__``."""
+    """A public name that is not loaded yet. It is a data descriptor, so it precedes the module's own ``__dict__``."""
 
     def __init__(self, name: str, home: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class _Name:
         return value
 
     def __set__(self, module: ModuleType, value: object) -> None:
-        # The import system sets a package's attribute when it loads the subpackage of that name.
+        # When the import system loads a subpackage, it sets the attribute of that name on the package.
         if not isinstance(value, ModuleType):
             self._settle(module, value)
 
@@ -52,9 +52,9 @@ class _Name:
         del module.__dict__[self.name]
 
     def _settle(self, module: ModuleType, value: object) -> None:
-        """Make the value an ordinary attribute of the module, which the import system does not set again."""
+        """Make the value an ordinary attribute of the module. The import system does not set it again."""
         importlib.import_module(self.home.partition(":")[0])
-        with contextlib.suppress(AttributeError):  # another thread was first
+        with contextlib.suppress(AttributeError):  # Another thread was first.
             delattr(type(module), self.name)
         module.__dict__[self.name] = value
 

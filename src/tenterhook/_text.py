@@ -1,7 +1,7 @@
-r"""Text from elsewhere, made safe to show: names of modules, notes of a file, messages of errors.
+r"""Safe display of text from other sources: names of modules, notes in a file, error messages.
 
-A terminal obeys control characters, and some characters turn the direction of text around or are not seen at all. They
-are shown as Python writes them. Nothing here knows what the text is about.
+A terminal executes control characters. Other characters reverse the direction of text or are invisible. All of these
+are shown as Python escapes.
 
 >>> print(printable("fc\x1b[2J"), printable("a\nb"), printable("gnp.\u202eexe"))
 fc\x1b[2J a\nb gnp.\u202eexe
@@ -22,19 +22,19 @@ _KEPT_JSON = frozenset(("\\n", "\\t", '\\"', "\\\\", "\\/"))
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text, with every character that is not printed as itself written as an escape, but for those to ``keep``."""
+    """Return the text with every non-printable character as an escape, except the characters in ``keep``."""
     if text.isprintable():
         return text
     return _SUSPECT.sub(lambda found: _escaped(found[0]) if found[0] not in keep else found[0], text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for text of several lines, which stay lines."""
+    """Return the text with non-printable characters as escapes, except newlines and tabs."""
     return printable(text, _KEPT_LINES)
 
 
 def printable_json(text: str) -> str:
-    """JSON that was written without escapes, with those that a terminal needs; it stands for the same value."""
+    """Return the same JSON value, with escapes for characters that are not safe in a terminal."""
     if text.isprintable():
         return text
 
@@ -49,7 +49,7 @@ def printable_json(text: str) -> str:
 
 
 def printable_strings(text: str) -> str:
-    r"""JSON whose strings are shown to a person: in each, what is not printed as itself becomes an escape, but lines.
+    r"""Return JSON whose strings are safe to display: non-printable characters become visible escapes, except newlines.
 
     >>> printable_strings('["a\\u001b", "b\\n"]')
     '["a\\\\x1b", "b\\n"]'

@@ -1,7 +1,7 @@
-"""Structures of tensors: what a module may take and give, walked and rebuilt with their own types.
+"""Structures of tensors: the arguments and outputs of modules, traversed and rebuilt with their own types.
 
 A structure is a tensor, ``None``, a plain constant, or a tuple, list, dict, named tuple, dataclass, mapping or
-registered pytree node of structures. Anything else is opaque: it is passed on untouched, or shown as :class:`Opaque`.
+registered pytree node of structures. Any other object is opaque: it stays as it is, or becomes an :class:`Opaque`.
 
 >>> import torch
 >>> map_tensors(lambda t: t.shape, {"a": torch.zeros(2), "b": (None, torch.ones(3))})
@@ -29,12 +29,15 @@ Path = tuple[Any, ...]
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 PLAIN = frozenset(CONSTANTS)
-SHORT = 40  # characters of a constant that are still worth showing
+SHORT = 40  # Longest constant to show, in characters.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
-    """The place of an object that is no structure of tensors, such as a key-value cache: only its type is kept."""
+    """A placeholder for an object that is not a structure of tensors, such as a key-value cache.
+
+    It stores the type only.
+    """
 
     type: str
 
@@ -48,11 +51,11 @@ class Opaque:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any, *, opaque: Callable[[Any], Any] | None = None) -> Any:
-    """Rebuild ``value`` with ``function`` applied to each tensor; ``opaque``, if given, to what is no structure."""
+    """Rebuild ``value`` with ``function`` applied to each tensor, and ``opaque``, if given, to each opaque object."""
     kind = type(value)
     if kind is Tensor or isinstance(value, Tensor):
         return function(value)
-    if kind is tuple:  # By far the most frequent, and this runs inside models.
+    if kind is tuple:  # The most frequent case. This code runs inside models.
         return tuple([map_tensors(function, part, opaque=opaque) for part in value])
     if kind in PLAIN or isinstance(value, CONSTANTS):
         return value
@@ -64,7 +67,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, *, opaque: Callab
 
 
 def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Each tensor in ``value`` with the path that leads to it, in order."""
+    """Yield each tensor in ``value`` with its path, in order."""
     if isinstance(value, Tensor):
         yield path, value
     elif not isinstance(value, CONSTANTS):
@@ -91,7 +94,7 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
 
 
 def show_path(path: Path) -> str:
-    """A path as it would be typed.
+    """Return a path as source code.
 
     >>> show_path((0, "logits"))
     "[0]['logits']"
@@ -100,7 +103,7 @@ def show_path(path: Path) -> str:
 
 
 def describe(value: Any) -> str:
-    """A structure in a few words.
+    """Return a short description of a structure.
 
     >>> describe((torch.zeros(2, 3), None))
     '(float32[2, 3], None)'
@@ -131,19 +134,20 @@ def _described(value: Any) -> str:  # noqa: PLR0911
 def _written(constant: Any) -> str:
     try:
         return repr(constant)
-    except ValueError:  # Python refuses to write integers of thousands of digits.
+    except ValueError:  # Python raises for integers with thousands of digits.
         return f"<{type(constant).__name__}>"
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The keyed parts of a structure, or None where it is none."""
+    """Return the parts of a structure with their keys, or None if it is not a structure."""
     if isinstance(value, dict | Mapping):
         return list(value.items())
     if isinstance(value, tuple | list):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
-        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]  # init=False may leave one out.
+        # Fields with init=False may be missing.
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     node = registered(type(value))
     if node is None:
         return None
@@ -157,7 +161,7 @@ def _rebuild(value: Any, keys: list[Any], new: list[Any]) -> Any:
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
             return value._make(new)
-        # torch.return_types (of max, sort and the like) take one sequence, as tuple does.
+        # torch.return_types, for example of max and sort, take one sequence, like tuple.
         return type(value)(new)
     if isinstance(value, list):
         return new if type(value) is list else _refill(copy.copy(value), slice(None), new)
@@ -173,13 +177,13 @@ def _rebuild_mapping(value: Mapping[Any, Any], keys: list[Any], new: list[Any]) 
     if not isinstance(value, MutableMapping):
         return dict(zip(keys, new, strict=True))
     if isinstance(value, dict) and dataclasses.is_dataclass(value):
-        # A ModelOutput. copy.copy() would take its fields apart and put them together again, at ten times the cost.
+        # A ModelOutput. copy.copy() would split and rebuild its fields, which costs ten times as much.
         made = type(value).__new__(type(value))
         vars(made).update(vars(value))
     elif isinstance(value, dict) or hasattr(type(value), "__copy__"):
-        made = copy.copy(value)  # It keeps what a subclass carries beside its items, such as a default factory.
+        made = copy.copy(value)  # This keeps the extra state of a subclass, such as a default factory.
     else:
-        # Its items lie in some container that a shallow copy would share, so that writing would reach the original.
+        # Its items are in a container that a shallow copy would share, so a write would change the original.
         return copy.deepcopy(value, {id(value[key]): part for key, part in zip(keys, new, strict=True)})
     for key, part in zip(keys, new, strict=True):
         made[key] = part
@@ -189,7 +193,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], keys: list[Any], new: list[Any]) 
 def _rebuild_dataclass(value: Any, keys: list[Any], new: list[Any]) -> Any:
     made = copy.copy(value)
     for key, part in zip(keys, new, strict=True):
-        # object.__setattr__ also reaches frozen dataclasses, whose copy is ours alone.
+        # object.__setattr__ also works for frozen dataclasses. The copy belongs to us alone.
         object.__setattr__(made, key, part)
     return made
 

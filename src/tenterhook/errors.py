@@ -3,41 +3,41 @@
 The tree::
 
     TenterhookError (Exception)
-    ├── AddressError (LookupError)        a name that the model does not have, or text that is no address
+    ├── AddressError (LookupError)        a name that the model does not have, or text that is not an address
     │   └── NoSource                      the inside of a function that cannot be reached
-    ├── SelectorError (TypeError)         something that cannot select points
+    ├── SelectorError (TypeError)         an object that cannot select points
     ├── SessionError (RuntimeError)
     │   ├── ClosedSession                 a session, or a handle, used after its end
-    │   └── ModelChanged                  the model gained or lost modules while a session was open
-    ├── NeverReached (RuntimeError)       an edit or a named point that no call passed
+    │   └── ModelChanged                  modules were added or removed while a session was open
+    ├── NeverReached (RuntimeError)       an edited or named point that never ran
     ├── TapeError
-    │   ├── AmbiguousCall (LookupError)   several calls were recorded and none was chosen
-    │   ├── NotRecorded (LookupError)     nothing was recorded there
-    │   ├── ValueChanged (RuntimeError)   a kept value was overwritten in place after it was recorded
-    │   └── TapeFileError (OSError)       a file that is no tape, or a damaged one
+    │   ├── AmbiguousCall (LookupError)   several calls were recorded and the address names none of them
+    │   ├── NotRecorded (LookupError)     nothing was recorded at this point
+    │   ├── ValueChanged (RuntimeError)   a recorded value was later overwritten in place
+    │   └── TapeFileError (OSError)       a file that is not a tape, or a damaged one
     ├── GradientError (RuntimeError)
     │   ├── NoBackward                    backward() has not run
-    │   └── NoGradient                    backward() ran, and no gradient flowed there
-    ├── NonFinite (ArithmeticError)       a watch found NaN or Inf, and was told to raise
+    │   └── NoGradient                    backward() ran, but no gradient reached this point
+    ├── NonFinite (ArithmeticError)       a watch that raises on NaN or Inf found one
     ├── EditError (ValueError)            an edit that does not fit the value at its point
-    │   └── EditFileError (OSError)       edits that no file can hold, a file that is none of edits, or a damaged one
-    ├── RecipeError (ValueError)          a recipe given what it cannot work with
+    │   └── EditFileError (OSError)       edits that cannot be saved, a file that has no edits, or a damaged one
+    ├── RecipeError (ValueError)          a recipe with arguments that it cannot use
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
-    │   └── SweepError                    a sweep that cannot be run as it was asked for
-    ├── HarvestError (RuntimeError)       a harvest that cannot begin, or cannot go on
-    │   └── DifferentHarvest              a store that was begun with another model, other data or other options
-    ├── StoreError (OSError)              a directory that is no store of harvested rows, or a damaged one
+    │   └── SweepError                    a sweep that cannot run with these arguments
+    ├── HarvestError (RuntimeError)       a harvest that cannot start, or cannot continue
+    │   └── DifferentHarvest              a store that another model, other data or other options started
+    ├── StoreError (OSError)              a directory that is not a store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
-    ├── UnsupportedModel (TypeError)      a module that cannot be hooked in this way
+    ├── UnsupportedModel (TypeError)      a module that does not support this operation
     └── UnsupportedTorch (RuntimeError)   a feature that does not work with the installed release of PyTorch
 
-    Stopped (BaseException)               a session with stop=True has what it asked for
-    SweepInterrupted (KeyboardInterrupt)  Ctrl-C in a sweep; .sweep.resume() goes on
-    TenterhookWarning (UserWarning)       something that deserves a look and is no error
+    Stopped (BaseException)               ends the run of a session with stop=True
+    SweepInterrupted (KeyboardInterrupt)  Ctrl-C in a sweep; .sweep.resume() continues it
+    TenterhookWarning (UserWarning)       a likely mistake that is not an error
 
-``Stopped`` is no ``Exception``, so that a model's own ``except Exception`` cannot swallow it.
-Each exception also derives from the builtin one that a reader would have guessed.
+``Stopped`` is not an ``Exception``, so an ``except Exception`` in the model's code cannot catch it.
+Each exception also derives from the builtin exception that a reader would expect.
 """
 
 from __future__ import annotations
@@ -83,26 +83,26 @@ __all__ = [
 
 
 class TenterhookError(Exception):
-    """The base of them all. Its text shows control characters, of a name or a file, as escapes."""
+    """The base class of all errors here. Its text shows control characters, from a name or a file, as escapes."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class AddressError(TenterhookError, LookupError):
-    """A name that the model does not have, or text that is no address."""
+    """A name that the model does not have, or text that is not an address."""
 
 
 class NoSource(AddressError):
-    """The inside of a function that cannot be reached, because its source is missing, changed or out of reach."""
+    """The inside of a function that cannot be reached: its source is missing, was changed or cannot be rewritten."""
 
 
 class SelectorError(TenterhookError, TypeError):
-    """Something that cannot select points."""
+    """An object that cannot select points."""
 
 
 class SessionError(TenterhookError, RuntimeError):
-    """A session used in a way that it cannot serve."""
+    """A session used in a way that it does not support."""
 
 
 class ClosedSession(SessionError):
@@ -110,35 +110,35 @@ class ClosedSession(SessionError):
 
 
 class ModelChanged(SessionError):
-    """The model gained or lost modules while a session was open."""
+    """Modules were added to the model or removed from it while a session was open."""
 
 
 class NeverReached(TenterhookError, RuntimeError):
-    """An edit or a named point that no call passed."""
+    """An edited or named point that never ran."""
 
 
 class TapeError(TenterhookError):
-    """A question that a tape cannot answer."""
+    """A request that a tape cannot answer."""
 
 
 class AmbiguousCall(TapeError, LookupError):
-    """A name of several recorded calls, or of several places in the source, of which none was chosen."""
+    """A name with several recorded calls, or several places in the source. The address must name one of them."""
 
 
 class NotRecorded(TapeError, LookupError):
-    """Nothing was recorded there."""
+    """Nothing was recorded at this point."""
 
 
 class ValueChanged(TapeError, RuntimeError):
-    """A kept value was overwritten in place after it was recorded."""
+    """A recorded value was later overwritten in place."""
 
 
 class TapeFileError(TapeError, OSError):
-    """A file that is no tape, or a damaged one."""
+    """A file that is not a tape, or a damaged one."""
 
 
 class GradientError(TenterhookError, RuntimeError):
-    """A gradient that is not to be had."""
+    """A gradient that is not available."""
 
 
 class NoBackward(GradientError):
@@ -146,11 +146,11 @@ class NoBackward(GradientError):
 
 
 class NoGradient(GradientError):
-    """backward() ran, and no gradient flowed there."""
+    """backward() ran, but no gradient reached this point."""
 
 
 class NonFinite(TenterhookError, ArithmeticError):
-    """A watch found NaN or Inf, and was told to raise; ``report`` has it as data."""
+    """A watch that raises on NaN or Inf found one. ``report`` has the details as data."""
 
     report: Any = None
 
@@ -160,11 +160,11 @@ class EditError(TenterhookError, ValueError):
 
 
 class EditFileError(EditError, OSError):
-    """Edits that no file can hold, a file that is none of edits, or a damaged one."""
+    """Edits that cannot be saved, a file that has no edits, or a damaged one."""
 
 
 class RecipeError(TenterhookError, ValueError):
-    """A recipe given what it cannot work with."""
+    """A recipe with arguments that it cannot use."""
 
 
 class ReplayError(TenterhookError, RuntimeError):
@@ -172,19 +172,19 @@ class ReplayError(TenterhookError, RuntimeError):
 
 
 class SweepError(ReplayError):
-    """A sweep that cannot be run as it was asked for."""
+    """A sweep that cannot run with these arguments."""
 
 
 class HarvestError(TenterhookError, RuntimeError):
-    """A harvest that cannot begin, or cannot go on; what was committed stays."""
+    """A harvest that cannot start, or cannot continue. Rows that were committed stay in the store."""
 
 
 class DifferentHarvest(HarvestError):
-    """A store that was begun with another model, other data or other options than this call has."""
+    """A store that was started with another model, other data or other options than this call has."""
 
 
 class StoreError(TenterhookError, OSError):
-    """A directory that is no store of harvested rows, or a damaged one."""
+    """A directory that is not a store of harvested rows, or a damaged one."""
 
 
 class HookError(TenterhookError, TypeError):
@@ -196,7 +196,7 @@ class ReadonlyHook(HookError):
 
 
 class UnsupportedModel(TenterhookError, TypeError):
-    """A module that cannot be hooked in this way."""
+    """A module that does not support this operation."""
 
 
 class UnsupportedTorch(TenterhookError, RuntimeError):
@@ -204,19 +204,19 @@ class UnsupportedTorch(TenterhookError, RuntimeError):
 
 
 class Stopped(BaseException):
-    """A session with ``stop=True`` has what it asked for, and the rest of the model does not run."""
+    """The signal that ends the run of a session with ``stop=True`` after its last value was recorded."""
 
 
 class SweepInterrupted(KeyboardInterrupt):
-    """A sweep was interrupted. ``.sweep`` has the results so far, and ``.sweep.resume()`` goes on."""
+    """A sweep was interrupted. ``.sweep`` has the results so far, and ``.sweep.resume()`` continues it."""
 
     def __init__(self, sweep: Any) -> None:
-        super().__init__("the sweep was interrupted; what it found is in .sweep, and .sweep.resume() goes on")
+        super().__init__("the sweep was interrupted; .sweep has the results so far, and .sweep.resume() continues it")
         self.sweep = sweep
 
 
 class TenterhookWarning(UserWarning):
-    """Something that deserves a look and is no error."""
+    """A likely mistake that is not an error."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())

@@ -1,4 +1,4 @@
-"""``th.features``: a model that gives the values at some of its points, as a module that can be trained."""
+"""``th.features``: a trainable module that returns the values at some points of a model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tenterhook.sites.model_facts import facts
 __all__ = ["Features", "features"]
 
 CHANGED = (
-    "the feature {name!r} ({address}) was changed in place by what follows it, and nothing in the model's code "
-    "foretold that. Say that it does, by module.inplace = True on the module that follows: then the feature is copied."
+    "the feature {name!r} ({address}) was changed in place by a later operation. This could not be detected from the "
+    "model's source. Set module.inplace = True on the module that changes it: then the feature is copied."
 )
 
 
 def features(model: nn.Module, points: Mapping[str, str] | Selector | Iterable[Selector]) -> Features:
-    """A module that runs ``model`` as far as needed and returns a dict of the values at some points.
+    """Return a module that runs ``model`` as far as needed and returns a dict of the values at ``points``.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -39,29 +39,37 @@ def features(model: nn.Module, points: Mapping[str, str] | Selector | Iterable[S
     >>> {name: value.shape for name, value in body(torch.ones(3, 4)).items()}
     {'low': torch.Size([3, 8]), 'high': torch.Size([3, 8])}
 
-    Gradients flow back into the model, whose modules, parameters, buffers and names are those of the result too: its
-    ``state_dict`` is the model's own, and ``body.requires_grad_(False)`` freezes it.
+    Gradients flow back into the model. The result shares the model's modules, parameters and buffers under the same
+    names: its ``state_dict`` is the model's own, and ``body.requires_grad_(False)`` freezes the model.
 
-    The first call goes on to the end, from the last feature on without gradients and as in evaluation, to see whether
-    a point is passed several times; then it has to be said which call is meant (``"relu#1"``). Where every point names
-    its call, and in all calls after the first, nothing runs after the last feature.
+    The first call runs the whole model, to find points that run several times. After the last feature it continues
+    without gradients and in evaluation mode. If a point runs several times, the address must name the call
+    (``"relu#1"``). If every address names its call, and in all calls after the first, the model stops after the last
+    feature.
 
     Args:
         model: any ``nn.Module``.
-        points: address to name; or selectors, and each value has its address for a name.
+        points: a dict of address to name, or selectors. With selectors, the address of each value is its name.
+
+    Returns:
+        A :class:`Features` module. Its ``forward`` takes the arguments of ``model``.
+
+    Raises:
+        SelectorError: a selector of the dict matches several points, or a name occurs twice, or a point is a parameter.
+        AddressError: an address is not in the model, or it counts calls from the end (``#-1``).
     """
     return Features(model, _named(model, points))
 
 
 class Features(nn.Module):
-    """What :func:`features` returns. ``.model`` is the model, ``.points`` the names by address."""
+    """The module that :func:`features` returns. ``.model`` is the model. ``.points`` maps each address to its name."""
 
     model: nn.Module
 
     def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
         require("module calls", "shared state")
         super().__init__()
-        # The tables of the model itself: what is moved, loaded, frozen or added in one is so in the other, by its name.
+        # These are the dicts of the model itself: a change of one (move, load, freeze, add) is a change of the other.
         vars(self).update(same_state(model), model=model)
         self.points = dict(points)
         self.training = model.training
@@ -70,13 +78,14 @@ class Features(nn.Module):
         self._counted = all(point.call is not None for point in self._resolved())
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run the model on its own arguments as far as the last feature; the features by name."""
+        """Run the model with its own arguments up to the last feature, and return the features by name."""
         if torch.compiler.is_compiling() and self._doors:
             return traced(self.model, self._doors, self._taken, args, kwargs, stop=self._counted)  # type: ignore[no-any-return]
         return self._taken(args, kwargs)
 
     def _taken(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        compiling = stop_compiling()  # What is around it; a model that is compiled itself sets it again.
+        # For the code around this call. A model that is compiled itself starts compiling again.
+        compiling = stop_compiling()
         try:
             session = _Taking(self.model, self._resolved(), stop=self._counted)
             try:
@@ -84,13 +93,13 @@ class Features(nn.Module):
                     session.run(*args, **kwargs)
                 values = {name: session.value(address, name) for address, name in self.points.items()}
             finally:
-                session.patches.clear()  # They know the session too, and nothing shall wait for the collector.
+                session.patches.clear()  # They refer to the session. Break the cycle, so that memory is freed at once.
         finally:
             resume_compiling(compiling)
         self._counted = True
         return values
 
-    # Dynamo may begin a graph at the first of these. It leaves the graph for the second, which opens a session.
+    # Dynamo may start a graph at ``forward``. It leaves the graph for ``_taken``, which opens a session.
     mark_as_traced(forward)
     disable(_taken)
 
@@ -100,20 +109,21 @@ class Features(nn.Module):
             self._doors = doors(self._found, self.points)
         return self._found
 
-    # -- as the model itself ------------------------------------------------------------------------------------------
+    # -- state of the model -------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002
-        """Training or evaluation, of the model too."""
+        """Set training or evaluation mode, for the model too."""
         self.model.train(mode)
         self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Return the model's own state dict."""
         return self.model.state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": None, "_doors": []}  # Found again by name, in whatever the model has become.
+        # A copy may hold another model, so it resolves the points again by name.
+        return {**vars(self), "_found": None, "_doors": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -127,7 +137,7 @@ load_state_as(Features, lambda features: features.model)
 
 
 class _Taking(Session):
-    """One run of a model that takes values with their graph."""
+    """One run of a model that collects values together with their autograd graph."""
 
     verb = "features"
 
@@ -140,7 +150,7 @@ class _Taking(Session):
         self._grad = torch.is_grad_enabled()
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Run the model; what fails after the last feature is of no interest."""
+        """Run the model. Ignore an exception that is raised after the last feature."""
         try:
             self.model(*args, **kwargs)
         except Exception:
@@ -153,11 +163,11 @@ class _Taking(Session):
 
     @property
     def is_last(self) -> bool:
-        """Whether one more value is wanted, and nothing runs after it."""
+        """True if exactly one feature is missing and the run stops after it."""
         return self._stop and self._left == 1
 
     def took_one(self) -> None:
-        """A feature is there. After the last one the run stops, or goes on as something that leaves no trace."""
+        """Count one collected feature. After the last one, stop, or continue without gradients and in eval mode."""
         self._left -= 1
         if self._left:
             return
@@ -170,7 +180,12 @@ class _Taking(Session):
             module.training = False
 
     def value(self, address: str, name: str) -> Any:
-        """The value at a point, which must be that of one call, and still be it."""
+        """Return the value at a point.
+
+        Raises:
+            AmbiguousCall: the point ran several times.
+            ValueChanged: the value was changed in place after it was collected.
+        """
         patch = self.patches[address]
         if patch.calls > 1 and "#" not in address:
             raise AmbiguousCall(several(address, name, patch.calls))
@@ -180,7 +195,7 @@ class _Taking(Session):
 
 
 class _Tap:
-    """The action that takes a value: as it is, or as a copy where what follows may change it in place."""
+    """An action that collects a value, copied if a later operation of the model may change it in place."""
 
     observes = True
     again = False
@@ -215,16 +230,16 @@ def _named(model: nn.Module, points: Any) -> dict[str, str]:
         for selector, name in points.items():
             found = [str(point) for point in resolve(model, [selector])]
             if len(found) != 1:
-                text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a feature is one of them."
-                raise SelectorError(f"{text}\nGive a list of selectors, and each value has its address for a name.")
+                text = f"{selector!r} selects {len(found)} points ({listed(found)}), and a named feature is one point."
+                raise SelectorError(f"{text}\nPass a list of selectors: then each feature is named by its address.")
             if not isinstance(name, str) or name in named.values():
-                raise SelectorError(f"each feature has a name of its own, which is a str; {selector!r} has {name!r}")
+                raise SelectorError(f"each feature needs its own name, a str; {selector!r} has {name!r}")
             named[found[0]] = name
     if not named:
         raise SelectorError("give at least one point: th.features(model, {'layer4': 'top'})")
     for point in resolve(model, list(named)):
         if point.site is Site.PARAMETER:
-            raise SelectorError(f"{point} is a parameter, which every run has; a feature is a value of a run")
+            raise SelectorError(f"{point} is a parameter; a feature is a value that a run computes")
         if point.call is not None and point.call < 0:
             raise AddressError(f"{point}: a run cannot know which call will be the last; count from the first, #0")
     return named

@@ -1,4 +1,4 @@
-"""The hooks that PyTorch users know, under the names that they know, done right.
+"""PyTorch's hooks under their PyTorch names, with correct behaviour in the cases where PyTorch's own hooks fail.
 
 >>> import torch
 >>> from tenterhook import hooks
@@ -7,11 +7,11 @@
 ...     linear(torch.ones(1, 2)).item()
 7.0
 
-Signatures, order and return rules are PyTorch's own; the forward hooks *are* PyTorch's own, so they stand in line with
-those that other code registers. ``readonly=True`` makes it an error for a hook to return a value or to change one in
-place. ``register_backward_hook`` gives the true gradients also where PyTorch's own hook fails, is not called, or warns:
-around in-place operations, for outputs that are dicts, lists, dataclasses or nested, for inputs given as keywords, and
-for views.
+Signatures, order and return values follow PyTorch. The forward hooks *are* PyTorch's own hooks, so they run in order
+with those that other code registers. With ``readonly=True`` a hook that returns a value or changes one in place raises
+an error. ``register_backward_hook`` also gives correct gradients where PyTorch's own hook fails, is not called, or
+warns: around in-place operations, for outputs that are dicts, lists, dataclasses or nested, for inputs passed as
+keywords, and for views.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-import torch  # noqa: F401  For the examples.
+import torch  # noqa: F401  The doctests use it.
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -47,19 +47,20 @@ Hook = Callable[..., Any]
 
 
 class Handle:
-    """What a registration returns: ``remove()`` it, any number of times, or use it as a context manager.
+    """A handle to a registered hook. Call ``remove()`` (more than once is fine), or use it as a context manager.
 
-    A module that is copied or pickled together with its handle has a handle of its own. A handle keeps no module alive.
+    If a module is copied or pickled together with its handle, the copy gets its own handle. A handle does not keep the
+    module alive.
     """
 
     __slots__ = ("_entry", "id")
 
-    def __init__(self, id: int, entry: Any) -> None:  # noqa: A002  PyTorch's handles call it id.
+    def __init__(self, id: int, entry: Any) -> None:  # noqa: A002  RemovableHandle has the attribute id.
         self.id = id
         self._entry: Any = entry
 
     def remove(self) -> None:
-        """Take the hook away. A second time does nothing."""
+        """Remove the hook. Further calls do nothing."""
         entry, self._entry = self._entry, None
         if entry is not None:
             entry.remove()
@@ -75,7 +76,7 @@ class Handle:
 
 
 class _BackwardEntry:
-    """A backward hook of a module, to be removed. Like PyTorch's handles it refers to the module weakly."""
+    """The registration of one backward hook, with weak references to the module, as in PyTorch's own handles."""
 
     def __init__(self, module: nn.Module, manager: BackwardHooks, which: str, key: int) -> None:
         self.__setstate__((module, manager, which, key))
@@ -95,7 +96,7 @@ class _BackwardEntry:
 
 
 class _TensorEntry:
-    """A hook of a tensor, to be removed. Tensors are copied without their hooks, so a copy of this removes nothing."""
+    """The registration of one tensor hook. PyTorch copies tensors without hooks, so a copy of this removes nothing."""
 
     def __init__(self, remove: Callable[[], object]) -> None:
         self.remove = remove
@@ -105,13 +106,14 @@ class _TensorEntry:
 
 
 def _nothing() -> None:
-    """Return nothing; it stands for a module that is gone, and for a hook that is."""
+    """Return None. It replaces a dead weak reference, and the removal of a hook that does not exist."""
 
 
 def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle:
-    """Call ``fn(grad)`` when the gradient of ``tensor`` is computed; a tensor that it returns replaces the gradient.
+    """Call ``fn(grad)`` when the gradient of ``tensor`` is computed.
 
-    The gradient is that of the value which the tensor has now, whatever is done to it in place later, views included.
+    A tensor that ``fn`` returns replaces the gradient. The gradient is the one of the tensor's present value, even if
+    the tensor or a view of it is later changed in place.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> y = x * 2
@@ -119,13 +121,24 @@ def register_hook(tensor: Tensor, fn: Hook, *, readonly: bool = False) -> Handle
     >>> y.sum().backward()
     >>> x.grad
     tensor([20., 20.])
+
+    Args:
+        tensor: a tensor that requires a gradient.
+        fn: the hook. It may return None to keep the gradient.
+        readonly: whether to raise ReadonlyHook if ``fn`` returns a value or changes one in place.
+
+    Returns:
+        A :class:`Handle` that removes the hook.
+
+    Raises:
+        HookError: ``tensor`` is not a tensor or requires no gradient, or ``fn`` is not callable.
     """
     require("gradients")
     _check(tensor, Tensor, "tensor")
     if not tensor.requires_grad:
         raise HookError(
-            "this tensor requires no gradient, so its hook would never be called. Make it: tensor.requires_grad_(), "
-            "or compute it from something that does."
+            "this tensor requires no gradient, so its hook would never be called. Call tensor.requires_grad_(), "
+            "or compute it from a tensor that requires one."
         )
     remove = hook_tensor(tensor, _noted(_guarded(fn, readonly=readonly)))
     return Handle(_next_id(), _TensorEntry(remove))
@@ -136,13 +149,27 @@ def register_forward_pre_hook(
 ) -> Handle:
     """Call ``fn(module, args)``, or ``fn(module, args, kwargs)``, before ``forward``.
 
-    What it returns replaces the arguments: one value is wrapped into a tuple; with ``with_kwargs`` it is
-    ``(args, kwargs)``.
+    The return value of ``fn`` replaces the arguments. A single value is wrapped into a tuple. With ``with_kwargs`` it
+    is ``(args, kwargs)``.
+
+    Args:
+        module: the module.
+        fn: the hook. It may return None to keep the arguments.
+        prepend: whether to run before the hooks that are already registered.
+        with_kwargs: whether to pass the keyword arguments to ``fn``.
+        readonly: whether to raise ReadonlyHook if ``fn`` returns a value or changes one in place.
+
+    Returns:
+        A :class:`Handle` that removes the hook.
+
+    Raises:
+        HookError: ``module`` is not a module, or ``fn`` is not callable.
     """
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
     handle = module.register_forward_pre_hook(guarded, prepend=prepend, with_kwargs=with_kwargs)
-    put_last(forward_pre_hooks_of(module))  # What backward hooks see does not depend on which came first.
+    # Keep tenterhook's own pre-hook last, so that the order of registration does not change what backward hooks see.
+    put_last(forward_pre_hooks_of(module))
     return Handle(handle.id, handle)
 
 
@@ -157,7 +184,21 @@ def register_forward_hook(
 ) -> Handle:
     """Call ``fn(module, args, output)``, or ``fn(module, args, kwargs, output)``, after ``forward``.
 
-    What it returns replaces the output. With ``always_call`` it is called even if ``forward`` raises.
+    The return value of ``fn`` replaces the output.
+
+    Args:
+        module: the module.
+        fn: the hook. It may return None to keep the output.
+        prepend: whether to run before the hooks that are already registered.
+        with_kwargs: whether to pass the keyword arguments to ``fn``.
+        always_call: whether to call ``fn`` even if ``forward`` raises.
+        readonly: whether to raise ReadonlyHook if ``fn`` returns a value or changes one in place.
+
+    Returns:
+        A :class:`Handle` that removes the hook.
+
+    Raises:
+        HookError: ``module`` is not a module, or ``fn`` is not callable.
     """
     _check(module, nn.Module, "module")
     guarded = _guarded(fn, readonly=readonly)
@@ -166,18 +207,31 @@ def register_forward_hook(
 
 
 def register_backward_pre_hook(module: nn.Module, fn: Hook, *, prepend: bool = False, readonly: bool = False) -> Handle:
-    """Call ``fn(module, grad_output)`` before the gradient passes back through the module.
+    """Call ``fn(module, grad_output)`` before the backward pass of the module.
 
-    ``grad_output`` has an entry for each tensor of the output; a tuple that ``fn`` returns replaces it.
+    ``grad_output`` has one entry for each tensor in the output. A tuple that ``fn`` returns replaces it.
+
+    Args:
+        module: the module.
+        fn: the hook. It may return None to keep the gradients.
+        prepend: whether to run before the hooks that are already registered.
+        readonly: whether to raise ReadonlyHook if ``fn`` returns a value or changes one in place.
+
+    Returns:
+        A :class:`Handle` that removes the hook.
+
+    Raises:
+        HookError: ``module`` is not a module, or ``fn`` is not callable.
     """
     return _backward(module, fn, "before", prepend=prepend, readonly=readonly)
 
 
 def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False, readonly: bool = False) -> Handle:
-    """Call ``fn(module, grad_input, grad_output)`` when the gradient has passed back through the module.
+    """Call ``fn(module, grad_input, grad_output)`` after the backward pass of the module.
 
-    ``grad_input`` has an entry for each tensor that was given to the module, by place and then by keyword: the gradient
-    through this module, None where there is none. A tuple that ``fn`` returns replaces it.
+    ``grad_input`` has one entry for each tensor among the module's arguments: first the positional arguments, then the
+    keyword arguments. An entry is the gradient that flows through this module, or None if there is none. A tuple that
+    ``fn`` returns replaces ``grad_input``.
 
     >>> class Twice(nn.Module):
     ...     def forward(self, x):
@@ -186,6 +240,18 @@ def register_backward_hook(module: nn.Module, fn: Hook, *, prepend: bool = False
     >>> handle = register_backward_hook(module, lambda module, grad_input, grad_output: print(grad_input, grad_output))
     >>> module(x=torch.ones(1, requires_grad=True))["y"].backward()
     (tensor([2.]),) (tensor([1.]),)
+
+    Args:
+        module: the module.
+        fn: the hook. It may return None to keep the gradients.
+        prepend: whether to run before the hooks that are already registered.
+        readonly: whether to raise ReadonlyHook if ``fn`` returns a value or changes one in place.
+
+    Returns:
+        A :class:`Handle` that removes the hook.
+
+    Raises:
+        HookError: ``module`` is not a module, or ``fn`` is not callable.
     """
     return _backward(module, fn, "after", prepend=prepend, readonly=readonly)
 
@@ -201,7 +267,7 @@ def _backward(module: nn.Module, fn: Hook, which: str, *, prepend: bool, readonl
 
 
 def _next_id() -> int:
-    """An id from PyTorch's own count, so that no two handles of either kind share one."""
+    """Return an id from PyTorch's own counter, so that no two handles share one."""
     return int(RemovableHandle(OrderedDict()).id)
 
 
@@ -209,7 +275,7 @@ def _check(given: Any, wanted: type, what: str) -> None:
     if not isinstance(given, wanted):
         got = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
         raise HookError(
-            f"the {what} comes first and is an instance of {wanted.__module__}.{wanted.__name__}; got {got}"
+            f"the first argument is the {what}, an instance of {wanted.__module__}.{wanted.__name__}; got {got}"
         )
 
 
@@ -220,7 +286,7 @@ def _guarded(fn: Hook, *, readonly: bool) -> Hook:
 
 
 def _noted(fn: Hook) -> Hook:
-    """A tensor's hook, whose errors say where they come from: autograd's own traceback does not."""
+    """Return a tensor hook that adds its name to errors, because autograd's traceback does not show it."""
 
     def noted(gradient: Tensor) -> Any:
         try:
@@ -233,7 +299,7 @@ def _noted(fn: Hook) -> Hook:
 
 
 class _ReadOnly:
-    """A hook that must return nothing and change nothing: neither what it is given nor the module's parameters."""
+    """A hook that must return None and must not change its arguments or the module's parameters."""
 
     def __init__(self, fn: Hook) -> None:
         functools.update_wrapper(self, fn)
@@ -246,6 +312,6 @@ class _ReadOnly:
         change = before.change(ReachableState(given))
         if change is not None:
             raise ReadonlyHook(
-                f"the read-only hook {name} changed {change}. Take a copy and change that, or register it without "
+                f"the read-only hook {name} changed {change}. Change a copy, or register the hook without "
                 "readonly=True."
             )

@@ -1,4 +1,4 @@
-"""For tests: toy models that show what goes wrong with hooks, and checkers of what a session must leave alone.
+"""Helpers for tests: toy models that show common problems with hooks, and checks of what a session must not change.
 
 >>> import torch, tenterhook as th
 >>> from tenterhook.testing import Residual, untouched
@@ -29,7 +29,7 @@ __all__ = ["Attention", "Cell", "Mixed", "Residual", "live_tensors", "no_leak", 
 
 
 class Residual(nn.Module):
-    """A residual block whose sum is in place and whose activation is too, as in a ResNet."""
+    """A residual block with an in-place sum and an in-place activation, as in a ResNet."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise, rectify and normalise again, then add the input in place."""
+        """Apply norm, ReLU and norm, then add the input in place."""
         out = self.norm2(self.relu(self.norm1(x)))
         out += x
         return self.relu(out)  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ class Cell(nn.Module):
         self.cell = nn.RNNCell(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One call of the cell for each step, the first dimension."""
+        """Call the cell once for each step of the first dimension."""
         state = torch.zeros_like(x[0])
         for step in x:
             state = self.cell(step, state)
@@ -59,27 +59,27 @@ class Cell(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention without weights: what is interesting lies between module boundaries."""
+    """Attention without parameters. Its scores and weights are variables inside ``forward``, not outputs of modules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every position looks at every other one."""
+        """Return the attention of every position to all others."""
         scores = x @ x.mT / x.shape[-1] ** 0.5
         weights = scores.softmax(-1)
         return weights @ x  # type: ignore[no-any-return]
 
 
 class Mixed(nn.Module):
-    """A model whose parts take keywords and return structures, None among them."""
+    """A model whose submodule takes a keyword argument and returns a structure that contains None."""
 
     class Part(nn.Module):
-        """Takes a keyword, returns a dict with a tuple in it."""
+        """A module that takes a keyword argument and returns a dict with a tuple in it."""
 
         def __init__(self, width: int) -> None:
             super().__init__()
             self.linear = nn.Linear(width, width)
 
         def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
-            """The linear map, scaled, with what it was made of."""
+            """Return the scaled linear map, and the linear map before scaling."""
             y = self.linear(x)
             return {"y": y if scale is None else y * scale, "rest": (y, None)}
 
@@ -88,18 +88,25 @@ class Mixed(nn.Module):
         self.part = self.Part(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both tensors of the part's output, multiplied."""
+        """Return the product of both tensors in the submodule's output."""
         found = self.part(x, scale=torch.full_like(x, 2.0))
         return found["y"] * found["rest"][0]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
-    """Check that the model, and the process around it, come out of the block as they went in.
+    """Check that the block leaves the model and the process unchanged.
 
-    Compared are every module's ``__dict__`` with its hooks, flags and own ``forward``, every parameter and buffer by
-    identity and bit for bit, gradients, hooks on tensors, PyTorch's global hooks and switches, and, unless ``rng`` is
-    False, the random generators. Use ``rng=False`` around code that draws random numbers itself.
+    It compares every module's ``__dict__`` with its hooks, flags and own ``forward``; every parameter and buffer, by
+    identity and bit for bit; gradients; hooks on tensors; PyTorch's global hooks and switches; and the random
+    generators.
+
+    Args:
+        model: the model to check.
+        rng: whether to compare the random generators. Use False around code that draws random numbers itself.
+
+    Raises:
+        AssertionError: something has changed. The text lists the first ten differences.
     """
     before = state_of(model, rng=rng)
     yield
@@ -109,11 +116,16 @@ def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
     if wrong:
         told = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
         shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in told)
-        raise AssertionError(f"{len(wrong)} things were not left as they were:\n{shown}")
+        raise AssertionError(f"{len(wrong)} things have changed:\n{shown}")
 
 
 def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
-    """Everything about a model and the process that a session must leave as it is."""
+    """Return the state of a model and the process that a session must not change.
+
+    Args:
+        model: the model.
+        rng: whether to include the state of the random generators.
+    """
     state = _process_state()
     if rng:
         state["rng: torch"] = torch.get_rng_state()
@@ -139,7 +151,7 @@ def _process_state() -> dict[str, Any]:
 def _module_state(module: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {"class": type(module)}
     for key, value in vars(module).items():
-        # Containers are compared by what is in them now, so they are copied; the rest by identity.
+        # Copy containers, to compare their content. Other objects are compared by identity.
         state[key] = dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
         if isinstance(value, dict | list):
             state[f"{key} (object)"] = _Object(value)
@@ -171,19 +183,22 @@ def _equal(one: Any, other: Any) -> bool:
         return one() is other()
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError):  # Arrays and the like, which answer for each element.
+    except (RuntimeError, ValueError):  # Arrays and similar objects compare element by element.
         return False
 
 
 def _same_inside(one: Any, other: Any) -> bool:
-    """In a container a tensor has to be the very same one; its bits are compared by themselves."""
+    """Return whether two items of a container are the same.
+
+    A tensor must be the same object; its bits are compared elsewhere.
+    """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     return _same(one, other)
 
 
 class _Object:
-    """A container as such, whatever is in it."""
+    """The identity of a container, independent of its content."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -199,32 +214,36 @@ class _Object:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor as bytes, so that NaN equals itself and -0.0 differs from 0.0."""
+    """Return the tensor as bytes, so that NaN equals itself and -0.0 differs from 0.0."""
     plain = tensor.detach().contiguous().cpu()
     return plain.reshape(-1).view(torch.uint8) if plain.numel() and not plain.is_quantized else plain.reshape(-1)
 
 
 def live_tensors() -> list[Tensor]:
-    """Every tensor that Python still knows of, after a collection."""
+    """Return every tensor that Python still refers to, after a garbage collection."""
     gc.collect()
-    # type(), because isinstance() would wake lazy proxies that stand among the objects.
+    # type(), because isinstance() would load lazy proxies among the objects.
     return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
 
 
 @contextlib.contextmanager
 def no_leak() -> Iterator[None]:
-    """Check that no tensor which came to be in the block is alive after it, without the collector's help."""
-    before = live_tensors()  # Held until the end, so that no new tensor can have the identity of one of these.
+    """Check that no tensor from the block is still alive after it, without a garbage collection.
+
+    Raises:
+        AssertionError: some tensors are still alive. The text lists their shapes.
+    """
+    before = live_tensors()  # Held until the end, so that no new tensor can reuse one of these ids.
     known = {id(tensor) for tensor in before}
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        # Without a collection: what is only kept by a cycle counts as leaked.
+        # Without a collection, so tensors that only a reference cycle keeps alive count as leaked.
         left = [found for found in gc.get_objects() if issubclass(type(found), Tensor) and id(found) not in known]
     finally:
         if enabled:
             gc.enable()
     if left:
         shown = ", ".join(f"{type(found).__name__}{list(found.shape)}" for found in left[:10])
-        raise AssertionError(f"{len(left)} tensors outlived the block: {shown}")
+        raise AssertionError(f"{len(left)} tensors are still alive after the block: {shown}")

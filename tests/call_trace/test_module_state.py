@@ -220,7 +220,7 @@ def test_what_a_forward_reads_is_compared(name, place, opened):
         replayed = edited(model)
     truth = edited(model)
     assert torch.equal(replayed, truth)
-    assert "holds something else" in session.served.computed["1"]
+    assert "differs from the recorded run" in session.served.computed["1"]
     assert session.served.calls["0"] == (2 if opened == "before" else 1)
     if opened == "before":
         assert not torch.equal(before, truth)

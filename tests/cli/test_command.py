@@ -132,7 +132,7 @@ def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
     result = call("record", "nets.py:Broken", "**", "-i", "1x3x8x8", "--grad", "-o", "run.th")
     assert result.exit_code == 3
     assert "failed in head (Linear)" in result.stderr
-    assert "given input=float32[1, 6]" in result.stderr
+    assert "inputs: input=float32[1, 6]" in result.stderr
     assert "Traceback" not in result.output
     tape = th.load(tmp_path / "run.th")
     assert list(tape) == ["conv", "relu"]
@@ -152,7 +152,7 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     result = call(command, "nets.py:Broken", "--input", "1x3x8x8")
     assert result.exit_code == 3
     assert "failed in head (Linear)" in result.stderr
-    assert "given input=float32[1, 6]" in result.stderr
+    assert "inputs: input=float32[1, 6]" in result.stderr
     assert "Traceback" not in result.output
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
@@ -173,9 +173,9 @@ def test_a_failure_of_the_backward_pass_is_told_as_one(call, tmp_path):
 
 
 CALLS = {
-    "nothing": ([], "Nothing is given for x: give it, for example --input 1x3x64x64"),
-    "one too many": (["-i", "1x3x8x8", "-i", "2"], "Got 2 inputs without a name, and it takes 1"),
-    "another name": (["-i", "xs=1x3x8x8"], "It has no 'xs'. Did you mean x?"),
+    "nothing": ([], "The input x is missing. Give it, for example --input 1x3x64x64"),
+    "one too many": (["-i", "1x3x8x8", "-i", "2"], "Got 2 inputs without a name, but it takes 1"),
+    "another name": (["-i", "xs=1x3x8x8"], "It has no argument 'xs'. Did you mean x?"),
     "twice": (["-i", "1x3x8x8", "-i", "x=1x3x8x8"], "x is given twice"),
 }
 
@@ -222,7 +222,7 @@ def test_a_run_without_a_value_leaves_the_tape_that_was_there(call, tmp_path, js
     (tmp_path / "run.th").write_bytes(b"mine")
     failed = call("record", "nets.py:Net", "head", "-i", "1x5x8x8", "-o", "run.th", *json_)
     assert failed.exit_code == 3
-    assert "run.th is left as it was" in failed.stderr
+    assert "run.th is not changed" in failed.stderr
     (tmp_path / "idle.py").write_text(
         "from torch import nn\n"
         "class Idle(nn.Linear):\n"
@@ -263,7 +263,7 @@ def test_show_in_a_terminal_keeps_the_numbers_and_names_what_it_leaves_out(call,
     monkeypatch.setenv("COLUMNS", "50")
     shown = call("show", "run.th").stdout
     assert shown.splitlines()[1].split() == ["point", "shape", "mean", "std", "min", "max", "|grad|"]
-    assert "not shown for want of room: module, zeros (a wider terminal or --json" in " ".join(shown.split())
+    assert "columns not shown: module, zeros (a wider terminal or --json" in " ".join(shown.split())
     monkeypatch.setattr("tenterhook.cli.options._in_terminal", lambda: False)
     assert "module" in call("show", "run.th").stdout
 
@@ -290,7 +290,7 @@ def test_diff_counts_what_only_one_tape_holds(call):
     result = call("diff", "a.th", "b.th")
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
-        "no difference in 2 values that both tapes hold",
+        "no difference in 2 values that both tapes have",
         "2 values only in the first tape (--all)",
         "the second tape has no gradients, and the first has 4",
     ]
@@ -321,7 +321,7 @@ def test_a_page_that_cannot_fit_is_told_in_words(call, tmp_path):
     call("record", "long.py:net", "-i", "2x2", "-o", "run.th")
     result = call("page", "run.th", "--size", "300k")
     assert result.exit_code == 2
-    assert "Allow more" in result.stderr
+    assert "Increase size=" in result.stderr
     assert isinstance(result.exception, SystemExit)
     del sys.modules["long"]
 
@@ -339,7 +339,7 @@ def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
 WRONG = {
     "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
     "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, ready, explodes.\n"),
-    "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nWhat is inside a model is a"),
+    "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nGive a part of a model as"),
     "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
     "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1, b2?"),
     "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
@@ -352,32 +352,32 @@ WRONG = {
     "no name": (["points", "nets.py"], "nets.py:name"),
     "no model": (["points", "nets.py:number"], "nets.py:number is a int"),
     "not made": (["points", "nets.py:explodes"], "no weights today"),
-    "set on a model": (["points", "nets.py:ready", "--set", "width=3"], "is a model already"),
+    "set on a model": (["points", "nets.py:ready", "--set", "width=3"], "is already a model"),
     "wrong argument": (["points", "nets.py:Net", "--set", "wide=3"], "unexpected keyword argument 'wide'"),
     "unknown point": (["points", "nets.py:Net", "had"], "Did you mean head?"),
-    "wrong edit": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "conv=zap()"], "'conv=zap()' is no edit"),
+    "wrong edit": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edit", "conv=zap()"], "'conv=zap()' is not an edit"),
     "no edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "none.edits"], "there is no file none.edits"),
-    "wrong edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "nets.py"], "no set of edits at all"),
+    "wrong edits": (["record", "nets.py:Net", "-i", "1x3x8x8", "--edits", "nets.py"], "or not a set of edits"),
     "wrong input": (["record", "nets.py:Net", "-i", "x.npy"], "there is no such file"),
     "wrong keep": (["record", "nets.py:Net", "--keep", "some"], "--keep is all, last"),
-    "stop and grad": (["record", "nets.py:Net", "--stop", "--grad"], "nothing to go back from"),
+    "stop and grad": (["record", "nets.py:Net", "--stop", "--grad"], "so --grad cannot run backward"),
     "no tape": (["show", "none.th"], "there is no file none.th"),
     "three tapes": (["page", "a", "b", "c"], "one tape, or two"),
     "no page": (["page", "a.th", "-o", "a.pdf"], "a page is an .html file"),
     "bad size": (["page", "nets.py", "--size", "big"], "a size is a number of bytes"),
     "small size": (["page", "nets.py", "--size", "10k"], "at least 300,000 bytes"),
     "no maps": (["page", "nets.py", "--maps", "0"], "0 is not in the range"),
-    "no tape at all": (["page", "nets.py"], "no tape at all"),
-    "weights": (["points", "model.safetensors"], "weights alone make no model"),
-    "nothing": (["points", "resnet"], "'resnet' names no model"),
+    "not a tape": (["page", "nets.py"], "or not a tape"),
+    "weights": (["points", "model.safetensors"], "contains only weights"),
+    "nothing": (["points", "resnet"], "'resnet' is not a model"),
 }
 
 
 UNREADABLE = {
     "there is no file none.edits",
-    "no set of edits at all",
+    "or not a set of edits",
     "there is no file none.th",
-    "no tape at all",
+    "or not a tape",
 }
 
 

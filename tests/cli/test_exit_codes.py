@@ -179,12 +179,12 @@ def test_an_array_whose_header_promises_more_than_there_is_is_refused(run, tmp_p
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", header.getvalue() + bytes(64))
     for name in ("x.npy", "x.npz"):
-        assert "its header promises" in run("record", "nets.py:Net", "-i", name, code=4).stderr
+        assert "its header declares" in run("record", "nets.py:Net", "-i", name, code=4).stderr
 
 
 def test_a_shape_larger_than_the_memory_is_refused(run):
     assert "GB of memory" in run("record", "nets.py:Net", "-i", "130000x130000", code=4).stderr
-    assert "more than can be meant" in run("record", "nets.py:Net", "-i", "9999999x9999999", code=2).stderr
+    assert "the limit is 17,179,869,184" in run("record", "nets.py:Net", "-i", "9999999x9999999", code=2).stderr
 
 
 STRANGE = {

@@ -140,7 +140,7 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
     ("change", "code", "said"),
     [
         ({"x.npy": "y.npy"}, 2, "there is no file y.npy"),
-        ({"x.npy": "nothing"}, 2, "'nothing' is no data.\nDATA is one of"),
+        ({"x.npy": "nothing"}, 2, "'nothing' is not a data set.\nDATA is one of"),
         ({"x.npy": "rows_nets.py:batch"}, 2, "Did you mean batches"),
         ({"x.npy": "lines.txt"}, 2, "needs a tokenizer"),
         ({"2": "3"}, 2, "3"),
@@ -148,7 +148,7 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
         ({"rows_nets.py:Rows": "rows_nets.py:batches"}, 2, "is a list. Name a model"),
         ({"rows_nets.py:Rows": "rows_nets.py:Broken", "2": "1"}, 3, "the model failed"),
         ({"acts": "/proc/acts"}, 4, "/proc/acts: No such file"),
-        ({10: "10 --memory 3"}, 2, "--memory is a number of bytes"),
+        ({10: "10 --memory 3"}, 2, "--memory is 100000 bytes or more"),
         ({10: "10 --shard-rows 3 --shard-size 1k"}, 2, "not both"),
         ({10: "10 --rows-dtype float12"}, 2, "float12"),
         ({10: "10 --reduce last"}, 2, "reduce='last' is over the tokens"),

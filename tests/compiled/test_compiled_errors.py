@@ -178,7 +178,9 @@ def test_an_error_of_the_model_itself_has_a_note_that_names_the_session():
 
 def test_the_backward_pass_of_an_opaque_edit_whose_session_is_over_names_it(monkeypatch):
     monkeypatch.setitem(opaque._points, 10**9, "fc")
-    with pytest.raises(th.EditError, match=r"opaque edit at 'fc' after its session was over. Call backward\(\) inside"):
+    with pytest.raises(
+        th.EditError, match=r"opaque edit at 'fc' after its session was closed. Call backward\(\) inside"
+    ):
         torch.ops.tenterhook.opaque_backward(X, X, torch.tensor(10**9))
 
 

@@ -403,7 +403,7 @@ def check_that_a_stop_in_a_pipeline_says_that_it_cannot_and_nobody_waits():
         path, point = ("0" if dist.get_rank() == 0 else "2"), part_name(part)
         with th.record(whole, path) as wanted:
             whole(X4)
-        with pytest.warns(th.TenterhookWarning, match="stage of a pipeline"), th.record(part, point, stop=True) as tape:
+        with pytest.warns(th.TenterhookWarning, match="pipeline stage"), th.record(part, point, stop=True) as tape:
             run(schedule)
             ended = False
         assert ended is False, "the block was ended before its last line"

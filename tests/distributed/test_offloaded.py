@@ -91,7 +91,7 @@ def test_data_parallel_without_replicas_is_a_module_like_others():
 def test_data_parallel_with_replicas_is_refused():
     model = nn.DataParallel(net())
     model.device_ids = [0, 1]  # As it would be with two devices.
-    with pytest.raises(th.UnsupportedModel, match="threads of their own"):
+    with pytest.raises(th.UnsupportedModel, match="copies of the model in other threads"):
         th.record(model, "module.a").start()
     with th.record(model.module, "a") as tape:
         model.module(X)

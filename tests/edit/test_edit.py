@@ -481,7 +481,7 @@ def test_an_edit_that_never_took_effect_is_an_error_after_everything_is_out():
     model = mlp()
     with (
         untouched(model),
-        pytest.raises(th.NeverReached, match="1 edit took no effect"),
+        pytest.raises(th.NeverReached, match="1 edit had no effect"),
         th.edit(model, {"1": th.zero()}),
     ):
         pass

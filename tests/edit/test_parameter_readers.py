@@ -407,7 +407,7 @@ def test_a_second_owner_that_is_called_by_itself_uses_the_edited_parameter(name)
 @pytest.mark.parametrize("part", ["embed", "head"])
 def test_a_second_owner_outside_of_the_given_module_is_refused(part):
     model = Tied()
-    with pytest.raises(th.UnsupportedModel, match="outside of the"):
+    with pytest.raises(th.UnsupportedModel, match="outside this"):
         th.edit(getattr(model, part), {"weight": th.zero()}).start()
 
 

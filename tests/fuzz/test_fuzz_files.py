@@ -227,7 +227,7 @@ def test_a_damaged_black_box_is_refused_or_holds_fewer_steps(tmp_path, count, te
     file, _ = watched(tmp_path)
     good = file.read_bytes()
     whole = th.blackbox(file)
-    steps, note = in_box(whole), ["what went wrong was noted, but the note is damaged"]
+    steps, note = in_box(whole), ["a problem was recorded, but its text is damaged"]
 
     def same(found):
         right = all(steps.get(step) == held for step, held in in_box(found).items())

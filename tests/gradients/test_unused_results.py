@@ -100,7 +100,7 @@ def test_edits_and_hooks_are_not_called_without_a_gradient(way):
         return gradient * 2
 
     _, first, weight = expected(model, x)
-    with pytest.raises(NeverReached, match="1 edit took no effect"), th.edit(model, grad={"cut": twice, "rest": twice}):
+    with pytest.raises(NeverReached, match="1 edit had no effect"), th.edit(model, grad={"cut": twice, "rest": twice}):
         model(x).backward()
     assert came == [tuple(first.shape)]
     torch.testing.assert_close(model.fc.weight.grad, weight * 2)

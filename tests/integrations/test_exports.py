@@ -68,7 +68,7 @@ def test_zarr_is_there_whole_or_not_at_all(store, tmp_path):
         to_zarr(th.open(store.place.root), tmp_path / "zarr")
     assert [file.name for file in tmp_path.iterdir()] == ["acts"]
     (tmp_path / "zarr").mkdir()
-    with pytest.raises(th.StoreError, match="is there already"):
+    with pytest.raises(th.StoreError, match="already exists"):
         to_zarr(store, tmp_path / "zarr")
 
 

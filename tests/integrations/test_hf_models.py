@@ -120,7 +120,7 @@ def test_norm_and_head_read_the_stream(family):
 
 def test_an_encoder_decoder_asks_which():
     model = built(lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)))
-    with pytest.raises(th.UnsupportedModel, match=r"the stacks encoder.block, decoder.block. Say which"):
+    with pytest.raises(th.UnsupportedModel, match=r"the stacks encoder.block, decoder.block. Choose one"):
         aliases(model)
     names = aliases(model, part="encoder")
     assert names.attn == ("encoder.block.0.layer.0.SelfAttention", "encoder.block.1.layer.0.SelfAttention")
@@ -135,14 +135,14 @@ def test_an_alias_by_its_name():
     assert names["norm"] == "model.norm"
     with pytest.raises(th.AddressError, match=r"attn.0 to attn.1"):
         names["attn.2"]
-    with pytest.raises(th.AddressError, match=r"'atn' is no alias. There are layers, attn"):
+    with pytest.raises(th.AddressError, match=r"'atn' is not an alias. The aliases are layers, attn"):
         names["atn"]
     with pytest.raises(th.AddressError, match="only one, without a number"):
         names["norm.1"]
 
 
 def test_what_has_no_aliases_is_told():
-    with pytest.raises(th.UnsupportedModel, match="no config of transformers"):
+    with pytest.raises(th.UnsupportedModel, match="no transformers config"):
         aliases(nn.Linear(2, 2))
     with pytest.raises(th.UnsupportedModel, match="a model or a pipeline is needed; got a int"):
         aliases(3)

@@ -7,7 +7,7 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook.integrations.loop import Sampled
-from tenterhook.integrations.tensorboard import TensorBoard, write_tape
+from tenterhook.integrations.tensorboard import TapeWriter, write_tape
 from tenterhook.testing import untouched
 
 
@@ -111,7 +111,7 @@ def writer(tmp_path):
 
 
 def test_a_training_is_written_to_tensorboard(model, writer, tmp_path):
-    train(model, Sampled(model, "*", every=2, then=TensorBoard(writer, images=True)), 3)
+    train(model, Sampled(model, "*", every=2, then=TapeWriter(writer, images=True)), 3)
     writer.flush()
     found = events(tmp_path)
     tags = found.Tags()

@@ -250,7 +250,7 @@ def test_bad_input_is_told(net, some):
         recipes.pgd(net, images, torch.full_like(labels, 10))
     with pytest.raises(th.RecipeError, match=r"shape \[3\]; there are 32 images"):
         recipes.fgsm(net, images, labels[:3])
-    with pytest.raises(th.RecipeError, match=r"whole ones; got torch.float32"):
+    with pytest.raises(th.RecipeError, match=r"as integers; got torch.float32"):
         recipes.fgsm(net, images, labels.float())
     with pytest.raises(th.RecipeError, match="outside the bounds 0 to 1"):
         recipes.fgsm(net, images - 0.5, labels)
@@ -258,7 +258,7 @@ def test_bad_input_is_told(net, some):
         recipes.fgsm(net, torch.rand(8), labels)
     with pytest.raises(th.RecipeError, match="eps= is the radius"):
         recipes.pgd(net, images, labels, eps=-1)
-    with pytest.raises(th.RecipeError, match="steps= is how many"):
+    with pytest.raises(th.RecipeError, match="steps= is the number of steps"):
         recipes.pgd(net, images, labels, steps=0)
     with pytest.raises(th.RecipeError, match='norm= is "inf" or 2'):
         recipes.pgd(net, images, labels, norm=1)
@@ -266,7 +266,7 @@ def test_bad_input_is_told(net, some):
         recipes.pgd(Rounding(net), images, labels)
     with pytest.raises(th.RecipeError, match="does not depend on the images"):
         recipes.feature_attack(Rounding(net), images, point="inner.5")
-    with pytest.raises(th.RecipeError, match=r"this model gives \[32, 8, 8, 8\]"):
+    with pytest.raises(th.RecipeError, match=r"this model returns \[32, 8, 8, 8\]"):
         recipes.pgd(net[:3], images, labels)
     with pytest.raises(th.RecipeError, match="one point is needed"):
         recipes.feature_attack(net, images, point="*")
@@ -274,7 +274,7 @@ def test_bad_input_is_told(net, some):
         recipes.feature_attack(net, images, point="5", guide=images[:2])
     net.train()
     try:
-        with pytest.raises(th.RecipeError, match=r"training mode, where '1' \(BatchNorm2d\) would learn.*\n.*eval"):
+        with pytest.raises(th.RecipeError, match=r"training mode, where '1' \(BatchNorm2d\) would update.*\n.*eval"):
             recipes.pgd(net, images, labels)
     finally:
         net.eval()

@@ -230,7 +230,7 @@ def argmax(output):
         ({"target": torch.tensor([1.0, 2.0])}, "one class for each"),
         ({"target": "cat"}, "target= is a class"),
         ({"target": True}, "target= is a class"),
-        ({"target": (9,)}, "no index into an example's output"),
+        ({"target": (9,)}, "not an index into an example's output"),
         ({"target": argmax}, "by differentiable operations"),
         ({"target": lambda out: out}, r"a tensor of \[\d+\]"),
         ({"target": lambda out: out.tolist()}, "got list"),
@@ -265,7 +265,7 @@ def test_outputs_that_need_a_target_say_which():
         def forward(self, x):
             return {"logits": x}
 
-    with pytest.raises(th.RecipeError, match="returns a dict, and target= has to say"):
+    with pytest.raises(th.RecipeError, match="returns a dict, so target= must be a function"):
         R.saliency(Pairs(), torch.rand(2, 3))
     with pytest.raises(th.RecipeError, match=r"output is \[3, 4\].*\n.*target=\(0, 0\)"):
         R.saliency(nn.Identity(), torch.rand(2, 3, 4))

@@ -122,7 +122,7 @@ def test_tokens_of_a_vision_transformer_are_laid_out():
 @pytest.mark.parametrize("recipe", [R.gradcam, R.gradcam_plus_plus, R.layercam, R.scorecam, R.guided_gradcam])
 def test_what_has_no_map_is_said(recipe):
     model, x = reused(), images(1)
-    with pytest.raises(th.RecipeError, match=r"spatial map.*'fc' passes \[1, 5\].*\n.*earlier point"):
+    with pytest.raises(th.RecipeError, match=r"spatial map.*the value at 'fc' is \[1, 5\].*\n.*earlier point"):
         recipe(model, x, point="fc", target=TARGET)
     with pytest.raises(th.AddressError, match="conv2"):
         recipe(model, x, point="conv22", target=TARGET)

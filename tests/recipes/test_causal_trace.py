@@ -114,7 +114,7 @@ def test_bad_input_is_told(case):
     )
     with pytest.raises(th.RecipeError, match=r"one example is traced at a time.*\[2, 6, 16\]"):
         trace(lm_toys.ids())
-    with pytest.raises(th.RecipeError, match="subject= are positions of the 6 that there are, 0 to 5; got 9"):
+    with pytest.raises(th.RecipeError, match="subject= are positions from 0 to 5; got 9"):
         trace(subject=[9])
     with pytest.raises(th.RecipeError, match="got none"):
         trace(subject=[])

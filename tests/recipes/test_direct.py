@@ -71,9 +71,9 @@ def test_heads_add_up_to_their_attention_and_each_is_its_part_of_the_projection(
 
 def test_a_projection_is_linear_and_has_heads_of_one_width():
     build, points, projections = HEADS["gpt2"]
-    with pytest.raises(th.RecipeError, match="16 wide, and cannot be of 3 heads"):
+    with pytest.raises(th.RecipeError, match="16 features, which cannot be divided into 3 heads"):
         th.recipes.direct_logits(build(), lm_toys.ids(), points=points, heads={projections: 3}, target=7)
-    with pytest.raises(th.RecipeError, match="does not add up to what it gives"):
+    with pytest.raises(th.RecipeError, match="do not add up to its output"):
         th.recipes.direct_logits(
             build(),
             lm_toys.ids(),
@@ -81,7 +81,7 @@ def test_a_projection_is_linear_and_has_heads_of_one_width():
             heads={"transformer.h.*.mlp": 2},
             target=7,
         )
-    with pytest.raises(th.RecipeError, match="does not add up to the stream"):  # Attention would count twice.
+    with pytest.raises(th.RecipeError, match="do not add up to the stream"):  # Attention would count twice.
         th.recipes.direct_logits(build(), lm_toys.ids(), points=MODELS["gpt2"][1], heads={projections: 2}, target=7)
 
 
@@ -140,7 +140,7 @@ def test_a_norm_whose_weight_counts_from_one():
 
 def test_what_does_not_add_up_is_refused(case):
     model, points = case
-    with pytest.raises(th.RecipeError, match=r"does not add up to the stream: off by .*\n.*everything that is added"):
+    with pytest.raises(th.RecipeError, match=r"do not add up to the stream: off by .*\n.*everything that is added"):
         th.recipes.direct_logits(model, lm_toys.ids(), points=points[1:], target=7)
 
 
@@ -149,7 +149,7 @@ def test_a_norm_behind_the_parts_is_refused_until_the_points_are_those_that_are_
     model.config.final_logit_softcapping = None
     layers = "model.layers.*"
     embedding = "model.embed_tokens"
-    with pytest.raises(th.RecipeError, match="does not add up to the stream"):
+    with pytest.raises(th.RecipeError, match="do not add up to the stream"):
         th.recipes.direct_logits(model, lm_toys.ids(), points=[embedding, f"{layers}.{{self_attn,mlp}}"], target=7)
     norms = f"{layers}.{{post_attention_layernorm,post_feedforward_layernorm}}"
     found = th.recipes.direct_logits(model, lm_toys.ids(), points=[embedding, norms], target=7)
@@ -160,7 +160,7 @@ def test_bad_input_is_told_and_a_result_draws_itself(case):
     model, points = case
     with pytest.raises(th.RecipeError, match="a token is 0 to 49; got 50"):
         th.recipes.direct_logits(model, lm_toys.ids(), points=points, target=50)
-    with pytest.raises(th.RecipeError, match="passes 0 tensors of the stream's shape"):
+    with pytest.raises(th.RecipeError, match="has 0 tensors of the stream's shape"):
         th.recipes.direct_logits(model, lm_toys.ids(), points=[*points, ":return"], target=5)
     found = th.recipes.direct_logits(model, lm_toys.ids(), points=points, target=5)
     assert "checked to" in repr(found)

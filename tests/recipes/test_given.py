@@ -71,7 +71,7 @@ def test_what_takes_all_calls_takes_them_all(model):
     found = R.channel_ablation(model, X, point="relu", target=1)
     with torch.no_grad():
         torch.testing.assert_close(found.attribution[:, 2], model(X)[:, 1] - without)
-    assert "passed 2 times: each time without the channel" in found.how[0]
+    assert "reached 2 times; the channel is removed each time" in found.how[0]
     with th.edit(model, {"relu#0": th.zero(), "relu#1": th.zero()}), torch.no_grad():
         nothing = total(model(X))
     torch.testing.assert_close(R.ablate(model, X, points="relu", metric=total).values.flatten()[0], nothing)

@@ -131,9 +131,9 @@ def test_an_untrained_tuned_lens_is_the_logit_lens_and_a_trained_one_is_nearer()
 def test_bad_input_is_told(case):
     model, points, norm = case
     first = next(name for name, each in model.named_modules() if type(each) is type(model.get_submodule(norm)))
-    with pytest.raises(th.RecipeError, match="the stream that is read is"):
+    with pytest.raises(th.RecipeError, match="but the stream is"):
         th.recipes.logit_lens(model, lm_toys.ids(), points="lm_head" if hasattr(model, "lm_head") else "embed_out")
-    with pytest.raises(th.RecipeError, match="does not tell which module makes its scores"):
+    with pytest.raises(th.RecipeError, match=r"the module that computes the scores of .* is unknown"):
         th.recipes.logit_lens(Turning(), lm_toys.ids() % 30, points="layers.*")
     with pytest.raises(th.RecipeError, match="does not give the model's scores"):
         th.recipes.logit_lens(model, lm_toys.ids(), points=points, norm=first)
@@ -142,6 +142,6 @@ def test_bad_input_is_told(case):
     found = th.recipes.logit_lens(model, lm_toys.ids(), points=points)
     with pytest.raises(th.RecipeError, match="token 50 is not in the vocabulary: 0 to 49"):
         found.rank(50)
-    assert "same first choice" in repr(found)
+    assert "same top token" in repr(found)
     assert len(found.show(decode=lambda token: f"<{token}>").axes[0].texts) == 18
     assert len(th.recipes.logit_lens(model, lm_toys.ids(), points=points, at=th.at[:, -1]).show().axes[0].texts) == 3

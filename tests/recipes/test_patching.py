@@ -205,7 +205,7 @@ def test_what_cannot_be_traced_is_said(gpt2):
         patching.activation(gpt2, [CLEAN], [CORRUPT, CORRUPT], points="transformer.h.*", metric=metric)
     with pytest.raises(th.AddressError):
         patching.activation(gpt2, CLEAN, CORRUPT, points="transformer.x.*", metric=metric)
-    with pytest.raises(th.RecipeError, match="comes after the receivers"):
+    with pytest.raises(th.RecipeError, match="runs after the receivers"):
         patching.path(
             gpt2, CLEAN, CORRUPT, senders="transformer.h.2.mlp", receivers="transformer.h.0.mlp:in",
             freeze="transformer.h.*.mlp", metric=metric,

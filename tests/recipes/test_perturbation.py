@@ -90,7 +90,7 @@ def test_channel_ablation_of_one_call_and_of_all():
     with untouched(model):
         both = R.channel_ablation(model, x, point="relu", target=TARGET)
     torch.testing.assert_close(both.attribution, base[:, None] - torch.stack(every, 1))
-    assert "passed 2 times" in both.how[0]
+    assert "reached 2 times" in both.how[0]
     some = R.channel_ablation(model, x, point="relu#1", target=TARGET, channels=[4, 1])
     torch.testing.assert_close(some.attribution, found.attribution[:, [4, 1]])
 

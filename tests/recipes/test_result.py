@@ -47,7 +47,7 @@ def test_tokens_are_a_strip_with_labels():
     found = R.layer_integrated_gradients(Tokens(), torch.tensor([[1, 2, 3]]), point="embed", target=0, steps=5)
     axes = found.show(labels=["a", "b", "c"]).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
-    with pytest.raises(th.RecipeError, match="3 places along the strip, and 1 labels"):
+    with pytest.raises(th.RecipeError, match="3 places along the strip, but 1 labels"):
         found.show(labels=["a"])
 
 

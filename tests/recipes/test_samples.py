@@ -128,7 +128,7 @@ class Masked(nn.Module):
 def test_what_cannot_be_told_apart_is_refused_not_guessed():
     model, x = Masked(), torch.randn(5, 4)
     agrees(model, x, scores_loss)
-    with pytest.raises(th.RecipeError, match=r"'' \(Masked\) has parameters of its own"):
+    with pytest.raises(th.RecipeError, match=r"'' \(Masked\) has its own parameters"):
         th.recipes.per_sample_gradients(model, (x, torch.rand(5, 4)), lambda out: scores_loss(out, slice(None)))
     model.scale.requires_grad_(requires_grad=False)
     found = th.recipes.per_sample_gradients(model, (x, torch.rand(5, 4)), lambda out: scores_loss(out, slice(None)))
@@ -244,7 +244,7 @@ def test_frozen_parts_of_such_layers_have_no_gradient():
 def test_such_layers_refuse_what_cannot_be_told_apart():
     ask = th.recipes.per_sample_gradients
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
-    with pytest.raises(th.RecipeError, match=r"'self_attn' \(MultiheadAttention\).*it draws at random"):
+    with pytest.raises(th.RecipeError, match=r"'self_attn' \(MultiheadAttention\).*it uses random numbers"):
         ask(layer, torch.randn(3, 5, 8), lambda out: out.mean((1, 2)))
 
     class Packs(nn.Module):
@@ -256,10 +256,10 @@ def test_such_layers_refuse_what_cannot_be_told_apart():
             packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2, 1], batch_first=True)
             return self.inner(packed)[1][-1].sum(1)
 
-    with pytest.raises(th.RecipeError, match="'inner' is given a PackedSequence: give a tensor"):
+    with pytest.raises(th.RecipeError, match="'inner' has a PackedSequence as input; pass a padded tensor"):
         ask(Packs(), torch.randn(3, 5, 4), lambda out: out)
     wrong = Recurrent(nn.GRU, batch_first=True)
     wrong.inner.batch_first = False
     wrong.forward = lambda x: wrong.inner(wrong.before(x))[0].sum((1, 2))
-    with pytest.raises(th.RecipeError, match="dimension 1 has to be the 3 examples"):
+    with pytest.raises(th.RecipeError, match="dimension 1 must be the 3 examples"):
         ask(wrong, torch.randn(3, 5, 4), lambda out: out)

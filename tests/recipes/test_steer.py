@@ -130,7 +130,7 @@ def test_a_mask_that_does_not_fit_the_value_is_refused():
             return self.inner(x[:, 0]) * attention_mask[:, :1]
 
     given = (torch.randn(2, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    with pytest.raises(th.RecipeError, match=r"the value is \[2, 4\].*cannot say which of it is padding"):
+    with pytest.raises(th.RecipeError, match=r"the value is \[2, 4\].*does not fit its first dimensions"):
         th.recipes.steering(First(), given, given, point="inner")
 
 

@@ -169,7 +169,7 @@ def test_an_input_that_needs_no_gradient_says_so_and_the_others_have_theirs():
     with th.record(model, ":input1", ":input2", grad=True) as tape:
         model(x, X).sum().backward()
     same(tape.grad[":input1"], x.grad)
-    with pytest.raises(th.GradientError, match=r"':input2'.*did not require one"):
+    with pytest.raises(th.GradientError, match=r"':input2'.*does not require grad"):
         tape.grad[":input2"]
 
 

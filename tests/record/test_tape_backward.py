@@ -111,7 +111,7 @@ def test_a_loss_that_is_no_number_needs_its_own_gradient():
     model = net()
     with th.record(model, "3", grad=True) as tape:
         y = model(X)
-        with pytest.raises(th.GradientError, match=r"float32\[4, 1\] and no single number"):
+        with pytest.raises(th.GradientError, match=r"float32\[4, 1\], not a single number"):
             tape.backward(y)
         tape.backward(y, torch.full_like(y, 2.0))
     same(tape.grad["3"], (2 * model[4].weight.detach()).expand(4, 5))
@@ -144,7 +144,7 @@ def test_edits_of_gradients_take_part():
     [
         (lambda y: y.detach().sum(), "requires no gradient"),
         (lambda y: 3.0, "a tensor; got a float"),
-        (lambda y: nn.Parameter(torch.ones(())) * 2, "depends on no recorded point"),
+        (lambda y: nn.Parameter(torch.ones(())) * 2, "does not depend on any recorded point"),
     ],
 )
 def test_a_loss_that_cannot_serve_says_why(loss, said):

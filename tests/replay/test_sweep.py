@@ -154,7 +154,7 @@ def test_a_model_whose_examples_meddle_is_run_case_by_case_and_says_so():
     x = torch.randn(3, 4)
     with pytest.warns(th.TenterhookWarning, match=r"changes its buffers \('1.running_mean' and 2 more\)"):
         found = th.sweep(model, cases, lambda output: output.sum(), x)
-    assert any("one case at a time" in line and "comes out otherwise" in line for line in found.how)
+    assert any("one case at a time" in line and "gives another result" in line for line in found.how)
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(model, case):
             torch.testing.assert_close(value, model(x).sum())
@@ -345,7 +345,7 @@ class Drifting(nn.Module):
 def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatch):
     from tenterhook.replay import call_server as serve
 
-    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    monkeypatch.setattr(serve.CallServer, "waits_for", ("cpu", "cuda"))
     model = Drifting()
     cases = [{point: th.scale(float(factor))} for point in ("two", "out") for factor in range(1, 5)]
     decimal.getcontext().prec = 1
@@ -360,7 +360,7 @@ def test_comparisons_that_are_not_waited_for_are_looked_at_in_the_end(monkeypatc
 def test_comparisons_that_hold_cost_no_second_run(monkeypatch, gpt2):
     from tenterhook.replay import call_server as serve
 
-    monkeypatch.setattr(serve.Server, "waits_for", ("cpu", "cuda"))
+    monkeypatch.setattr(serve.CallServer, "waits_for", ("cpu", "cuda"))
     cases = th.grid(lambda layer, by: {f"transformer.h.{layer}": th.scale(by)}, layer=range(3), by=[0.5, 2.0, 3.0])
     found = th.sweep(gpt2, cases, difference, IDS, use_cache=False, batch=4)
     assert found.served.runs == 3
@@ -406,7 +406,7 @@ def test_examples_that_meddle_in_one_direction_only_are_found_out(behind, groups
     points = ("zero", "one") if groups == 2 else ("one",)
     cases = [{point: th.scale(float(factor))} for point in points for factor in range(2, 6)]
     found = th.sweep(model, cases, lambda output: output.sum(), x)
-    assert any("one case at a time" in line and "the unedited input comes out otherwise" in line for line in found.how)
+    assert any("one case at a time" in line and "the unedited input gives another result" in line for line in found.how)
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(model, case):
             assert torch.equal(value, model(x).sum())
@@ -436,7 +436,7 @@ def test_groups_join_a_batch_where_they_begin(gpt2):
     with untouched(gpt2):
         found = th.sweep(gpt2, cases, difference, IDS, use_cache=False)
     check(gpt2, cases, found)
-    assert "cases that begin later joined a batch that was under way" in found.how
+    assert "cases with later edits joined a running batch" in found.how
     # The dropout hands its input on: its group is the first, and by itself. All others share a batch.
     assert found.served.runs == 2
 
@@ -454,14 +454,14 @@ def test_what_comes_out_otherwise_for_those_that_joined_is_run_again(monkeypatch
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(1, 4)
     cases = [{str(layer): th.scale(float(factor))} for layer in range(3) for factor in range(1, 5)]
-    true = joining.Joins.__call__
+    true = joining.GrowingBatch.__call__
 
     def wrong(self, value, context):
         joined = true(self, value, context)
         joined[value.shape[0] :] += 1
         return joined
 
-    monkeypatch.setattr(joining.Joins, "__call__", wrong)
+    monkeypatch.setattr(joining.GrowingBatch, "__call__", wrong)
     found = th.sweep(model, cases, lambda output: output.sum(), x)
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(model, case):

@@ -151,7 +151,7 @@ def test_ordinary_models_are_run_as_batches():
         model, x = Mixed(draw.choice(mixes)), torch.randn(2, 6)
         cases = drawn_cases(draw)
         found = swept(model, cases, x)
-        batched += any("cases were run as batches" in line for line in found.how)
+        batched += any("cases ran in batches" in line for line in found.how)
         for case, value in zip(cases, found.values, strict=True):
             torch.testing.assert_close(value, alone(model, case, x))
     assert batched == 20

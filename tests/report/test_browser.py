@@ -158,7 +158,7 @@ def test_search_finds_and_enter_goes_there(show, file):
     page.keyboard.press("Enter")
     expect(page.locator("h2")).to_contain_text("blocks.1.1")
     page.fill("#query", "no such thing")
-    expect(page.locator("#rows")).to_contain_text("Nothing of that name.")
+    expect(page.locator("#rows")).to_contain_text("No matching points.")
     page.keyboard.press("Escape")
     assert row(page, "stem").count() == 1
 
@@ -453,7 +453,7 @@ def test_what_has_no_picture_is_told_in_words_and_a_small_page_leaves_pictures_o
     assert page.title() == "10 results"
     expect(page.locator(".figure").first).to_contain_text("is no picture")
     assert 0 < page.locator(".figure img").count() < 9
-    expect(page.locator(".figure").last).to_contain_text("larger than allowed")
+    expect(page.locator(".figure").last).to_contain_text("maximum size of the page")
 
 
 def test_charts_and_tables_alone_make_a_page(show, tmp_path):
@@ -648,7 +648,7 @@ def test_of_several_lines_none_is_claimed_unless_the_address_names_it(show, tmp_
     page = show(tmp_path / "name.html")
     page.locator(".chips button", has_text="#1").click()
     expect(page.locator(".source")).to_contain_text(f"test_browser.py, lines {first}, {first + 1}")
-    expect(page.locator(".source")).to_contain_text("does not say which")
+    expect(page.locator(".source")).to_contain_text("does not store which")
     write_tapes(tmp_path / "place.html", through(torch.ones(2, 3), Twice(), ":y[1]"))
     page = show(tmp_path / "place.html")
     expect(page.locator(".source")).to_contain_text(f"test_browser.py:{first + 1}")
@@ -724,11 +724,11 @@ def test_findings_of_one_kind_are_one_entry_with_details(show, tmp_path):
 def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):
     write_tapes(tmp_path / "page.html", through(torch.full((2, 4), torch.nan)))
     page = show(tmp_path / "page.html")
-    expect(page.locator(".remarks li")).to_have_text("0: the first value with NaN, 8 of 8")
+    expect(page.locator(".remarks li")).to_have_text("0: the first value with NaN: 8 of 8 elements")
     assert page.locator(".sizes").count() == 0  # No size is known.
     page = show(file)
     expect(page.locator(".sizes")).to_contain_text("valuesgradientssize (rms)")
-    expect(page.locator("#depth")).to_contain_text("modules, in the order in which values passed")
+    expect(page.locator("#depth")).to_contain_text("modules, in order of execution")
 
 
 def test_many_lines_have_colours_of_their_own(show, tmp_path):

@@ -24,7 +24,7 @@ def watched(steps=5, layers=4):
 def test_the_page_of_a_watch_has_its_series_its_findings_and_its_numbers(tmp_path):
     watch = watched()
     page = watch_page(watch)
-    values = next(chart for chart in page.charts if chart.title == "spread of values")
+    values = next(chart for chart in page.charts if chart.title == "standard deviation of values")
     assert list(values.x) == [0, 1, 2, 3, 4]
     assert values.series["0"][:2] == [pytest.approx(watch.series("0", "std")[step]) for step in (0, 1)]
     assert "NaN" in page.remarks[0]["text"]
@@ -57,8 +57,8 @@ def test_what_recipes_found_stands_on_the_page_of_a_watch(tmp_path):
 
 
 def test_what_is_none_of_these_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="of a watch, or of what recipes found; got a Linear"):
+    with pytest.raises(TypeError, match="a watch, or results of recipes; got a Linear"):
         th.page(tmp_path / "page.html", nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="also= is what recipes found, or matplotlib figures; got a Linear"):
+    with pytest.raises(TypeError, match="also= takes results of recipes or matplotlib figures; got a Linear"):
         th.page(tmp_path / "page.html", watched(), also=[nn.Linear(1, 1)])
     assert not list(tmp_path.iterdir())

@@ -200,4 +200,4 @@ def test_nan_is_counted_and_named_as_ever():
         x[1] = float("nan")
         model(x).sum().backward()
     assert w.row("0")["nan"] == 3000
-    assert "came in with what the model was given" in str(w.nonfinite)
+    assert "input of the model already contained it" in str(w.nonfinite)

@@ -40,7 +40,7 @@ def test_the_last_steps_are_left_where_a_nan_was_found(tmp_path):
     assert w.blackbox == file
     box = th.blackbox(file)
     assert box.steps == [7, 8, 9, 10, 11]
-    assert "step 9: the value of '0' holds" in box.wrong[0]
+    assert "step 9: the value of '0' contains" in box.wrong[0]
     pages = {page.step: page for page in w.pages}
     for step in box.steps:
         assert box.series("2", "norm", "gradients")[step] == pages[step].column("norm", "gradients")["2"]

@@ -70,8 +70,8 @@ def test_a_backward_pass_inside_the_forward_is_seen_in_every_step(times):
                 assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5), step
 
 
-SURE = "a backward pass ran while the model was called, for the first time in step {}"
-PERHAPS = "a backward pass that did not begin at what the model returned ran in or after its call in step {}"
+SURE = "a backward pass ran inside a call of the model, for the first time in step {}"
+PERHAPS = "a backward pass that did not start at the model's output ran during or after the model's call in step {}"
 
 
 @pytest.mark.usefixtures("_way")
@@ -107,7 +107,7 @@ def test_passes_of_another_model_in_every_step_are_no_surprise():
                 model(leaf(x)).backward()
                 watch.step()
                 assert watch.row("first", "gradients")["last"]["norm"] == pytest.approx(expected, rel=1e-5)
-    assert watch._patience._asks
+    assert watch._deferred_hooks._asks
 
 
 @pytest.mark.usefixtures("_way")
@@ -157,7 +157,7 @@ def test_the_passes_of_steps_between_are_no_surprise(calls):
                 for _ in range(calls):
                     model(leaf(x)).backward()
                 watch.step()
-    assert watch._patience._lasts
+    assert watch._deferred_hooks._lasts
     assert len(watch.series("first", "norm", "gradients")) == 7
 
 
@@ -267,7 +267,7 @@ def test_one_that_did_not_do_so_before_is_told_of(gives):
             model(x).backward()
             watch.step()
         model.part.gives = gives
-        with pytest.warns(th.TenterhookWarning, match="'part' returned what there was before it was called"):
+        with pytest.warns(th.TenterhookWarning, match="'part' returned a tensor that existed before its call"):
             model(x).backward()
         watch.step()
         assert watch.row("part", "gradients")["last"]["step"] == 3, "nothing is told of that step"

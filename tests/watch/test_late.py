@@ -91,9 +91,9 @@ def test_steps_are_published_together_but_whoever_looks_sees_them_all():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with th.watch(model, optimizer=optimizer) as w:
         steps(w, model, optimizer, AT_ONCE)
-        assert len(w._books.pages) == AT_ONCE  # From here on they wait for each other.
+        assert len(w._history.pages) == AT_ONCE  # From here on they wait for each other.
         steps(w, model, optimizer, 3)
-        assert len(w._books.pages) == AT_ONCE
+        assert len(w._history.pages) == AT_ONCE
         assert [page.step for page in w.pages] == list(range(AT_ONCE + 3))
         steps(w, model, optimizer, 2)
         assert w.row("a")["steps"] == AT_ONCE + 5

@@ -65,13 +65,13 @@ def test_the_page_shows_a_watch_while_it_runs(page):
         page.fill("#find", "bias")
         expect(page.locator("#rows tr")).to_have_count(2)
         page.fill("#find", "no such thing")
-        expect(page.locator("#none")).to_have_text("Nothing of that name.")
+        expect(page.locator("#none")).to_have_text("No matching points.")
         page.fill("#find", "")
         page.locator("#kinds button", has_text="values").click()
 
         train(float("nan"))
         expect(page.locator("#state")).to_contain_text("3 steps")  # Without a reload.
-        expect(page.locator("#wrong")).to_contain_text("was in the input of the model")
+        expect(page.locator("#wrong")).to_contain_text("input of the model already contained it")
         expect(page.locator("#rows tr.bad")).to_have_count(4)
         assert page.wrong == []
     expect(page.locator("#state")).to_contain_text("the watch has ended")
@@ -153,7 +153,7 @@ def test_a_gaussian_has_one_hump_on_an_axis_of_values(page):
             assert len({round(b[0] - a[0], 6) for a, b in itertools.pairwise(boxes)}) == 1  # One width.
             seen[row.locator("td").first.inner_text()] = [height for _, height in boxes]
             title = row.locator("svg title").first.text_content()
-            assert ("of the values are beyond" in title) is (row.locator("td").first.inner_text() == "far")
+            assert ("of the values are outside this range" in title) is (row.locator("td").first.inner_text() == "far")
         assert {name: humps(heights) for name, heights in seen.items()} == {"wide": 1, "shifted": 1, "two": 2, "far": 1}
         zero = page.locator("#rows tr", has_text="wide").locator("svg line")
         assert 35 < float(zero.get_attribute("x1")) < 55  # About the middle of 90 pixels.

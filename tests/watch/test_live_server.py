@@ -56,7 +56,7 @@ def test_the_page_shows_numbers_that_move_on_while_training_runs():
         model(torch.full((2, 4), float("nan"))).sum().backward()
         w.step()
         found = json.loads(get(url + "numbers?found=9"), parse_constant=pytest.fail)  # A browser would refuse a NaN.
-        assert "was in the input of the model" in found["nonfinite"]
+        assert "input of the model already contained it" in found["nonfinite"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(url + "../etc/passwd")
         with pytest.raises(urllib.error.HTTPError, match="403"):
@@ -123,7 +123,7 @@ def test_a_port_in_use_is_a_clear_error():
         with pytest.raises(th.SessionError, match=rf"cannot serve on port {port} .*Choose another port"):
             w.serve(port)
         assert w.serve().startswith("http://127.0.0.1:")
-    with pytest.raises(ValueError, match="a port is a number"), th.watch(model) as w:
+    with pytest.raises(ValueError, match="port must be an integer"), th.watch(model) as w:
         w.serve(-1)
 
 
@@ -156,7 +156,7 @@ def test_the_sixty_fifth_connection_is_refused_in_words_and_one_that_ends_makes_
         with socket.create_connection(address, timeout=10) as more:
             answer = ask(more)
             assert answer.startswith(b"HTTP/1.1 503")
-            assert b"64 connections are open, which is the most there can be" in answer
+            assert b"64 connections are open, which is the maximum" in answer
         held[0].close()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
@@ -230,17 +230,17 @@ def test_nothing_is_published_for_a_page_that_nobody_asks_for():
         for _ in range(12):
             model(torch.randn(2, 4)).sum().backward()
             w.step()
-        assert len(w._books.pages) == 8  # The others wait, to be published together.
+        assert len(w._history.pages) == 8  # The others wait, to be published together.
         get(url + "numbers")
         model(torch.randn(2, 4)).sum().backward()
         w.step()
-        assert len(w._books.pages) == 13
+        assert len(w._history.pages) == 13
 
 
 def test_readers_of_the_same_rows_share_one_answer(monkeypatch):
     made = []
-    whole = live.Live._made
-    monkeypatch.setattr(live.Live, "_made", lambda self, view: made.append(view) or whole(self, view))
+    whole = live.LiveUpdates._made
+    monkeypatch.setattr(live.LiveUpdates, "_made", lambda self, view: made.append(view) or whole(self, view))
     with th.watch(nn.Linear(2, 2)) as w:
         url = w.serve()
         answers = {get(f"{url}numbers?since=3&count=40") for _ in range(5)}

@@ -99,7 +99,7 @@ def test_what_came_in_is_told_apart_from_what_was_born_there():
     found = watched(Model("none"), x).nonfinite
     assert found.address == "a.first"
     assert found.born is None
-    assert found.reason == "It was in the input of the model."
+    assert found.reason == "The input of the model already contained it."
     assert found.inputs["0"]["nan"] == 1
 
 
@@ -137,7 +137,7 @@ def test_a_gradient_is_located_with_its_line():
     assert (found.kind, found.address) == ("gradients", "b.first")
     assert found.born == "b"
     assert found.line.line == line_of(Block.forward, "torch.sqrt")
-    assert "made in the backward pass through 'b'" in found.reason
+    assert "produced in the backward pass through 'b'" in found.reason
     assert found.inputs["gradient"]["nan"] == 0
 
 
@@ -199,7 +199,7 @@ def test_a_bad_loss_is_told_apart():
     with th.watch(model, on_nan="record") as w:
         (model(torch.ones(1, 4)).sum() * float("inf")).backward()
     assert w.nonfinite.address == "c.last"
-    assert "look at the loss" in w.nonfinite.reason
+    assert "Check the loss" in w.nonfinite.reason
 
 
 def test_raising_comes_before_the_parameters_are_changed():
@@ -226,7 +226,7 @@ def test_a_warning_comes_once_and_the_steps_are_counted():
             for _ in range(3):
                 model(torch.ones(4, 4))
     assert [str(each.message).splitlines()[0] for each in caught] == [
-        "step 0: the value of 'b.last' holds 16 NaN, of 16 numbers."
+        "step 0: the value of 'b.last' contains 16 NaN in 16 elements."
     ]
     assert w.nonfinite_steps == [0, 1, 2]
 

@@ -1,1 +1,1 @@
-"""What a tensor looks like: its numbers, and how it is laid out as a picture. Nothing here knows what it is about."""
+"""Display of single tensors: statistics, and the layout as an image."""

@@ -1,4 +1,4 @@
-"""One value that draws itself: as text, for a terminal, and with its pictures in a notebook."""
+"""A display of one value: text, rich output for a terminal, and images in a notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Card"]
 
 
 class Card:
-    """A table and the figure that goes with it, which is drawn when it is looked at."""
+    """A table with its figure. The figure is drawn when the card is displayed."""
 
     def __init__(self, table: Table, draw: Callable[[], Figure]) -> None:
         self._table, self._draw = table, draw

@@ -1,4 +1,4 @@
-"""A tensor, and its gradient, as a matplotlib figure."""
+"""A matplotlib figure of a tensor and its gradient."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["Shown", "figure"]
 
 Shown = tuple[str, Tensor]
-"""a title and what stands under it"""
+"""A title and its tensor."""
 
 MAPS = 64
 SIDE = 512
 LINE = 4096
-# Of the whole width, for the pictures and the histogram; and the height of one row, in inches.
+# Relative widths of the image and the histogram; then the height of one row and the total width, in inches.
 WIDTHS, HEIGHT, WIDTH = (2.6, 1.0), 2.9, 10.0
 MISSING = 'figures need matplotlib: pip install "tenterhook[page]"'
 
 
 def figure(shown: Sequence[Shown], *, module: str = "", parameter: bool = False, maps: int = MAPS) -> Figure:
-    """One row for each tensor: its picture, and the histogram of its values.
+    """Return a figure with one row for each tensor: its image, and the histogram of its values.
 
-    The figure belongs to nobody else: pyplot does not know it, and it needs no display.
+    The figure is not registered with pyplot and needs no display.
     """
     try:
         from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def _histogram(box: Any, tensor: Tensor) -> None:
     width = (found.high - found.low) / len(found.histogram)
     places = [found.low + (number + 0.5) * width for number in range(len(found.histogram))]
     axes.bar(places, found.histogram, width=width or abs(found.low) / 10 or 1.0)
-    if not width:  # All are one value: a narrow bar at it.
+    if not width:  # All values are equal: draw one narrow bar.
         axes.set_xlim(found.low - (abs(found.low) or 5.0), found.low + (abs(found.low) or 5.0))
     axes.set_title(f"mean {found.mean:.3g}, std {found.std:.3g}", fontsize=8)
     axes.tick_params(labelsize=8)

@@ -1,4 +1,4 @@
-"""How a tensor is laid out as a picture: a number, a line, a matrix, or a set of maps."""
+"""The layout of a tensor as an image: a number, a line, a matrix, or a set of maps."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ VECTOR, MATRIX, VOLUME = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The values in the order in which they are drawn: ``[n, rows, columns]``; a vector is one row of one map."""
+    """The values in the order of drawing, with the shape ``[n, rows, columns]``. A vector is one row of one map."""
 
     kind: Kind
     values: Tensor
     axes: tuple[str, str, str]
-    """what the maps, the rows and the columns are"""
+    """Labels of the maps, the rows and the columns."""
     whole: tuple[int, int, int]
-    """the sizes before anything was left out or pooled"""
+    """The sizes before anything was left out or pooled."""
     example: tuple[int, int] | None = None
-    """which entry of the first dimension this is, and of how many"""
+    """The index of this example in the first dimension, and the size of that dimension."""
 
     def bounded(self, maps: int, most_rows: int, most_columns: int) -> Layout:
-        """At most so many maps, and each at most so large: neighbours are then averaged."""
+        """Return a layout with at most ``maps`` maps of limited size. Larger maps are average-pooled."""
         values = self.values[:maps]
         rows, columns = min(values.shape[1], most_rows), min(values.shape[2], most_columns)
         if (rows, columns) != tuple(values.shape[1:]):
@@ -41,16 +41,16 @@ class Layout:
 
 
 def lay_out(tensor: Tensor, *, module: str = "", parameter: bool = False, example: int = 0) -> Layout | None:
-    """Lay out a tensor; None if there is nothing to draw.
+    """Lay out a tensor. Return None if there is nothing to draw.
 
     >>> [lay_out(torch.zeros(shape)).kind for shape in [(), (5,), (1, 5), (2, 5), (1, 7, 5), (2, 3, 8, 8)]]
     ['number', 'vector', 'vector', 'matrix', 'matrix', 'maps']
 
     Args:
-        tensor: any.
-        module: the class of the module that it passed, which tells maps without a batch from a batch of matrices.
+        tensor: any tensor.
+        module: the class name of its module. It distinguishes maps without a batch from a batch of matrices.
         parameter: whether it is a parameter, which has no batch.
-        example: the entry of the batch to show.
+        example: the index in the batch to show.
     """
     values = as_floats(tensor)
     if values is None or not values.numel():
@@ -67,7 +67,7 @@ def lay_out(tensor: Tensor, *, module: str = "", parameter: bool = False, exampl
 
 
 def _images(values: Tensor, module: str) -> Layout:
-    """The maps of one example; where the channels come last, as in many transformers for images, they are put first."""
+    """Return the maps of one example. If the channels are last, as in many vision transformers, move them first."""
     last = values.dim() == VOLUME and values.shape[0] == values.shape[1] != values.shape[2]
     ordered = values.permute(2, 0, 1) if last and not module.endswith("2d") else values.flatten(0, -3)
     return _stack(ordered, ("channel", "row", "column"))
@@ -93,17 +93,18 @@ def _layout(kind: Kind, values: Tensor, axes: tuple[str, str, str]) -> Layout:
 
 
 def beyond(values: Tensor) -> Tensor:
-    """Where values lie beyond every scale, such as the lowest float in a mask."""
+    """Return a mask of the values that are too large for any scale, such as the lowest float in an attention mask."""
     return values.isfinite() & (values.abs() >= BEYOND)
 
 
 def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps in bytes, each on its own scale, with the low and the high end of each; 0 is a value that is no number.
+    """Return maps as bytes, each on its own scale, with the low and high end of each scale. 0 means not finite.
 
     >>> quantised(torch.tensor([[[0.0, 5.0, float("nan")]]]))[0].tolist()
     [[[1, 255, 0]]]
 
-    Where anything lies beyond every scale, 1 and 255 mean that alone, in all maps alike, and values are from 2 to 254.
+    If any value is too large for a scale, then in all maps 1 and 255 mark such values only, and others are from 2 to
+    254.
     """
     values = values.float()
     finite, outside = values.isfinite(), beyond(values)
@@ -113,7 +114,7 @@ def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     none = ~inside.any(-1).any(-1)
     low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
     first, last = (2, 254) if bool(outside.any()) else (1, 255)
-    # Halved, so that the width of the widest range of floats is a float as well.
+    # Halved, so that the widest range of floats does not overflow.
     width = (high / 2 - low / 2).clamp_min(torch.finfo(torch.float32).tiny)
     place = (values / 2 - low[:, None, None] / 2) / width[:, None, None]
     levels = (place.nan_to_num() * (last - first) + first + 0.5).clamp(first, last)

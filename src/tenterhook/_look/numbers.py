@@ -1,4 +1,4 @@
-"""A tensor in numbers: moments, extremes, and a histogram."""
+"""Statistics of a tensor: moments, extremes, and a histogram."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["BEYOND", "Numbers", "as_floats", "moments", "numbers"]
 
 BINS = 48
 FEWEST_BINS = 8
-# How much of the values a picture's scale leaves out at each end, so that one outlier does not turn all else grey.
+# Share of the values that an image's scale omits at each end, so that one outlier does not turn everything else grey.
 TAIL = 0.003
 SAMPLE = 16384
-GOLDEN = 0.6180339887498949  # Steps of this share of the whole fall into no rhythm with rows and columns.
-# Masks put the lowest float there is where they mean minus infinity; no scale can hold that and the rest.
+GOLDEN = 0.6180339887498949  # Steps of this share do not align with rows and columns.
+# Attention masks use the lowest float for minus infinity. No scale can show that together with other values.
 BEYOND = 1e30
-# Where squares of the values are still numbers, and where the places of float32 values among bins are.
+# Limits within which squares of values do not overflow, and within which histc is exact for float32.
 SQUARED, BINNED = 1e140, 1e30
-# What is raised by a kind of tensor, mostly a subclass, that lacks an operation.
+# Errors of tensor types, mostly subclasses, that lack an operation.
 LACKING = (NotImplementedError, RuntimeError, TypeError, AttributeError)
-PART = 2**22  # Values whose counts are exact as float32.
+PART = 2**22  # Number of values up to which float32 counts are exact.
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of one tensor. The moments, extremes and the histogram are those of its finite values.
+    """The statistics of one tensor. Moments, extremes and histogram are those of its finite values.
 
-    Where there is none, they are NaN, and the histogram is empty.
+    Without finite values they are NaN, and the histogram is empty.
     """
 
     count: int
@@ -44,24 +44,24 @@ class Numbers:
     nans: int = 0
     infs: int = 0
     histogram: tuple[int, ...] = ()
-    """counts between ``low`` and ``high``, in bins of one width"""
+    """Counts between ``low`` and ``high``, in bins of equal width."""
     scale: tuple[float, float] = (0.0, 0.0)
-    """between which nearly all values lie"""
+    """The range of nearly all values."""
 
     @property
     def rms(self) -> float:
-        """The root of the mean square: a size that does not grow with the number of values."""
+        """The root mean square, which does not grow with the number of values."""
         finite = self.count - self.nans - self.infs
         return float(self.norm / finite**0.5) if finite else math.nan
 
 
 def as_floats(tensor: Tensor) -> Tensor | None:
-    """The values as dense floats on the CPU, the size of a complex number for the number; None if there are none."""
+    """Return the values as dense floats on the CPU, with complex numbers as their absolute values, or None."""
     if tensor.is_nested or tensor.is_meta or is_fake(tensor):
         return None
     tensor = tensor.detach()
     if tensor.is_quantized or (type(tensor) is not Tensor and hasattr(type(tensor), "dequantize")):
-        tensor = tensor.dequantize()  # Subclasses, such as torchao's, have their own.
+        tensor = tensor.dequantize()  # Subclasses, such as those of torchao, have their own method.
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -70,7 +70,7 @@ def as_floats(tensor: Tensor) -> Tensor | None:
 
 
 def numbers(tensor: Tensor) -> Numbers | None:
-    """The numbers of a tensor; None where it has no values to look at.
+    """Return the statistics of a tensor, or None if it has no readable values.
 
     >>> found = numbers(torch.tensor([0.0, 1.0, 3.0, float("nan")]))
     >>> found.count, found.nans, found.zeros, found.low, found.high
@@ -90,7 +90,7 @@ def numbers(tensor: Tensor) -> Numbers | None:
 
 
 def moments(tensor: Tensor) -> Numbers | None:
-    """The same without the histogram and the scale of a picture."""
+    """Return the statistics of a tensor without histogram and scale."""
     try:
         values = as_floats(tensor)
         return None if values is None else _moments(values.flatten())[0]
@@ -99,10 +99,11 @@ def moments(tensor: Tensor) -> Numbers | None:
 
 
 def _moments(values: Tensor) -> tuple[Numbers, Tensor]:
-    """The moments of values, and those of them that are finite."""
+    """Return the statistics of values, and the finite values."""
     nans = infs = 0
     finite = values
-    if values.numel() and not bool(torch.isfinite(values.sum())):  # A sum shows it in one pass; it may also overflow.
+    # A sum detects non-finite values in one pass. It may also overflow.
+    if values.numel() and not bool(torch.isfinite(values.sum())):
         nans = int(values.isnan().sum())
         infs = int(values.isinf().sum())
         finite = values[values.isfinite()]
@@ -115,7 +116,7 @@ def _moments(values: Tensor) -> tuple[Numbers, Tensor]:
     mean = float(scaled.mean(dtype=torch.float64))
     norm = float(torch.linalg.vector_norm(scaled, dtype=torch.float64))
     variance = max(norm * norm / finite.numel() - mean * mean, 0.0)
-    if variance < 1e-6 * mean * mean:  # The short way has lost its digits.
+    if variance < 1e-6 * mean * mean:  # Cancellation: compute it again in two passes.
         variance = float((scaled.double() - mean).square().mean())
     found = Numbers(
         count=values.numel(),
@@ -143,7 +144,7 @@ def _histogram(values: Tensor, low: float, high: float) -> tuple[int, ...]:
 
 
 def _scale(values: Tensor, low: float, high: float) -> tuple[float, float]:
-    """The range without the outermost values; of a sample, where there are many."""
+    """Return the range without the outermost values, from a sample if there are many."""
     if values.numel() > SAMPLE:
         places = torch.arange(SAMPLE, dtype=torch.float64).mul_(GOLDEN).frac_().mul_(values.numel())
         values = values[places.long()]

@@ -1,4 +1,4 @@
-"""One bar for whatever takes long: in the terminal, on standard error, and only where somebody looks.
+"""A progress bar on standard error, shown only in a terminal.
 
 >>> with bar("harvest", total=3, shown=False) as move:
 ...     for _ in range(3):
@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 class Move(Protocol):
-    """Tells a bar how far the work is: where it stands, or how much further; of how much; and a word about it."""
+    """The function that updates a bar: the amount done or the increment, the total, and a note."""
 
     def __call__(
         self, done: float | None = None, total: float | None = None, *, advance: float | None = None, note: str = ""
@@ -30,18 +30,18 @@ class Move(Protocol):
 def _nowhere(
     done: float | None = None, total: float | None = None, *, advance: float | None = None, note: str = ""
 ) -> None:
-    """A bar that nobody sees."""
+    """Do nothing. It replaces a bar that is not shown."""
 
 
 @contextlib.contextmanager
 def bar(what: str, *, total: float | None = None, shown: bool | None = None, stays: bool = False) -> Iterator[Move]:
-    """A bar with what is done, of how much, since when and how long still; ``with`` gives what moves it.
+    """Show a progress bar with elapsed and remaining time. The ``with`` statement returns the function that updates it.
 
     Args:
-        what: what is going on.
-        total: how much there is to do, if that is known.
-        shown: whether it is drawn; by default, if standard error is a terminal.
-        stays: whether it is left standing at the end.
+        what: the name of the work.
+        total: the total amount of work, if it is known.
+        shown: whether to show the bar. By default, if standard error is a terminal.
+        stays: whether the bar stays in the terminal at the end.
     """
     if not ((sys.stderr is not None and sys.stderr.isatty()) if shown is None else shown):
         yield _nowhere

@@ -68,7 +68,7 @@ def walk(model: nn.Module, *, as_built: bool = False) -> tuple[list[Named], list
     if as_built:
         return _walk(model, as_built=True)
     known = _known.get(model)
-    found = known.again() if known is not None else None
+    found = known.again(model) if known is not None else None
     if found is None:
         found = _walk(model, as_built=False)
         _known[model] = Structure(model, found)
@@ -112,58 +112,68 @@ def named_children(module: nn.Module) -> list[Named]:
 
 
 class Structure:
-    """Which modules stand where in a model, and their names. It keeps none of them alive."""
+    """Which modules stand where in a model, and their names. It keeps none of them alive.
 
-    __slots__ = ("_children", "_firsts", "_leaves", "_modules", "_names", "_others", "_parents", "globs")
+    Modules are known by their position in the list of all children: those of the model first, then those of each
+    module that has any, in the order of that list.
+    """
+
+    __slots__ = ("_alive", "_firsts", "_gone", "_ids", "_leaves", "_names", "_others", "_parents", "globs")
 
     def __init__(self, model: nn.Module, walked: tuple[list[Named], list[Named]]) -> None:
         modules: list[nn.Module | None] = [model]
-        places: dict[nn.Module | None, int] = {model: 0, None: -1}
-        for module in modules:  # It grows meanwhile.
-            for child in children_of(module).values():  # type: ignore[arg-type]
-                if child not in places:
-                    places[child] = len(modules)
-                    modules.append(child)
-        self._modules = [ref(module) for module in modules]
-        self._parents = [place for place, module in enumerate(modules) if children_of(module)]  # type: ignore[arg-type]
-        self._leaves = sorted({*range(len(modules))} - {*self._parents})
-        self._names, children = _children([modules[place] for place in self._parents])
-        self._children = [places[child] for child in children]
+        places: dict[nn.Module, int] = {}
+        self._parents: list[int] = []
+        self._leaves: list[int] = []
+        for place, module in enumerate(modules):  # The list grows meanwhile.
+            if module is not None and module not in places:
+                places[module] = place
+                children = children_of(module)
+                (self._parents if children else self._leaves).append(place)
+                modules += children.values()
+        self._ids, self._names = list(map(id, modules)), self._look(model)[1]
+        # An id can be used again after its module has been collected. The list of collected modules has to be empty.
+        self._gone: list[Any] = []
+        self._alive = [ref(module, self._gone.append) for module in places]
         self.globs: dict[str, Remembered] = {}
         """what globs have found in it"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
-    def modules(self) -> list[Any] | None:
-        """Return the modules, and None behind them, if the model is as it was."""
-        modules: list[Any] = [find() for find in self._modules]
-        if None in modules:
-            return None
-        if any(map(children_of, [modules[place] for place in self._leaves])):
-            return None
-        names, children = _children([modules[place] for place in self._parents])
-        modules.append(None)
-        same = names == self._names and children == [modules[place] for place in self._children]
-        return modules if same else None
+    def _look(self, model: nn.Module) -> tuple[list[Any], list[str]]:
+        """Return the modules of a model, parent after parent, and the names of the children."""
+        modules: list[Any] = [model]
+        names: list[str] = []
+        for place in self._parents:
+            own = children_of(modules[place])
+            names += own.keys()
+            names.append("")  # So that a child that has moved to another parent is noticed.
+            modules += own.values()
+        return modules, names
 
-    def again(self) -> tuple[list[Named], list[Named]] | None:
+    def still_has(self, model: nn.Module) -> list[Any] | None:
+        """Return the modules if all of them stand where they stood; a module without children is not looked into."""
+        if self._gone:
+            return None
+        try:
+            modules, names = self._look(model)
+        except (AttributeError, IndexError):  # There are fewer modules, or None stands in the place of one.
+            return None
+        return modules if names == self._names and list(map(id, modules)) == self._ids else None
+
+    def modules(self, model: nn.Module) -> list[Any] | None:
+        """Return the modules if the model is as it was."""
+        modules = self.still_has(model)
+        if modules is None or any(map(children_of, [modules[place] for place in self._leaves])):
+            return None
+        return modules
+
+    def again(self, model: nn.Module) -> tuple[list[Named], list[Named]] | None:
         """Return what a walk would find, if the model is as it was."""
-        modules = self.modules()
+        modules = self.modules(model)
         if modules is None:
             return None
         firsts, others = ([(path, modules[place]) for path, place in part] for part in (self._firsts, self._others))
         return firsts, others
-
-
-def _children(modules: list[Any]) -> tuple[list[str], list[nn.Module | None]]:
-    """Return the names of all children of these modules, and the children."""
-    names: list[str] = []
-    children: list[nn.Module | None] = []
-    for module in modules:
-        own = children_of(module)
-        names += own.keys()
-        children += own.values()
-        names.append("")  # So that a child that has moved to another parent is noticed.
-    return names, children
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -175,12 +185,12 @@ def structure(model: nn.Module) -> Structure:
 
 
 def structure_and_modules(model: nn.Module) -> tuple[Structure, list[Any]]:
-    """Return the structure of a model, and its modules, with None behind them."""
+    """Return the structure of a model, and its modules by their positions in it."""
     known = _known.get(model)
-    modules = known.modules() if known is not None else None
+    modules = known.modules(model) if known is not None else None
     if known is None or modules is None:
         known = _known[model] = Structure(model, _walk(model, as_built=False))
-        modules = known.modules() or []
+        modules = known.modules(model) or []
     return known, modules
 
 

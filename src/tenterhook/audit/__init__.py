@@ -1,1 +1,1 @@
-"""Every hook on a model and in the process: who put it there, what it costs, what can go wrong with it."""
+"""Listing of every hook on a model and in the process: its owner, its cost and its risks."""

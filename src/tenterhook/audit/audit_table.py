@@ -1,4 +1,4 @@
-"""The rows that an audit is drawn from."""
+"""Table that an audit prints as."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DETAILS = 3
 
 
 def table(model: nn.Module, rows: Sequence[AuditRow]) -> Table:
-    """One line for each row, then each risk in words under the number that marks it."""
+    """Return a table with one line for each row. The footer explains each numbered risk."""
     marks: dict[str, int] = {}
     for row in rows:
         for risk in row.risks:
             marks.setdefault(risk.name, len(marks) + 1)
     hooks = sum(row.table is not None for row in rows)
     others = len(rows) - hooks
-    counts = [_count(hooks, "hook"), *([_count(others, "other thing")] if others else []), _count(len(marks), "risk")]
+    counts = [_count(hooks, "hook"), *([_count(others, "other item")] if others else []), _count(len(marks), "risk")]
     lines = tuple(_line(row, marks) for row in rows[:SHOWN])
     more = [f"… and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
     title = f"{type(model).__name__}: {', '.join(counts)}"

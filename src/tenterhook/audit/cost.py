@@ -1,4 +1,4 @@
-"""What hooks cost: each is wrapped by a clock for a few passes, and everything is put back as it was."""
+"""Measurement of hook costs: a few passes with a timer around each hook. Afterwards all state is restored."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ BACKWARD = frozenset(
         HookKind.GRADIENT, HookKind.GLOBAL_BACKWARD_PRE, HookKind.GLOBAL_FULL_BACKWARD, HookKind.GLOBAL_LEGACY_BACKWARD,
     }
 )  # fmt: skip
-# Hooks after accumulation are left out: they are there to change what is trained, and no gradient is accumulated here.
+# Post-accumulate hooks are excluded: they exist to change the training, and no gradient is accumulated here.
 TIMED = CALL_KINDS | BACKWARD | {HookKind.GLOBAL_FORWARD_PRE, HookKind.GLOBAL_FORWARD}
 
 
 class HookClock:
-    """A hook that counts and times the one that it stands for."""
+    """A wrapper that counts and times the calls of a hook."""
 
     __slots__ = ("calls", "hook", "seconds")
 
@@ -58,17 +58,17 @@ class HookClock:
 
 
 class TimedPass(nn.Module):
-    """One forward and backward pass, inside which the buffers of the model are exchanged for copies.
+    """One forward and backward pass. It runs in ``functional_call``, which replaces the buffers by copies.
 
-    Its own call is no module's call, so that global hooks do not see it.
+    It overrides ``__call__`` so that global module hooks do not see this extra call.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        children_of(self)["model"] = model  # Past the hooks that are told of registrations.
+        children_of(self)["model"] = model  # Direct assignment bypasses the global hooks for module registration.
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
-        """Run, and say whether there was a backward pass."""
+        """Run the pass. Return True if it included a backward pass."""
         model = children_of(self)["model"]
         output = model(*args, **kwargs)  # type: ignore[misc]
         ends = [tensor for _, tensor in tensors(output) if tensor.requires_grad]
@@ -76,20 +76,23 @@ class TimedPass(nn.Module):
         leaves = [tensor for tensor in (*self.parameters(), *given) if tensor.requires_grad]
         if not ends or not leaves:
             return False
-        # Not backward(): that would accumulate into .grad, and run the hooks that train.
+        # backward() would accumulate into .grad and run the post-accumulate hooks, which may train the model.
         torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
         return True
 
 
 def measure(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> dict[AuditRow, HookCost]:
-    """What each hook costs in a pass with these inputs. Backward hooks are left out if there is no backward pass."""
+    """Return the cost of each hook in a pass with these inputs.
+
+    Backward hooks are left out if there is no backward pass.
+    """
     clocks = {row: HookClock(row.hook) for row in rows if row.kind in TIMED and row.table is not None}
     backward = True
     with contextlib.ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model))
         stack.enter_context(_eager(rows))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # The risks say the same, at the hook that they are about.
+        warnings.simplefilter("ignore")  # The risks report the same problems, each at its hook.
         for number in range(PASSES + 1):
             if number == 1:  # The first pass only warms up.
                 for clock in clocks.values():
@@ -100,7 +103,7 @@ def measure(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> dict[AuditRo
 
 
 def _one_pass(model: nn.Module, inputs: Any) -> bool:
-    # Copies for each pass: an in-place operation at the beginning of a model writes into its inputs.
+    # Copy the inputs for each pass: an in-place operation at the start of a model writes into its inputs.
     mine = map_tensors(_copy, inputs)
     args = () if isinstance(mine, Mapping) else mine if isinstance(mine, tuple) else (mine,)
     kwargs = dict(mine) if isinstance(mine, Mapping) else {}
@@ -114,7 +117,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _ticking(clocks: dict[AuditRow, HookClock]) -> Iterator[None]:
-    """Clocks in the places of the hooks; assigning to a key that is there keeps its place in line."""
+    """Replace the hooks by their timers inside the block. Assigning to an existing key keeps the order of the dict."""
     for row, clock in clocks.items():
         if row.table is not None:
             row.table.hooks[row.key] = clock
@@ -126,7 +129,7 @@ def _ticking(clocks: dict[AuditRow, HookClock]) -> Iterator[None]:
                 row.table.hooks[row.key] = row.hook
 
 
-# --- everything as it was ---------------------------------------------------------------------------------------------
+# --- restoring state --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -143,7 +146,7 @@ def _same_random_numbers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager(rows: list[AuditRow]) -> Iterator[None]:
-    """Without the compiler where parts are compiled: clocks in their hooks would have them compiled again."""
+    """Run the block without the compiler if parts are compiled. The timers would cause recompilation."""
     if any(row.kind is HookKind.COMPILED for row in rows):
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -153,10 +156,10 @@ def _eager(rows: list[AuditRow]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, rows: list[AuditRow]) -> Iterator[None]:
-    """Put back what hooks and modules change as they run: attributes, tables, lists, gradients, weights."""
+    """Restore after the block what hooks and modules change: attributes, hook tables, lists, gradients, weights."""
     containers = [(container, copy.copy(container)) for container in _containers(model)]
     gradients: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in model.parameters()]
-    # Only a module's own hooks are likely to write into its weights, and a copy of a whole model may not fit.
+    # Save only the weights of modules that have hooks: hooks rarely write into others, and a copy of all may not fit.
     weights = [(tensor, tensor.detach().clone()) for tensor in _in_reach(rows)]
     try:
         yield
@@ -172,7 +175,7 @@ def _as_it_was(model: nn.Module, rows: list[AuditRow]) -> Iterator[None]:
 
 
 def _containers(model: nn.Module) -> Iterator[Any]:
-    """The dicts, lists and sets in which a model and the process keep their state, as far as hooks can reach them."""
+    """Yield the dicts, lists and sets with the state of the model and the process that hooks can reach."""
     modules = walk(model, as_built=True)[0]
     for _, module in modules:
         yield module.__dict__
@@ -184,7 +187,7 @@ def _containers(model: nn.Module) -> Iterator[Any]:
 
 
 def _refill(container: Any, was: Any) -> None:
-    """Give a container the entries that it had, in their order, if it has others now."""
+    """Restore the saved entries of a container, in their order, if the entries have changed."""
     if isinstance(container, dict):
         same = list(container) == list(was) and all(container[key] is value for key, value in was.items())
     else:

@@ -1,4 +1,4 @@
-"""Who a hook is: the function behind whatever was registered, and the objects that it holds."""
+"""Owner of a hook: the function behind the registered object, and the objects that it references."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tenterhook.pytorch.python_code import closure_values, free_names
 __all__ = ["HookOwner", "can_be_pickled", "held", "innermost", "who"]
 
 DEEPEST = 5
-MOST = 5000  # objects that are looked at behind one hook
+MOST = 5000  # objects to examine for one hook
 
 
 @dataclass(frozen=True, slots=True)
 class HookOwner:
-    """A function: its qualified name, its module, and where it is written."""
+    """A function: its qualified name, its module, and its position in the source."""
 
     name: str
     module: str = ""
@@ -34,12 +34,12 @@ class HookOwner:
 
     @property
     def where(self) -> str:
-        """``file:line``, or nothing where there is no source."""
+        """``file:line``, or an empty string if there is no source."""
         return f"{self.file}:{self.line}" if self.file else ""
 
     @property
     def short(self) -> str:
-        """The same without the folders."""
+        """``file:line`` without the folders."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class HookOwner:
 
 
 def innermost(hook: Any) -> Any:
-    """The function, method or object behind partials, decorators and PyTorch's own wrappers.
+    """Return the function, method or object behind partials, decorators and PyTorch's own wrappers.
 
     >>> innermost(functools.partial(print, "x"))
     <built-in function print>
     """
-    for _ in range(100):  # A chain that closes on itself has no end.
+    for _ in range(100):  # A limit, because a chain of wrappers can be cyclic.
         inner = _inside(hook)
         if inner is None:
             return hook
@@ -68,12 +68,12 @@ def _inside(hook: Any) -> Any:
         return wrapped
     if isinstance(hook, FunctionType) and hook.__module__ == "tenterhook.hooks" and "fn" in free_names(hook.__code__):
         return inspect.getclosurevars(hook).nonlocals["fn"]
-    # Of a method, the function may be decorated, but it is the method that says on what it works.
+    # The function of a method may be decorated, but only the method has the object in ``__self__``.
     return None if isinstance(hook, MethodType) else getattr(hook, "__wrapped__", None)
 
 
 def who(hook: Any) -> HookOwner:
-    """The function behind a hook.
+    """Return the function behind a hook, with its position in the source.
 
     >>> who(functools.partial(inspect.unwrap)).name
     'unwrap'
@@ -82,16 +82,16 @@ def who(hook: Any) -> HookOwner:
     function = inspect.unwrap(inner.__func__) if isinstance(inner, MethodType) else inner
     if isinstance(function, type | FunctionType | BuiltinFunctionType):
         named = function
-    else:  # An object that can be called: its class says what it is.
+    else:  # For a callable object, use the name of its class.
         named = type(function)
-        function = getattr(named, "__call__", None)  # noqa: B004  The method itself is wanted.
+        function = getattr(named, "__call__", None)  # noqa: B004 - needs the method itself, not a test for it
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
     return HookOwner(named.__qualname__, named.__module__ or "", file, line)
 
 
 def can_be_pickled(hook: Any) -> bool:
-    """Whether a pickle can name what is behind a hook: a function or class that its module has under its name.
+    """Return True if pickle can find the hook's function or class by its name in its module.
 
     >>> can_be_pickled(who), can_be_pickled(lambda: None)
     (True, False)
@@ -111,7 +111,7 @@ def can_be_pickled(hook: Any) -> bool:
 
 
 def held(hook: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that a hook keeps alive, or finds in a global container, each with the way to it."""
+    """Yield the objects that a hook keeps alive or reaches through a global container, each with the path to it."""
     todo: deque[tuple[str, Any, int]] = deque([("", hook, 0)])
     seen: set[int] = set()
     while todo and len(seen) < MOST:
@@ -122,7 +122,8 @@ def held(hook: Any) -> Iterator[tuple[str, Any]]:
         if depth:
             yield label, value
         if depth < DEEPEST and not isinstance(value, Tensor | type | str | bytes | int | float):
-            label = "" if callable(value) else label  # A function's variables are known by their own names.
+            # The variables of a function have names of their own, so the path starts again.
+            label = "" if callable(value) else label
             todo += [(label + more, part, depth + 1) for more, part in _parts(value)]
 
 
@@ -139,7 +140,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _items(value)
     elif not inspect.ismodule(value):
         for name, part in getattr(value, "__dict__", {}).items():
-            # A module's tables of hooks lead to other hooks, and its parameters have no history.
+            # Skip a module's hook tables, which lead to other hooks, and its parameters, which have no grad_fn.
             if not isinstance(value, nn.Module) or (name not in OWN_CONTENT and "_hooks" not in name):
                 yield f".{name}", part
 
@@ -150,7 +151,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from _items(function.__kwdefaults__ or {})
     for name in function.__code__.co_names:
         found = function.__globals__.get(name)
-        # Objects of other types are shared by too many to be laid at one hook's door.
+        # Skip globals of other types: many functions share them, so they cannot be attributed to this hook.
         if isinstance(found, Tensor | dict | list | deque):
             yield name, found
     if hasattr(function, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""What can go wrong with what was found. Each check looks at one row and names a risk, or none."""
+"""Risks of the hooks that an audit found. Each check looks at one row and yields the risks that apply."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ LEGACY = HookRisk(
 )
 IN_PLACE = HookRisk(
     "in-place neighbour",
-    "PyTorch's backward hooks hand on views that no in-place operation may touch, so the call may raise.",
+    "PyTorch's backward hooks return views that cannot be changed in place, so the call may raise.",
     "Use tenterhook.hooks.register_backward_hook, or make the operation out of place.",
 )
 GRAPH = HookRisk(
     "holds a graph",
-    "a tensor with a history that the hook can reach keeps its whole graph, with every saved activation, alive.",
+    "the hook references a tensor with a grad_fn, which keeps its graph and all saved activations alive.",
     "Keep tensor.detach(), or record with tenterhook.record.",
 )
 OWN_TENSOR = HookRisk(
     "never freed",
-    "the hook reaches the tensor that it is on, through autograd, where the garbage collector cannot follow.",
-    "Use the argument that the hook is given, or a weakref.",
+    "the hook references its own tensor through autograd, which Python's garbage collector cannot traverse.",
+    "Use the argument of the hook, or a weakref.",
 )
 PARALLEL = HookRisk(
     "data parallel",
-    "replicas run the hook in several threads at once, with the replica as its module; what it sets there is lost.",
+    "replicas run the hook in several threads at once; attributes that it sets on the replica are lost.",
     "Use DistributedDataParallel, or make the hook safe for threads.",
 )
 COMPILED = HookRisk(
     "compiled",
-    "a hook that comes after the first compiled call may be ignored without a word.",
-    "Register hooks before the first call, or call torch.compiler.reset() after.",
+    "a hook that is registered after the first compiled call may be ignored silently.",
+    "Register hooks before the first call, or call torch.compiler.reset() afterwards.",
 )
 FAST_PATH = HookRisk(
     "leaves the fast path",
     "a forward hook at or below an nn.TransformerEncoderLayer makes it take its slower path in eval mode.",
-    "Remove it when you no longer need it; expect the last bits of the output to change as well.",
+    "Remove it when you no longer need it. The last bits of the output differ between the two paths.",
 )
 NO_PICKLE = HookRisk(
     "does not pickle",
-    "a lambda or local function has no name to be pickled by, so torch.save(model) and spawned workers fail.",
-    "Define the function at the top of a file, or save the state_dict.",
+    "pickle cannot find a lambda or local function by name, so torch.save(model) and spawned workers fail.",
+    "Define the function at module level, or save the state_dict.",
 )
 NEVER_CALLED = HookRisk(
     "never called",
-    "the module is not called itself, so its hooks do not run.",
-    "Hook the module around it, or its children.",
+    "the model never calls this module, so its hooks do not run.",
+    "Register the hook on its parent or on its children.",
 )
 TWICE = HookRisk(
     "registered twice",
-    "the same function is on this module more than once, and runs each time.",
+    "the same function is registered on this module more than once, and runs once for each registration.",
     "Remove one, and keep the handle of the other.",
 )
 ELSEWHERE = HookRisk(
     "bound elsewhere",
-    "this forward runs another module's, with that one's weights, as it happens after a deepcopy.",
-    "Delete the instance's forward, and patch the copy by itself.",
+    "this forward runs the forward and the weights of another module, which happens after a deepcopy.",
+    "Delete the forward of the instance, and patch the copy separately.",
 )
 EVERYWHERE = HookRisk(
     "global",
-    "it runs at each call of every module of every model in the process, and all of them lose PyTorch's short way.",
-    "Register it on the modules that you mean.",
+    "it runs at each call of every module in the process, and disables the fast path of nn.Module.__call__.",
+    "Register it on the modules that need it.",
 )
 ANOMALY = HookRisk(
     "anomaly mode",
@@ -90,13 +90,13 @@ ANOMALY = HookRisk(
 )
 NO_EFFECT = HookRisk(
     "no effect",
-    "Python looks __call__ up on the class, so that an instance's own is never called.",
+    "Python looks up __call__ on the class, so the __call__ of an instance is never used.",
     "Set forward, or register a hook.",
 )
 NOT_FIRED = HookRisk(
     "did not fire",
     "the model ran with the given inputs, and the hook was not called.",
-    "Look whether the module is part of that run, and whether its output is a tensor or a tuple of them.",
+    "Check that these inputs reach the module, and that its output is a tensor or a tuple of tensors.",
 )
 
 NATIVE_BACKWARD = (HookKind.FULL_BACKWARD, HookKind.BACKWARD_PRE)
@@ -108,12 +108,12 @@ GLOBAL_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a risk may depend on beyond its row: where each module stands."""
+    """The position of each module in the tree, which some risks depend on."""
 
     above: dict[int, list[nn.Module]]
-    """the modules above each module, the nearest first"""
+    """the ancestors of each module, nearest first"""
     after: dict[int, nn.Module]
-    """the next module under the same parent"""
+    """the next sibling of each module"""
 
     @classmethod
     def of(cls, model: nn.Module) -> Surroundings:
@@ -128,13 +128,13 @@ class Surroundings:
 
 
 def with_risks(model: nn.Module, rows: list[AuditRow]) -> list[AuditRow]:
-    """The same rows, each with its risks."""
+    """Return the same rows, each with its risks."""
     around = Surroundings.of(model)
     return [replace(row, risks=tuple(_risks(row, around))) for row in rows]
 
 
 def _risks(row: AuditRow, around: Surroundings) -> Iterator[HookRisk]:
-    if row.session:  # Sessions of ours have met these risks already, and go by themselves.
+    if row.session:  # tenterhook's sessions avoid these risks and remove their hooks when they close.
         return
     yield from _by_kind(row)
     if row.table is not None:
@@ -173,7 +173,7 @@ def _by_function(row: AuditRow) -> Iterator[HookRisk]:
 
 
 def _holds_for_ever(row: AuditRow, tensor: Tensor) -> bool:
-    # The collector does see through the gradient hooks of a leaf, and through nothing else on a tensor.
+    # On a tensor, the garbage collector traverses only the gradient hooks of a leaf.
     if row.kind is HookKind.GRADIENT and tensor.grad_fn is None:
         return False
     return any(value is tensor or _has(value, tensor) for _, value in held(row.hook))
@@ -184,7 +184,7 @@ def _has(value: Any, tensor: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # Two methods are equal where their objects and functions are the same.
+    # Two bound methods are equal if they have the same object and function.
     return one is other or (isinstance(one, MethodType) and one == other)
 
 
@@ -207,7 +207,7 @@ def _by_place(row: AuditRow, module: nn.Module, around: Surroundings) -> Iterato
 
 
 def _in_place(module: nn.Module, around: Surroundings) -> str:
-    """The in-place operation that would meet the views of a backward hook on this module."""
+    """Return a description of the in-place operation that would fail on the views of a backward hook on this module."""
     if _starts_in_place(module):
         return f"{type(module).__name__} itself"
     following = around.after.get(id(module))
@@ -220,7 +220,7 @@ def _in_place(module: nn.Module, around: Surroundings) -> str:
 
 
 def _starts_in_place(module: nn.Module) -> bool:
-    """Whether the module may change what it is given: by itself, or as a Sequential by its first step."""
+    """Return True if the module, or the first step of a Sequential, may change its input in place."""
     while isinstance(module, nn.Sequential) and len(module):
         module = module[0]
     return changes_in_place(module)
@@ -236,9 +236,9 @@ def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:
     if not can_be_called(module):
         return f"a {type(module).__name__} has no forward"
     if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
-        return "nn.MultiheadAttention uses the weight of its out_proj, and never calls it"
+        return "nn.MultiheadAttention uses the weight of its out_proj and never calls the module"
     if isinstance(parent, torch.jit.ScriptModule):
-        return "a scripted module runs its parts without Python"
+        return "a scripted module runs its submodules without Python"
     return ""
 
 
@@ -247,14 +247,14 @@ def _why_never_called(module: nn.Module, above: list[nn.Module]) -> str:
 
 def _elsewhere(module: nn.Module, forward: Any) -> Iterator[HookRisk]:
     for other in _bound_to(forward):
-        # A wrapper may well go through a module of another class; a module's twin is what a copy leaves behind.
+        # A wrapper may call a module of another class. Another module of the same class suggests a deepcopy.
         if other is not module and type(other) is type(module):
             yield replace(ELSEWHERE, detail=f"another {escape(type(other).__name__)}")
             return
 
 
 def _bound_to(forward: Any) -> Iterator[nn.Module]:
-    """The modules whose methods a forward goes through."""
+    """Yield the modules whose methods a forward calls."""
     if isinstance(forward, functools.partial):
         yield from (value for value in forward.args if isinstance(value, nn.Module))
     candidates = [forward, *(value for label, value in held(forward) if "." not in label)]

@@ -1,4 +1,4 @@
-"""One row of an audit: what was found, where, whose it is, what it costs and what can go wrong with it."""
+"""Row of an audit: a hook or other change, with its place, owner, cost and risks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CALL_KINDS", "AuditRow", "HookCost", "HookKind", "HookRisk", "HookTa
 
 
 class HookKind(enum.StrEnum):
-    """What kinds of things an audit finds; each is also its own text, as in ``found.kind == "forward"``."""
+    """Kinds of things that an audit finds. Each one equals its text, as in ``found.kind == "forward"``."""
 
     FORWARD_PRE = "forward pre"
     FORWARD = "forward"
@@ -49,7 +49,7 @@ class HookKind(enum.StrEnum):
     ANOMALY = "anomaly mode"
 
 
-# The kinds that belong to a module's calls: what a module that is never called never runs.
+# Kinds that run only if their module is called.
 CALL_KINDS = frozenset(
     {
         HookKind.FORWARD_PRE, HookKind.FORWARD, HookKind.BACKWARD_PRE, HookKind.FULL_BACKWARD, HookKind.LEGACY_BACKWARD,
@@ -60,7 +60,7 @@ CALL_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class HookRisk:
-    """Something that can go wrong: its name, why it does, what to do about it, and what it was seen by here."""
+    """A possible problem: its name, its cause, its fix, and the detail that was found here."""
 
     name: str
     why: str
@@ -74,7 +74,7 @@ class HookRisk:
 
 @dataclass(frozen=True, slots=True)
 class HookCost:
-    """How often a hook ran in one pass, and how many microseconds each run took."""
+    """Number of calls of a hook in one pass, and microseconds for each call."""
 
     calls: int
     microseconds: float
@@ -85,9 +85,9 @@ class HookCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HookTable:
-    """A dict in which PyTorch, or ``tenterhook.hooks``, keeps hooks of one kind, with the flags that stand beside it.
+    """A dict in which PyTorch or ``tenterhook.hooks`` stores hooks of one kind, with the dicts for their options.
 
-    ``remove`` takes the entry of a key away, with all that the registration put in beside it.
+    ``remove`` deletes the entry of a key, and everything else that the registration stored for it.
     """
 
     kind: HookKind
@@ -96,37 +96,37 @@ class HookTable:
     remove: Callable[[Any], None]
 
     def flags(self, key: Any) -> tuple[str, ...]:
-        """The options that the hook of this key was registered with."""
+        """Return the options that the hook of this key was registered with."""
         return tuple(flag for flag, side in self.sides.items() if side.get(key))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuditRow:
-    """One thing that an audit found."""
+    """A hook, or another change of the standard behaviour, that an audit found."""
 
     address: str
-    """of the module, parameter or buffer; empty for what stands in the process"""
+    """address of the module, parameter or buffer; empty for findings of the whole process"""
     kind: HookKind
     order: int
-    """1 is the first to run among those of its kind there, global ones included; 0 where there is no such order"""
+    """position among the hooks of its kind at this place, global hooks included; 1 runs first, 0 means no order"""
     who: HookOwner
-    """the function behind it, and where that is written"""
+    """the function behind the hook, and its position in the source"""
     hook: Any = field(repr=False)
-    """the object that was registered"""
+    """the registered object"""
     key: Any = None
-    """its key in PyTorch's table, which is the ``id`` of its handle"""
+    """its key in PyTorch's dict, which is the ``id`` of its handle"""
     flags: tuple[str, ...] = ()
     note: str = ""
-    """what is known about it beyond its kind"""
+    """additional information"""
     aliases: tuple[str, ...] = ()
-    """the further addresses of a shared module or tensor"""
+    """the other addresses of a shared module or tensor"""
     module: nn.Module | None = field(default=None, repr=False)
-    """the module that it is on, or that owns the tensor"""
+    """the module that has the hook, or that owns the tensor"""
     tensor: Tensor | None = field(default=None, repr=False)
     session: str = ""
-    """the open session that it belongs to"""
+    """the open session that the hook belongs to"""
     instead: str = ""
-    """how to take it away, where it is not a plain hook"""
+    """the way to remove it, if it is not a plain hook"""
     cost: HookCost | None = None
     risks: tuple[HookRisk, ...] = ()
     table: HookTable | None = field(default=None, repr=False)
@@ -138,5 +138,5 @@ class AuditRow:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is still registered."""
+        """True if the hook is still registered."""
         return self.table is not None and self.table.hooks.get(self.key) is self.hook

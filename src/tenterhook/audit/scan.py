@@ -1,4 +1,4 @@
-"""From a model to the rows of its audit: what stands in the process, on its modules and on their tensors."""
+"""Search for hooks and similar changes in the process, on the modules of a model and on their tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tenterhook.sites.module import compiled_call
 
 __all__ = ["scan"]
 
-# Hooks with which PyTorch computes a weight anew for each call. Without them the weight would stay as it is now.
+# Hooks with which PyTorch recomputes a weight at each call. Without them the weight would keep its current value.
 REPARAMETRIZED = {
     "torch.nn.utils.weight_norm": ("weight norm", "torch.nn.utils.remove_weight_norm(module, name)"),
     "torch.nn.utils.spectral_norm": ("spectral norm", "torch.nn.utils.remove_spectral_norm(module, name)"),
@@ -39,16 +39,17 @@ REPARAMETRIZED = {
         "torch.nn.utils.parametrize.remove_parametrizations(module, name)",
     ),
 }
-# What sessions of ours put on tensors comes from these; what users register through tenterhook.hooks does not.
+# Modules that define the hooks of tenterhook's sessions. Hooks that users register through tenterhook.hooks are not
+# from these.
 SESSIONS = ("tenterhook.edit", "tenterhook.record", "tenterhook.engine", "tenterhook.replay", "tenterhook.watch")
 OURS = HookOwner("tenterhook")
-COPIED = "of a session on the module that this is a copy of; it does nothing here"
-END_BLOCK = "leave the `with` block that switched it on"
+COPIED = "copied by a deepcopy from a module in a session; it has no effect here"
+END_BLOCK = "leave the `with` block that enabled it"
 
 
 @dataclass(frozen=True, slots=True)
 class HookPlace:
-    """Where a row stands."""
+    """The module or tensor of a row, with its addresses."""
 
     address: str = ""
     aliases: tuple[str, ...] = ()
@@ -56,13 +57,13 @@ class HookPlace:
     tensor: Tensor | None = None
 
     def row(self, kind: HookKind, hook: Any, order: int = 0, **more: Any) -> AuditRow:
-        """A row at this place."""
+        """Return a row for this place."""
         more |= {"aliases": self.aliases, "module": self.module, "tensor": self.tensor}
         return AuditRow(self.address, kind, order, more.pop("who", None) or who(hook), hook, **more)
 
 
 def scan(model: nn.Module) -> list[AuditRow]:
-    """Every row, without costs and risks: the process first, then the model in its own order."""
+    """Return all rows without costs and risks: first those of the process, then those of the model in its order."""
     walked = walk(model, as_built=True)
     further = _further_names(walked)
     rows = list(_process())
@@ -81,7 +82,7 @@ def scan(model: nn.Module) -> list[AuditRow]:
 
 
 def _further_names(walked: tuple[list[Named], list[Named]]) -> dict[int, tuple[str, ...]]:
-    """The names of modules and tensors beyond their first ones, by identity."""
+    """Return the additional names of modules and tensors that have several, by id."""
     names: dict[int, list[str]] = {}
     every = all_names(walked, as_built=True)
     for path, module in every:
@@ -97,7 +98,7 @@ def _further_names(walked: tuple[list[Named], list[Named]]) -> dict[int, tuple[s
 def _hooks(place: HookPlace, tables: Iterator[HookTable]) -> Iterator[AuditRow]:
     everywhere = _global_counts() if place.module is not None and place.tensor is None else {}
     for table in tables:
-        # What tenterhook itself keeps there is shown by the hooks that it serves.
+        # Skip tenterhook's own entries. The hooks that they call have rows of their own.
         mine = [(key, hook) for key, hook in table.hooks.items() if not is_ours(key)]
         first = 1 + everywhere.get(f"global {table.kind}", 0)
         for order, (key, hook) in enumerate(mine, first):
@@ -110,19 +111,19 @@ def _hooks(place: HookPlace, tables: Iterator[HookTable]) -> Iterator[AuditRow]:
 
 
 def _global_counts() -> dict[str, int]:
-    """How many hooks of each global kind come before a module's own."""
+    """Return the number of global hooks of each kind. They run before the hooks of a module."""
     return {table.kind: len(table.hooks) for table in global_tables()}
 
 
 def _machinery(hook: Any) -> tuple[str, str]:
-    """What a hook of PyTorch's own utilities is for, and what takes it away."""
+    """Return the purpose of a hook of PyTorch's utilities, and the call that removes it."""
     inner = innermost(hook)
     name = type(inner).__module__ if not hasattr(inner, "__code__") else inner.__module__
     return REPARAMETRIZED.get(name, ("", ""))
 
 
 def _session_of(hook: Any) -> str:
-    """The open session that put a hook there, in words; nothing if none did."""
+    """Return the repr of the open session that registered a hook, or an empty string."""
     inner = innermost(hook)
     module = getattr(inner, "__module__", None) or type(inner).__module__
     if not module.startswith(SESSIONS):
@@ -134,7 +135,7 @@ def _session_of(hook: Any) -> str:
     return "<open tenterhook session>"
 
 
-# --- what else a module can carry -------------------------------------------------------------------------------------
+# --- other changes of a module ----------------------------------------------------------------------------------------
 
 
 def _own(place: HookPlace, module: nn.Module) -> Iterator[AuditRow]:
@@ -180,7 +181,7 @@ def _foreign_forward(place: HookPlace, forward: Any) -> AuditRow:
         instead = "accelerate.hooks.remove_hook_from_module(module)"
         return place.row(HookKind.OWN_FORWARD, forward, note=f"runs the accelerate hook {hook}", instead=instead)
     how = "a partial" if isinstance(forward, functools.partial) else "a method" if _is_method(forward) else "a function"
-    note = f"{how} over _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
+    note = f"{how} around _old_forward" if "_old_forward" in state else f"{how} in place of the class's forward"
     return place.row(HookKind.OWN_FORWARD, forward, note=note, instead="del module.forward")
 
 
@@ -201,7 +202,7 @@ def _parametrizations(place: HookPlace, module: nn.Module) -> Iterator[AuditRow]
 
 
 def _class(thing: Any) -> HookOwner:
-    """An object by its class, with the place of its forward where it has one."""
+    """Return the class of an object as an owner, with the position of its ``forward`` if it has one."""
     kind = type(thing)
     found = who(getattr(kind, "forward", kind))
     return HookOwner(kind.__qualname__, kind.__module__, found.file, found.line)
@@ -214,7 +215,7 @@ def _process() -> Iterator[AuditRow]:
     everywhere = HookPlace()
     yield from _hooks(everywhere, global_tables())
     if nn.Module.__call__.__module__ != nn.Module.__module__:
-        instead = "put nn.Module.__call__ back"
+        instead = "restore nn.Module.__call__"
         yield everywhere.row(HookKind.PATCHED_CALL, nn.Module.__call__, note="nn.Module.__call__", instead=instead)
     saved: Any = saved_tensor_hooks()
     if saved is not None:
@@ -224,7 +225,7 @@ def _process() -> Iterator[AuditRow]:
         (HookKind.DISPATCH_MODE, dispatch_modes()),
     )
     for kind, stack in stacks:
-        # The innermost mode, which stands last, is the first to see a call.
+        # The innermost mode is last in the stack and sees a call first.
         for order, mode in enumerate(reversed(stack), 1):
             yield everywhere.row(kind, mode, order, who=_class(mode), instead=END_BLOCK)
     if torch.is_anomaly_enabled():

@@ -1,4 +1,4 @@
-"""Where hooks are kept: PyTorch's tables on modules, on tensors, in the process, and those of tenterhook.hooks."""
+"""The dicts that store hooks: PyTorch's on modules, on tensors and in the process, and those of tenterhook.hooks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GLOBAL: tuple[tuple[HookKind, str, Sides], ...] = (
 )
 TENSOR = ((HookKind.GRADIENT, names.TENSOR_BACKWARD), (HookKind.POST_ACCUMULATE, names.TENSOR_ACCUMULATED))
 
-# A module, and the process, has backward hooks of one sort only, and a flag that says which.
+# A module, or the process, has backward hooks of one sort only (full or legacy). A flag stores which sort.
 LEGACY = {
     HookKind.FULL_BACKWARD: HookKind.LEGACY_BACKWARD,
     HookKind.GLOBAL_FULL_BACKWARD: HookKind.GLOBAL_LEGACY_BACKWARD,
@@ -53,7 +53,7 @@ SORT = {names.BACKWARD: names.BACKWARD_IS_FULL, names.GLOBAL_BACKWARD: names.GLO
 
 
 def module_tables(module: nn.Module) -> Iterator[HookTable]:
-    """The tables of a module that hold anything, in the order in which a run comes to them."""
+    """Yield the non-empty hook tables of a module, in the order in which a run calls them."""
     yield from _tables(vars(module), MODULE)
     way_in: Any = vars(module).get(names.FORWARD_PRE, {}).get(KEY)
     manager = getattr(way_in, "__self__", None)
@@ -63,12 +63,12 @@ def module_tables(module: nn.Module) -> Iterator[HookTable]:
 
 
 def global_tables() -> Iterator[HookTable]:
-    """The tables of the process."""
+    """Yield the hook tables of the process."""
     yield from _tables(names.process_tables(), GLOBAL)
 
 
 def tensor_tables(tensor: Tensor) -> Iterator[HookTable]:
-    """The tables of a parameter or buffer."""
+    """Yield the hook tables of a parameter or buffer."""
     for kind, name in TENSOR:
         hooks = getattr(tensor, name, None)
         if hooks:
@@ -76,7 +76,7 @@ def tensor_tables(tensor: Tensor) -> Iterator[HookTable]:
 
 
 def is_ours(key: Any) -> bool:
-    """Whether a key in one of PyTorch's tables is of tenterhook's own machinery: PyTorch's own are integers."""
+    """Return True if a key in one of PyTorch's dicts belongs to tenterhook. PyTorch's own keys are integers."""
     return isinstance(key, str) and key.startswith("tenterhook-")
 
 
@@ -95,7 +95,8 @@ def _removing(
     def remove(key: Any) -> None:
         for table in (hooks, *sides.values()):
             table.pop(key, None)
-        # A handle leaves the flag behind, and the module would then refuse the other sort of backward hooks for good.
+        # A handle's remove() does not reset this flag. The module would then always refuse the other sort of backward
+        # hook.
         if not hooks and name in SORT:
             state[SORT[name]] = None
 

@@ -1,4 +1,4 @@
-"""``th.audit``: every hook on a model and in the process, whoever put it there."""
+"""``th.audit``: a list of every hook on a model and in the process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Audit", "audit"]
 Chosen: TypeAlias = "Selector | AuditRow | Callable[[AuditRow], object]"
 
 NOTHING_NAMED = (
-    "remove() without a selector removes nothing. Name what is to go: remove('h.3'), remove('**') for the hooks of all "
-    "modules, remove(kind='forward'), or remove(lambda found: ...)."
+    "remove() needs a selector or a kind, and removed nothing. Examples: remove('h.3'), remove('**') for the hooks of "
+    "all modules, remove(kind='forward'), remove(lambda found: ...)."
 )
 
 
 class Audit(Sequence["AuditRow"]):
-    """What was found on a model and in the process at one moment; printing it draws a table.
+    """The hooks found on a model and in the process at one moment. Printing it draws a table.
 
-    ``select`` gives a part of it, ``remove`` takes hooks away, ``risks`` lists what can go wrong.
+    ``select`` returns a part of it, ``remove`` removes hooks, and ``risks`` lists possible problems.
     """
 
     __slots__ = ("_model", "_rows")
@@ -42,12 +42,12 @@ class Audit(Sequence["AuditRow"]):
 
     @property
     def model(self) -> nn.Module:
-        """The model that was looked at."""
+        """The audited model."""
         return self._model
 
     @property
     def risks(self) -> tuple[tuple[AuditRow, HookRisk], ...]:
-        """Each risk with the row that has it."""
+        """All pairs of a row and a risk of that row."""
         return tuple((row, risk) for row in self._rows for risk in row.risks)
 
     def __len__(self) -> int:
@@ -64,12 +64,12 @@ class Audit(Sequence["AuditRow"]):
         return Audit(self._model, self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
     def select(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> Audit:
-        """The rows that any of the selectors, and the kind, stand for.
+        """Return the rows that match any of the selectors, and the kind.
 
         Args:
-            *selectors: addresses and globs, modules, classes and regexes, as everywhere; rows of this audit; or
-                predicates ``found -> bool``. ``**`` stands for every module, ``**.weight`` for those parameters; what
-                stands in the process has no address.
+            *selectors: addresses and globs, modules, classes and regexes; rows of this audit; or predicates ``found ->
+                bool``. ``**`` selects the rows of all modules, and ``**.weight`` those of all parameters named
+                ``weight``. Rows of the process have no address; select them by kind or predicate.
             kind: one kind or several, such as ``"forward"``.
         """
         kinds = _kinds(kind)
@@ -93,22 +93,27 @@ class Audit(Sequence["AuditRow"]):
         return [row for row in self._rows if id(_subject(row)) in subjects and row.address]
 
     def remove(self, *selectors: Chosen, kind: str | Iterable[str] | None = None) -> tuple[AuditRow, ...]:
-        """Take the hooks that ``select`` would give away, as their handles would, and give back what was removed.
+        """Remove the hooks that ``select`` returns, and return the rows that were removed.
 
-        Nothing is removed if one of them belongs to an open session, or if there is no plain hook among them: an
-        instance's own forward, a parametrization and the like have other ways out, which the error names.
+        The effect is that of the ``remove()`` of their handles. Rows that are not plain hooks, such as an instance's
+        own forward or a parametrization, are not removed.
+
+        Raises:
+            SelectorError: there is neither a selector nor a kind. Nothing is removed.
+            SessionError: a selected hook belongs to an open session. Nothing is removed.
+            HookError: no selected row is a plain hook. The error names another way to remove the first one.
         """
         if not selectors and kind is None:
             raise SelectorError(NOTHING_NAMED)
         chosen = self.select(*selectors, kind=kind)
         ours = next((row for row in chosen if row.session), None)
         if ours is not None:
-            text = f"{_named(ours)} belongs to {ours.session}, which would miss it"
+            text = f"{_named(ours)} belongs to {ours.session}, which needs it"
             raise SessionError(f"{text}; nothing was removed. Close the session first: session.close()")
         plain = [row for row in chosen if not row.instead]
         if chosen and not plain:
             first = chosen[0]
-            raise HookError(f"{_named(first)} is no hook that could be removed. Its own way out: {first.instead}")
+            raise HookError(f"{_named(first)} is not a removable hook. To remove it: {first.instead}")
         gone = [row for row in plain if row.in_place]
         for row in gone:
             if row.table is not None:
@@ -133,7 +138,7 @@ class Audit(Sequence["AuditRow"]):
 
 
 def audit(model: nn.Module, inputs: Any = None) -> Audit:
-    """Every hook on a model and in the process: who put it there, in which order they run, what can go wrong.
+    """Return every hook on a model and in the process, with its owner, call order and risks.
 
     >>> import torch, tenterhook as th
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -146,17 +151,21 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
 
     Args:
         model: any ``nn.Module``.
-        inputs: what to call the model with in order to measure what each hook costs: a tensor, a tuple of arguments, or
-            a dict of keywords. The model runs forward, and backward if its output requires a gradient, a few times;
-            parameters, gradients, buffers and random numbers stay as they are. The hooks themselves do run, with
-            whatever they do elsewhere.
+        inputs: inputs for the model, in order to measure the cost of each hook: a tensor, a tuple of arguments, or a
+            dict of keyword arguments. The model runs forward a few times, and backward if its output requires a
+            gradient. Parameters, gradients, buffers and random states are restored afterwards. The hooks do run, and
+            their side effects elsewhere are not undone.
+
+    Raises:
+        SessionError: there are ``inputs``, and a session is open on the model.
     """
     from tenterhook.audit.risks import with_risks
     from tenterhook.audit.scan import scan
 
     require("listing hooks", "module calls", "modes")
-    resolve(model, [])  # Says what is wrong with something that is no model.
-    with without_function_modes():  # A mode that is on is to be found, not to be told of each look at a tensor.
+    resolve(model, [])  # Raises an error if it is not a model.
+    # An active mode should appear in the audit. It should not intercept the audit's own operations.
+    with without_function_modes():
         rows = scan(model)
     if inputs is not None:
         rows = _with_costs(model, inputs, rows)
@@ -167,8 +176,8 @@ def audit(model: nn.Module, inputs: Any = None) -> Audit:
 def _with_costs(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> list[AuditRow]:
     session = next((row.session for row in rows if row.session), None)
     if session is not None:
-        text = f"{session} would take the passes that measure costs for the user's own"
-        raise SessionError(f"{text}. Close it first, or audit without inputs.")
+        text = f"{session} is open and would record the passes that measure costs"
+        raise SessionError(f"{text}. Close it first, or call audit without inputs.")
     from tenterhook.audit.cost import measure
 
     costs = measure(model, inputs, rows)
@@ -176,7 +185,7 @@ def _with_costs(model: nn.Module, inputs: Any, rows: list[AuditRow]) -> list[Aud
 
 
 def _with_silence(row: AuditRow) -> AuditRow:
-    """The row, with the risk that its hook did not run where it should have and no other risk explains it."""
+    """Return the row, with a risk added if its hook did not run and no other risk explains why."""
     from tenterhook.audit.risks import NEVER_CALLED, NOT_FIRED
 
     explained = any(risk.name == NEVER_CALLED.name for risk in row.risks)
@@ -201,5 +210,5 @@ def _kinds(kind: str | Iterable[str] | None) -> set[HookKind] | None:
     known = {each.value: each for each in HookKind}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SelectorError(f"there is no kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")
+        raise SelectorError(f"unknown kind {unknown[0]!r}. The kinds are: {', '.join(known)}.")
     return {known[name] for name in names}

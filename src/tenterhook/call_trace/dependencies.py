@@ -1,8 +1,8 @@
-"""Everything that the calls of a model may read beside their arguments, found once and compared before each run.
+"""Everything that the calls of a model may read besides their arguments, found once and compared before each run.
 
-A walk starts at the modules and follows attributes, containers, objects, classes, functions, closures and module-level
-variables. PyTorch, NumPy and the standard library are not entered. Something that cannot be compared, such as an
-iterator or an object of a C extension, makes the calls that may read it impossible to serve.
+A search starts at the modules and follows attributes, containers, objects, classes, functions, closures and
+module-level variables. It does not enter PyTorch, NumPy and the standard library. If an object cannot be compared, such
+as an iterator or an object of a C extension, the calls that may read it cannot be served.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BUILTINS = frozenset(vars(builtins))
 
 
 class ReadObject:
-    """One object that calls may read, what was in it, and the nodes from which it is reached."""
+    """One object that calls may read, its contents at the start, and the ids of the objects that refer to it."""
 
     __slots__ = ("readers", "then", "value")
 
@@ -58,7 +58,7 @@ class ReadObject:
 
 
 class Dependencies:
-    """What the calls of some modules may read, as it is now. ``changed`` compares it with what it is later."""
+    """The objects that the calls of some modules may read, with their present contents for a later comparison."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self.modules: dict[nn.Module, None] = {}
@@ -69,7 +69,7 @@ class Dependencies:
         self._constant: dict[type, bool] = {}
         self._mentioned: set[str] = set()
         self._unmentioned: dict[str, list[tuple[Any, ReadObject]]] = {}
-        # The module-level variables that are read, by the dict that holds them, and the functions that read them.
+        # The module-level variables that are read, by the dict that holds them, with the functions that read them.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, set[int]]]] = {}
         self._waiting: list[ReadObject] = []
         for root in roots:
@@ -149,7 +149,7 @@ class Dependencies:
 
     def _expand_function(self, function: FunctionType, node: ReadObject) -> None:
         if is_library(globals_of(function).get("__name__")):
-            # A wrapper, as torch.no_grad() makes one, calls what is in its closure.
+            # A wrapper function, such as one made by torch.no_grad(), calls the function in its closure.
             for each in contents(function):
                 if isinstance(each, FunctionType):
                     self._reach(each, node)
@@ -171,7 +171,7 @@ class Dependencies:
                 self._read(table, name, node, names, deeply=deeply)
 
     def _read(self, table: dict[str, Any], name: str, node: ReadObject, names: frozenset[str], *, deeply: bool) -> None:
-        """Note that a module-level variable is read, and if it is a Python module, what may be looked up on it."""
+        """Note that a module-level variable is read. Of a Python module, note the attributes that may be read."""
         readers = self._globals.setdefault(id(table), (table, {}))[1].setdefault(name, set())
         if id(node.value) in readers:
             return
@@ -187,7 +187,7 @@ class Dependencies:
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Arrange what is compared so that the usual answer, that nothing has changed, is found in few steps."""
+        """Store the contents in flat lists, so that the usual case, no change, is found in few steps."""
         nodes = [node for node in self._nodes.values() if node.then is not None and not is_fixed(node.value)]
         values = [node.value for node in nodes]
         self._functions = [value for value in values if isinstance(value, FunctionType)]
@@ -219,7 +219,7 @@ class Dependencies:
         ]
 
     def changed(self) -> set[nn.Module]:
-        """Return the modules whose calls may read something that is not as it was."""
+        """Return the modules whose calls may read something that has changed."""
         try:
             if (
                 same(self._then_globals, self._read_all_globals())
@@ -228,7 +228,7 @@ class Dependencies:
                 and self._then_tensors == list(map(_place_and_version, self.tensors))
             ):
                 return set()
-        except (RuntimeError, Unknown):  # A container changes as it is read, or has grown too large.
+        except (RuntimeError, Unknown):  # A container changed while it was read, or is now too large.
             pass
         return self._modules_that_read({*self._changed_objects(), *self._readers_of_changed_globals()})
 
@@ -254,7 +254,7 @@ class Dependencies:
         return self._modules_that_read({id(tensor)})
 
     def neighbours(self) -> dict[nn.Module, list[nn.Module]]:
-        """Return the modules that each module may call: its children, and those that it reaches in another way."""
+        """Return the modules that each module may call: its children, and modules that it refers to in another way."""
         found: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.modules}
         for module in self.modules:
             seen, waiting = {id(module)}, [id(module)]
@@ -293,8 +293,8 @@ def _holds(node: ReadObject) -> bool:
 
 
 def _place_and_version(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor is in memory, and how often PyTorch has seen it change."""
+    """Return the address of a tensor's memory and its version."""
     try:
         return tensor.data_ptr(), version(tensor)
-    except RuntimeError:  # A tensor without memory of its own: on the meta device, sparse, or of a subclass.
+    except RuntimeError:  # A tensor without its own memory: a meta, sparse or subclass tensor.
         return 0, version(tensor)

@@ -1,6 +1,6 @@
-"""Digests of the bits of tensors: they also show what was written past PyTorch's version counter.
+"""Digests of the bits of tensors. They also detect writes that PyTorch's version counter does not count.
 
-A fused optimizer, ``.data`` and NumPy arrays that share a tensor's memory change it without counting.
+A fused optimizer, ``.data``, and NumPy arrays that share a tensor's memory write without counting.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 __all__ = ["digest", "version"]
 
-WIDTH = 1021  # A prime, so that rows of the usual sizes cannot change places unseen.
+WIDTH = 1021  # A prime, so that swapping rows of the usual sizes changes the sum.
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often PyTorch has seen a tensor change; inference tensors are not counted."""
+    """Return a tensor's version counter, or -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -28,7 +28,7 @@ def digest(tensors: list[Tensor]) -> list[int]:
     with torch.no_grad():
         found = {place: _of_memory(tensor) for place, tensor in enumerate(tensors) if _is_readable(tensor)}
         others = {place: _on_device(tensor) for place, tensor in enumerate(tensors) if place not in found}
-    if others:  # One synchronisation for all of them.
+    if others:  # One synchronization for all of them.
         sums = list(others.values())
         sums = [each.cpu() for each in sums] if len({each.device for each in sums}) > 1 else sums
         found.update(zip(others, torch.stack(sums).tolist(), strict=True))
@@ -40,15 +40,15 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _of_memory(tensor: Tensor) -> int:
-    """Return the digest of a tensor in the processor's memory, read where it is."""
+    """Return the digest of a CPU tensor, read directly from its memory."""
     if not tensor.numel():
         return 0
-    tensor = tensor.detach().contiguous()  # Only a strided one is copied.
+    tensor = tensor.detach().contiguous()  # Copies only a non-contiguous tensor.
     return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _on_device(tensor: Tensor) -> Tensor:
-    """Return the digest of another tensor as a tensor, without a host synchronisation."""
+    """Return the digest of any other tensor as a tensor, without a host synchronization."""
     inner = getattr(tensor, "__tensor_flatten__", None)
     if inner is not None:
         parts = [_on_device(getattr(tensor, name)) for name in inner()[0]]
@@ -64,7 +64,7 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 
 def _weighted(numbers: Tensor) -> Tensor:
-    """Return a sum that changes when numbers change places."""
+    """Return a sum that changes if two numbers are swapped."""
     weights, whole = _weights(numbers.device), numbers.numel() - numbers.numel() % WIDTH
     rows, rest = numbers[:whole].view(-1, WIDTH), numbers[whole:]
     return (rows.sum(0) * weights).sum() + (rest * weights[: rest.numel()]).sum()

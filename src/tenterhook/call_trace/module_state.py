@@ -1,4 +1,4 @@
-"""What a call's result rests on beside its arguments: what modules hold, the modes that are on, randomness."""
+"""The state on which a call's result depends besides its arguments: contents of modules, and global modes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ __all__ = [
     "in_the_way",
 ]
 
-OTHER_STATE = "a module in it holds something else than in the recorded run"
+OTHER_STATE = "the state of a module in it differs from the recorded run"
 FIXED = frozenset({type(None), bool, int, float, str, bytes})
 BOXES = (list, tuple, set, frozenset, deque, dict)
-MANY = 256  # items of a container beyond which they are only compared once for a whole run
+MANY = 256  # Containers with more items are only compared once per run.
 
 _values_of = dict.values
 
 
 class ModuleState:
-    """What one module holds itself: parameters, buffers, children, attributes, and what is in its own containers.
+    """The contents of one module: parameters, buffers, children, attributes, and the items of its own containers.
 
-    It is compared by identity, constants by value, and tensors by their version. :class:`Dependencies` compares what
-    lies deeper, once for a whole run.
+    They are compared by identity, constants by value, and tensors by their version. :class:`Dependencies` compares
+    objects at deeper levels, once per run.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.kind = module, (type(module), getattr(type(module), "forward", None))
         state = module.__dict__
-        # A scripted module keeps its state where it cannot be looked at.
+        # The state of a scripted module cannot be read.
         self.known = not isinstance(module, torch.jit.ScriptModule) and all(name in state for name in OWN_CONTENT)
         self.tensors: list[Tensor] = []
         if not self.known:
@@ -73,7 +73,7 @@ class ModuleState:
         self.contents = [_values(state), *[tuple(table.values()) for table in self.tables[1:]]]
         attributes = [value for name, value in state.items() if name not in USUAL and name not in STANDS]
         below = [value for value in attributes if type(value) not in FIXED]
-        # A tuple of numbers, as layers keep for their shapes, stays what it is.
+        # A tuple of numbers, such as a layer's kernel size, cannot change.
         self._boxes = [(box, tuple(_inside(box))) for box in below if isinstance(box, BOXES) and not _is_fixed(box)]
         inside = [item for _, items in self._boxes for item in items]
         held = [*self.contents[1], *self.contents[2], *below, *inside]
@@ -81,7 +81,7 @@ class ModuleState:
         self.watched = [(tensor, tensor._version) for tensor in self.tensors if not tensor.is_inference()]
 
     def holds(self, *, deeply: bool = True) -> bool:
-        """Whether everything is as it was; ``deeply`` also looks into containers."""
+        """Return whether nothing has changed. ``deeply`` also compares the items of containers."""
         if not self.known:
             return False
         kind, (state, parameters, buffers, modules) = type(self.module), self.tables
@@ -96,17 +96,17 @@ class ModuleState:
                 if not same(items, tuple(_inside(box))):
                     return False
             return kind is self.kind[0] and kind.forward is self.kind[1]
-        except RuntimeError:  # A container changes as it is read.
+        except RuntimeError:  # A container changed while it was read.
             return False
 
     @property
     def hooked(self) -> bool:
-        """Whether other libraries' hooks stand on the module."""
+        """True if the module has hooks of other libraries."""
         return bool(forward_hooks_of(self.module) or forward_pre_hooks_of(self.module))
 
 
 class SubtreeState:
-    """What a module and those below it hold, compared at one go: thousands of calls ask for it."""
+    """The contents of a module and all modules below it, compared together because this runs at thousands of calls."""
 
     __slots__ = (
         "_dicts", "_forwards", "_hooks", "_inside", "_itself", "_kinds", "_lengths", "_parameters", "_then",
@@ -114,7 +114,7 @@ class SubtreeState:
     )  # fmt: skip
 
     def __init__(self, itself: nn.Module, owns: list[ModuleState]) -> None:
-        # A session stands in the module's own "forward", so that it is compared apart.
+        # A session replaces the module's own "forward", so that module is compared separately.
         self._itself = [own for own in owns if own.module is itself or not own.known]
         inside = [own for own in owns if own.known and own.module is not itself]
         self._inside, self._kinds = [own.module for own in inside], [own.kind[0] for own in inside]
@@ -130,13 +130,13 @@ class SubtreeState:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a parameter in it takes part in gradients."""
+        """True if a parameter in it requires grad."""
         return any(parameter.requires_grad for parameter in self._parameters)
 
     def obstacle(self) -> str:
-        """What is not as it was, in words."""
+        """Return a text about what has changed, or "" if nothing has."""
         if any(self._hooks):
-            return "other libraries' hooks stand inside it"
+            return "it contains hooks of other libraries"
         try:
             now = list(chain.from_iterable(map(_values_of, self._dicts)))
             versions = [tensor._version for tensor in self._watched]
@@ -153,7 +153,7 @@ class SubtreeState:
 
 
 def _values(state: dict[str, Any]) -> Contents:
-    # A session stands there, and comes and goes.
+    # A session installs and removes its own "forward" here.
     if "forward" in state:
         return tuple([value for name, value in state.items() if name not in STANDS])
     return tuple(state.values())
@@ -164,14 +164,14 @@ def _is_fixed(box: Any) -> bool:
 
 
 def _inside(box: Any) -> Any:
-    """Return what is in a container; of a large one, how much."""
+    """Return the items of a container, or only its length if it is large."""
     if len(box) > MANY:
         return (len(box),)
     return box.values() if isinstance(box, dict) else box
 
 
 def ambient() -> Contents:
-    """The switches of PyTorch that decide how something is computed."""
+    """Return the global settings of PyTorch that decide how something is computed."""
     cuda = torch.backends.cuda
     return (
         torch.is_inference_mode_enabled(),
@@ -190,11 +190,11 @@ def ambient() -> Contents:
 
 
 def in_the_way() -> str:
-    """What makes it impossible to know what a call would do, in words; nothing where it is possible."""
+    """Return why the result of a call cannot be predicted at present, or "" if it can."""
     if any_mode():
-        return "a torch function or dispatch mode is on, which may change what operations do"
+        return "a torch function or dispatch mode is active, which may change operations"
     if in_transform():
         return "a transform of torch.func is running"
     if GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
-        return "there are global module hooks, which may do anything at any call"
+        return "there are global module hooks, which may change any call"
     return ""

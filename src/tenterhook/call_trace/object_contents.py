@@ -1,4 +1,4 @@
-"""The content of an object, for comparing it with what it is later: constants by value, everything else by identity."""
+"""The contents of objects, for a later comparison: constants by value, everything else by identity."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ __all__ = [
 
 Contents = tuple[Any, ...]
 
-# Every module has these attributes. Only the children among them decide what it computes; hooks are looked at apart.
+# Every module has these attributes. Of them, only the children decide what it computes; hooks are checked separately.
 USUAL = frozenset(nn.Module().__dict__) - {"training"}
-STANDS = frozenset(["forward", SCRIPT])  # Attributes by which a session replaces a module's forward.
+STANDS = frozenset(["forward", SCRIPT])  # The attributes that a session installs in a module.
 BY_VALUE = frozenset({bool, int, float, complex, str, bytes})
 CONSTANT = BY_VALUE | {type(None), type(...), type(NotImplemented), range, slice, types.CodeType}
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenterhook", "builtins"}
-# Objects of these packages are tools that hold nothing which a model computes with.
+# Objects of these packages are tools that hold no data for a model's computation.
 TOOLS = frozenset({
     "typing", "typing_extensions", "inspect", "dataclasses", "logging", "threading", "re", "abc", "enum", "pathlib",
     "datetime", "decimal", "fractions", "uuid", "warnings", "importlib", "ast", "packaging", "tenterhook",
@@ -69,33 +69,33 @@ FIXED = frozenset(
     [tuple, frozenset, types.MethodType, types.BuiltinFunctionType, property, staticmethod, classmethod, CACHED]
 )
 METHODS = (types.MethodDescriptorType, types.ClassMethodDescriptorType)
-# Types in C whose content is read below.
+# Types implemented in C whose contents can be read (see READERS and _held).
 OPEN_TYPES = FIXED | {
     object, list, set, dict, deque, OrderedDict, defaultdict, functools.partial, types.MappingProxyType, weakref.ref,
     contextvars.ContextVar, types.SimpleNamespace, Generic,
 }  # fmt: skip
 BUFFERS = (bytearray, memoryview, array.array)
-# Python and libraries write these entries of a class when they are first asked for.
+# Entries of a class that Python and libraries write when they are first read.
 UNSTABLE = frozenset({
     "__annotations__", "__annotate__", "__annotations_cache__", "__doc__", "__abstractmethods__", "_abc_impl",
     "__parameters__", "__orig_bases__", "__signature__", "__dataclass_fields__", "__dataclass_params__",
     "__match_args__", "__weakref__", "__dict__", "__module__", "__slots__", "__static_attributes__",
 })  # fmt: skip
-MANY = 10_000  # items of a container beyond which comparing them costs too much
-LARGE = 64 * 2**20  # bytes of an array beyond which comparing them costs too much
+MANY = 10_000  # Containers with more items cost too much to compare.
+LARGE = 64 * 2**20  # Bytes: larger arrays cost too much to compare.
 
 
 class Unknown(Exception):
-    """Something that cannot be compared with what it is later; the text says what."""
+    """An object that cannot be compared with its later contents. The text names it."""
 
 
 def is_library(name: Any) -> bool:
-    """Return whether a Python module belongs to PyTorch, NumPy or the standard library."""
+    """Return whether a Python module belongs to PyTorch, NumPy, the standard library or tenterhook."""
     return not isinstance(name, str) or name.partition(".")[0] in LIBRARIES
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether an object always stays what it is, and leads to nothing that does not."""
+    """Return whether an object never changes, and refers to nothing that does."""
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__
         return owner is None or isinstance(owner, (types.ModuleType, type))
@@ -103,7 +103,7 @@ def is_constant(value: Any) -> bool:
 
 
 def is_constant_type(kind: type) -> bool:
-    """Return whether the objects of a type always stay what they are, and lead to nothing that does not."""
+    """Return whether the objects of a type never change, and refer to nothing that does."""
     if kind in CONSTANT or issubclass(kind, ALWAYS):
         return True
     if issubclass(kind, FOLLOWED):
@@ -120,7 +120,7 @@ def _numpy_constants() -> tuple[type, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether an object is memory that is compared by its bits."""
+    """Return whether an object is an array or buffer, which is compared by its bits."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
 
@@ -144,7 +144,7 @@ def check_array(value: Any) -> None:
 
 
 def attributes(module: nn.Module) -> Iterator[Any]:
-    """Yield what a module holds: parameters, buffers, children and its other attributes."""
+    """Yield the contents of a module: parameters, buffers, children and other attributes."""
     state = module.__dict__
     for name, value in state.items():
         if name in OWN_CONTENT:
@@ -154,7 +154,7 @@ def attributes(module: nn.Module) -> Iterator[Any]:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the forward that was assigned to a module, a session's left out."""
+    """Return the forward that was assigned to a module, ignoring that of a session, or None."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return None
@@ -163,7 +163,7 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def check_object(value: Any) -> None:
-    """Raise :class:`Unknown` if an object has state that Python cannot see, as a file or a generator has."""
+    """Raise :class:`Unknown` if an object has state that Python cannot read, such as a file or a generator."""
     for kind in type(value).__mro__:
         if kind not in OPEN_TYPES and any(isinstance(each, METHODS) for each in kind.__dict__.values()):
             raise Unknown(_name(value))
@@ -176,7 +176,7 @@ def _name(value: Any) -> str:
 
 
 def contents(value: Any) -> Contents:
-    """Return what an object holds itself, or raise :class:`Unknown`."""
+    """Return the direct contents of an object, or raise :class:`Unknown`."""
     if isinstance(value, types.FunctionType):
         return *replaceable_parts([value]), *function_attributes(value).values()
     if isinstance(value, type):
@@ -192,7 +192,7 @@ def _mapping(value: Any) -> Contents:
     return *value.keys(), *value.values()
 
 
-# How the content of containers and wrappers is read.
+# Functions that read the contents of containers and wrappers.
 READERS: tuple[tuple[Any, Callable[[Any], Contents]], ...] = (
     ((dict, types.MappingProxyType), _mapping),
     (SEQUENCES, tuple),
@@ -208,17 +208,17 @@ READERS: tuple[tuple[Any, Callable[[Any], Contents]], ...] = (
 
 
 def _inside(value: Any) -> Contents | None:
-    """Return the content of a container or a wrapper; None where an object is neither."""
+    """Return the contents of a container or wrapper, or None if the object is neither."""
     if isinstance(value, (*SEQUENCES, Mapping)) and len(value) > MANY:
         raise Unknown(f"a {type(value).__name__} of {len(value):,} items, which costs too much to compare")
     return next((read(value) for kinds, read in READERS if isinstance(value, kinds)), None)
 
 
-_dict_of = object.__getattribute__  # A class may answer for its attributes itself.
+_dict_of = object.__getattribute__  # A class may override attribute access.
 
 
 def _held(value: Any) -> Contents | None:
-    """Return the attributes of an object of a Python class; None where it has none."""
+    """Return the attributes of an object of a Python class, or None if it has none."""
     try:
         found: list[Any] | None = list(_dict_of(value, "__dict__").values())
     except AttributeError:
@@ -235,7 +235,7 @@ def _held(value: Any) -> Contents | None:
 
 
 def followed_always(name: str, value: Any) -> bool:
-    """Return whether an entry of a class counts even if no code mentions its name: data, and what Python calls."""
+    """Return whether an entry of a class counts even if no code names it: data, and methods that Python calls."""
     if name in UNSTABLE:
         return False
     if isinstance(value, (types.FunctionType, staticmethod, classmethod, property, CACHED, functools.cached_property)):
@@ -252,12 +252,12 @@ CALLED = frozenset({
 
 
 def is_fixed(value: Any) -> bool:
-    """Return whether an object cannot itself be given another content, whatever happens to the objects in it."""
+    """Return whether the direct contents of an object cannot be replaced. The objects in it may still change."""
     return type(value) in FIXED
 
 
 def same(then: Any, now: Any) -> bool:
-    """Return whether two sequences hold the same: one object, or constants of one type that are equal.
+    """Return whether two sequences hold the same items: identical objects, or equal constants of the same type.
 
     >>> same([1, 0.0], [1, 0.0]), same([1], [True]), same([0.0], [-0.0])
     (True, False, False)
@@ -275,5 +275,5 @@ def _equal(one: Any, other: Any) -> bool:
         return False
     if kind in (tuple, torch.Size):
         return same(one, other)
-    # Minus zero equals zero, and computes something else.
+    # Minus zero equals zero, but gives other results.
     return kind in BY_VALUE and one == other and (kind not in (float, complex) or repr(one) == repr(other))

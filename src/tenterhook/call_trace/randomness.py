@@ -1,4 +1,4 @@
-"""Whether random numbers were drawn: asked before and after every call of a recorded run, hence quick."""
+"""Detection of random numbers drawn by a call. It runs before and after every call of a recorded run, so it is fast."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 __all__ = ["Randomness"]
 
-WORDS = 624  # of the Mersenne Twister's state, before its position
+WORDS = 624  # The words of the Mersenne Twister's state, before its position.
 
 
 class Randomness:
-    """Every source of random numbers that a model may draw from, and what its state was when it was last looked at."""
+    """All sources of random numbers that a model may use, with their states at the last check."""
 
     def __init__(self) -> None:
         numpy = sys.modules.get("numpy")
@@ -23,9 +23,10 @@ class Randomness:
         self._seen = self._look()
 
     def drawn(self) -> bool:
-        """Whether any numbers were drawn since the last time."""
+        """Return whether any numbers were drawn since the last check."""
         if self._numpy is None and "numpy" in sys.modules:
-            self._numpy = _Numpy(sys.modules["numpy"])  # It was loaded in between; whoever did that may have drawn.
+            # NumPy was imported since the last check; that code may have drawn numbers.
+            self._numpy = _Numpy(sys.modules["numpy"])
             return True
         seen = self._look()
         moved = seen != self._seen
@@ -41,10 +42,10 @@ class Randomness:
 
 
 class _Numpy:
-    """NumPy's own generator. To ask for its state takes longer than all the rest, so that its memory is looked at.
+    """NumPy's global generator. Its state is read directly from memory, because ``get_state`` is slow.
 
-    A number from the normal distribution that waits to be given out is not in that memory. But such numbers are made in
-    pairs: where none waits, the next one moves the state.
+    The memory does not contain a cached number of the normal distribution. But such numbers are made in pairs: if none
+    is cached, the next one changes the state.
     """
 
     def __init__(self, numpy: Any) -> None:
@@ -52,7 +53,7 @@ class _Numpy:
         self._seen = self._look()
 
     def drawn(self) -> bool:
-        """Whether any numbers were drawn since the last time."""
+        """Return whether any numbers were drawn since the last check."""
         if self._quick and self._random.get_bit_generator() is self._generator and bytes(self._memory) == self._raw:
             return False
         before, self._seen = self._seen, self._look()
@@ -66,7 +67,7 @@ class _Numpy:
         if self._quick:
             self._memory = (ctypes.c_uint32 * (WORDS + 1)).from_address(self._generator.ctypes.state_address)
             self._raw = bytes(self._memory)
-            # Unless it lies there as expected, it is asked for.
+            # If the memory does not have the expected layout, get_state is used.
             self._quick = self._raw == inner["key"].tobytes() + int(inner["pos"]).to_bytes(4, sys.byteorder)
         numbers = [part.tobytes() if hasattr(part, "tobytes") else part for part in inner.values()]
         return self._generator, numbers, waits, state.get("gauss")

@@ -1,4 +1,4 @@
-"""Writing the script of a run as it happens."""
+"""The guard that records the call trace of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = ["RunRecorder", "worth_keeping"]
 
 
 def worth_keeping(model: nn.Module, edited: Iterable[nn.Module]) -> dict[nn.Module, None]:
-    """The modules whose calls may be served when one of some modules is edited: those beside the ways to these."""
+    """Return the modules whose calls may be served when some modules are edited.
+
+    These are the modules beside the paths to the edited modules, and the edited modules.
+    """
     paths = {module: path for path, module in walk(model)[0]}
     found: dict[nn.Module, None] = {model: None, unwrapped(model): None}
     for target in edited:
@@ -50,16 +53,17 @@ class _Frame:
 
 
 class RunRecorder:
-    """The guard that writes a script: what each call was given and gave, and what forbids to serve it again.
+    """The guard that records a call trace: inputs and outputs of each call, and reasons why it cannot be served.
 
-    ``modules``: those whose calls are written down; what is below others is part of their calls.
+    ``modules``: the modules whose calls are recorded. Calls of modules below other modules are part of those modules'
+    calls.
     """
 
     def __init__(self, script: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
         self.script, self._model = script, model
         self.modules = dict.fromkeys(modules)
-        self.digests = True  # Whether the weights' bits are summed up, for a replay to compare.
-        # Where open sessions change something: what contains that is not the model's own doing.
+        self.digests = True  # True if digests of the weights are computed, for a replay to compare.
+        # Modules at which open sessions have edits. Calls that contain them are not the model's own computation.
         self._edited_at: set[nn.Module] = set()
         self._edited_within: set[nn.Module] = set()
         self._paths = {module: path for path, module in with_wrappers(model)}
@@ -74,10 +78,10 @@ class RunRecorder:
             if module is self._model:
                 self._begin()
             else:
-                return MISSING  # A part of the model, called by itself.
+                return MISSING  # A submodule was called directly.
         self._observe()
         run = self._run
-        assert run is not None  # noqa: S101  It was begun above.
+        assert run is not None  # noqa: S101  Set by _begin above.
         index = self._counts.get(module, 0)
         self._counts[module] = index + 1
         self._tick += 1
@@ -137,13 +141,15 @@ class RunRecorder:
 
     def _end(self, root: TracedCall) -> None:
         run, self._run = self._run, None
-        assert run is not None  # noqa: S101  A call ends that has begun.
+        assert run is not None  # noqa: S101  Only a call that has begun can end.
         run.root = root
         run.calls[root.module, 0] = root
         astray = [own for module, own in run.state.items() if module not in self._changed and not own.holds()]
         if astray and not run.why:
             path = self._paths.get(astray[0].module) or ":return"
-            run.why = f"the state of {path!r} changed during the recorded run, and it cannot be told by which call"
+            run.why = (
+                f"the state of {path!r} changed during the recorded run, and it is not known which call changed it"
+            )
         elsewhere = run.dependencies.changed()
         run.pure = not (self._draws or self._changes or elsewhere or astray or self._unknown)
         for call in run.calls.values():
@@ -160,7 +166,7 @@ class RunRecorder:
             self.script.refused = root.why
 
     def _region(self, module: nn.Module) -> list[nn.Module]:
-        """The module, and what is below it without being written down by itself."""
+        """Return the module and the modules below it whose calls are not recorded separately."""
         found = self._regions.get(module)
         if found is None:
             found, waiting = [], [module]
@@ -174,7 +180,7 @@ class RunRecorder:
         return found
 
     def _observe(self, ending: _Frame | None = None) -> None:
-        """See whether random numbers were drawn or anything was changed since the last time."""
+        """Check whether random numbers were drawn or a module changed since the last check."""
         self._draws += self._randomness.drawn()
         for frame in (*self._stack, ending):
             for module in frame.region if frame is not None else ():
@@ -186,39 +192,42 @@ class RunRecorder:
                     self._what = self._paths.get(module) or "the model"
 
     def _obstacle(self, frame: _Frame, value: Any) -> str:
-        """What forbids to serve a call that has just ended."""
+        """Return the reason why a call that has just ended cannot be served, or ""."""
         if value is MISSING:
             return "it raised, or was stopped, when it was recorded"
         if frame.draws != self._draws:
             return "it drew random numbers"
         if frame.changes != self._changes:
-            return f"it changed what {self._what!r} holds"
+            return f"it changed the state of {self._what!r}"
         now, out = _leaves(frame.given), storages(value)
         if len(now) != len(frame.leaves) or not all(map(operator.is_, now, frame.leaves)):
-            return "it changed what it was given"
+            return "it changed its arguments"
         if _versions(now) != frame.versions:
             return "it changed its input in place"
         return self._handed_on(out, now) or self._inside(frame.call)
 
     def _handed_on(self, out: set[int], given: list[Any]) -> str:
-        """What a call gave that was there before it, so that its place cannot be taken by something recorded."""
+        """Return the reason if the output of a call shares memory with its input or the model, or "".
+
+        A recorded copy cannot replace such an output.
+        """
         if out & storages(given):
             return "it gives back its input, or a view of it"
-        return "it gives back a parameter, or something else that the model holds" if out & self._held else ""
+        return "it gives back a parameter, or another tensor of the model" if out & self._held else ""
 
     def _inside(self, call: TracedCall) -> str:
-        """What stands inside a call and forbids to pass it over."""
+        """Return the reason if something inside a call prevents skipping it, or ""."""
         own = self._run.below(call.module) if self._run is not None else []
         if not all(each.known for each in own):
-            return "it holds a module whose state cannot be seen"
+            return "it contains a module whose state cannot be read"
         if call.module in self._unknown:
             return f"it may read {self._unknown[call.module]}"
         if any(each.hooked for each in own if each.module is not call.module):
-            return "other libraries' hooks stand inside it"
+            return "it contains hooks of other libraries"
         if call.module in self._edited_within or (
             self._edited_at and any(each.module in self._edited_at for each in own if each.module is not call.module)
         ):
-            return "an edit was at work inside it when it was recorded"
+            return "an edit was active inside it when it was recorded"
         return ""
 
 
@@ -227,7 +236,7 @@ def _versions(leaves: list[Any]) -> list[int]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What a structure has in it, in order."""
+    """Return the leaves of a structure, in order."""
     if isinstance(value, Tensor):
         return [value]
     parts = parts_of(value)

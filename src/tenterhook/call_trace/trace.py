@@ -1,4 +1,4 @@
-"""The script of a run: which module calls it made, what they were given and gave, and which of them can be served."""
+"""The call trace of a run: its module calls, their inputs and outputs, and which of them can be served."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ __all__ = [
     "storages",
 ]
 
-# What a call may be given beside structures of tensors, and cannot change.
+# Arguments that a call cannot change, besides structures of tensors.
 FIXED = (FunctionType, BuiltinFunctionType, type, enum.Enum)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Unkeepable(Exception):
-    """Something that cannot be kept for serving; the text says why."""
+    """A value that cannot be stored for serving. The text is the reason."""
 
 
 @dataclass(slots=True)
 class KeptStructure:
-    """A structure, and the tensors in it with the versions that they must still have."""
+    """A structure, and its tensors with the versions that they must still have."""
 
     value: Any
     watched: list[tuple[Tensor, int]]
 
     @property
     def changed(self) -> bool:
-        """Whether someone has written into it since."""
+        """True if a tensor was written to since."""
         return any(version(tensor) != then for tensor, then in self.watched)
 
 
 class CopyKeeper:
-    """Keeps copies of the tensors of one run, which nobody else can change.
+    """A store of copies of the tensors of one run, which no other code can change.
 
-    A tensor that occurs twice unchanged, as one call's output and another's argument, is copied once.
+    A tensor that occurs twice without a change, as the output of one call and the argument of another, is copied once.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def keep(self, value: Any) -> KeptStructure:
-        """Keep a structure, or raise :class:`Unkeepable`."""
+        """Store a copy of a structure, or raise :class:`Unkeepable`."""
         watched: list[tuple[Tensor, int]] = []
 
         def one(tensor: Tensor) -> Tensor:
@@ -79,16 +79,16 @@ class CopyKeeper:
         if known is not None and known[1] == version(tensor) and known[1] >= 0:
             return known[2]
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise Unkeepable(f"a {type(tensor).__name__} of {tensor.layout} passes there, which is not kept")
+            raise Unkeepable(f"it has a {type(tensor).__name__} with layout {tensor.layout}, which cannot be stored")
         if tensor.device.type not in ("cpu", "cuda"):
-            raise Unkeepable(f"randomness on {tensor.device.type} cannot be watched")
+            raise Unkeepable(f"random numbers on {tensor.device.type} cannot be detected")
         with torch.inference_mode(mode=False):
             kept = copied(tensor.detach())
         self._known[id(tensor)] = (tensor, version(tensor), kept)
         return kept
 
     def forget(self) -> None:
-        """Let go of the tensors that passed; what was kept of them stays with the calls."""
+        """Drop the references to the original tensors. The calls still hold the copies."""
         self._known.clear()
 
 
@@ -106,12 +106,12 @@ def _fixed(value: Any) -> Any:
         return value
     kind = type(value).__name__
     hint = ": call the model with use_cache=False" if "Cache" in kind else ""
-    raise Unkeepable(f"a {kind} passes there, which a call may change{hint}")
+    raise Unkeepable(f"it has a {kind} as argument or output, which a call may change{hint}")
 
 
 @dataclass(slots=True, eq=False)
 class TracedCall:
-    """One call of a module in a run. ``why``: what forbids to serve it, in words."""
+    """One call of a module in a run. ``why`` is the reason why it cannot be served, or ""."""
 
     module: nn.Module
     path: str
@@ -132,14 +132,14 @@ class TracedRun:
         self.state = {module: ModuleState(module) for module in dependencies.modules}
         self.calls: dict[tuple[nn.Module, int], TracedCall] = {}
         self.why = ""
-        self.pure = False  # Whether nothing was drawn or changed in all of it, so that it may run once too often.
-        self.digests: dict[Tensor, int] = {}  # The bits of all tensors that calls may read, where they were asked for.
+        self.pure = False  # True if the run drew no numbers and changed nothing, so an extra run does no harm.
+        self.digests: dict[Tensor, int] = {}  # Digests of all tensors that calls may read, if requested.
         self._neighbours: dict[nn.Module, list[nn.Module]] | None = None
         self._below: dict[nn.Module, list[ModuleState]] = {}
         self._together: dict[nn.Module, SubtreeState] = {}
 
     def below(self, module: nn.Module) -> list[ModuleState]:
-        """What was held by the modules that a call of this one may use: those below it, and others that it reaches."""
+        """Return the states of the modules that a call of this module may use: all that it can reach."""
         found = self._below.get(module)
         if found is None:
             if self._neighbours is None:
@@ -155,7 +155,7 @@ class TracedRun:
         return found
 
     def together(self, module: nn.Module) -> SubtreeState:
-        """The same, to be compared at one go."""
+        """Return the same states as one object, for a fast comparison."""
         found = self._together.get(module)
         if found is None:
             found = self._together[module] = SubtreeState(module, self.below(module))
@@ -163,7 +163,7 @@ class TracedRun:
 
     @property
     def nbytes(self) -> int:
-        """The size of what is kept, each piece of memory counted once."""
+        """Number of bytes stored; each storage counts once."""
         kept = [kept for call in (self.root, *self.calls.values()) for kept in (call.given, call.gave) if kept]
         sizes = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -174,7 +174,7 @@ class TracedRun:
 
 
 class CallTrace:
-    """What was kept of one or more runs of a model, so that their calls can be served again."""
+    """The stored calls of one or more runs of a model, which can be served again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -184,29 +184,28 @@ class CallTrace:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that ran, if it is still there."""
+        """The model that ran, or None if it was freed."""
         return self._model()
 
     @property
     def nbytes(self) -> int:
-        """The size of what is kept."""
+        """Number of bytes stored."""
         return sum(run.nbytes for run in self.runs)
 
     def __repr__(self) -> str:
         calls = [call for run in self.runs for call in run.calls.values()]
         ready = sum(not call.why for call in calls)
-        return (
-            f"<script of {len(self.runs)} run(s): {ready} of {len(calls)} calls can be served, {self.nbytes:,} bytes>"
-        )
+        served = f"{ready} of {len(calls)} calls can be served"
+        return f"<call trace of {len(self.runs)} run(s): {served}, {self.nbytes:,} bytes>"
 
 
 def of_one_kind(one: Tensor, other: Tensor) -> bool:
-    """Whether shape, type and device are the same."""
+    """Return whether two tensors have the same shape, dtype and device."""
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one kind are the same to the last bit, however they lie in memory.
+    """Return whether two tensors of the same shape and dtype are equal bit by bit, whatever their strides.
 
     >>> same_content(torch.tensor([0.0]), torch.tensor([-0.0])), torch.equal(torch.tensor([0.0]), torch.tensor([-0.0]))
     (False, True)
@@ -215,7 +214,7 @@ def same_content(one: Tensor, other: Tensor) -> bool:
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether such tensors differ, as a tensor: the device need not be waited for."""
+    """Return, as a tensor, whether two such tensors differ. This needs no host synchronization."""
     return (_bits(one) != _bits(other)).any()
 
 
@@ -225,8 +224,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
-def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:  # noqa: PLR0911  This is asked at every call.
-    """Whether two structures are built alike and hold the same; ``same`` compares a kept tensor with a live one."""
+def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:  # noqa: PLR0911  Runs at every call.
+    """Return whether two structures match; ``same`` compares a stored tensor with a live one."""
     kind = type(kept)
     if kind is Tensor:
         return isinstance(live, Tensor) and same(kept, live)
@@ -247,14 +246,14 @@ def alike(kept: Any, live: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
 
 def _all_alike(kept: Iterable[Any], live: Iterable[Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
     for part, partner in zip(kept, live, strict=True):
-        # Most parts are constants, and most of those are one object.
+        # Most items are constants, and most of those are identical objects.
         if (part is not partner or type(part) not in PLAIN) and not alike(part, partner, same):
             return False
     return True
 
 
 def storages(value: Any) -> set[int]:
-    """The pieces of memory in which the tensors of a structure lie."""
+    """Return the addresses of the storages of a structure's tensors."""
     plain = (tensor for _, tensor in tensors(value) if type(tensor) in (Tensor, nn.Parameter))
     laid_out = (tensor for tensor in plain if tensor.layout is torch.strided and not tensor.is_meta)
-    return {tensor.untyped_storage().data_ptr() for tensor in laid_out} - {0}  # An empty one lies nowhere.
+    return {tensor.untyped_storage().data_ptr() for tensor in laid_out} - {0}  # An empty storage has address 0.

@@ -9,6 +9,6 @@ def main() -> None:
     """Run the command with the arguments of this process."""
     try:
         from tenterhook.cli.command import tenterhook
-    except KeyboardInterrupt:  # The imports take a second or two.
+    except KeyboardInterrupt:  # Importing torch takes a second or two.
         sys.exit(130)
     tenterhook.main(prog_name="tenterhook")

@@ -1,4 +1,4 @@
-"""The command itself, and those of its parts that look at a model."""
+"""The ``tenterhook`` command group, and the subcommands that inspect a model: ``points`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = ["tenterhook"]
 
 EXAMPLES = (
     """\b
-See what is inside a model, keep what passes, look at it:
+List the points of a model, record a run, look at the tape:
   tenterhook points mymodels.py:Net
   tenterhook record mymodels.py:Net '**' --input 1x3x64x64 --grad -o run.th
   tenterhook show run.th
   tenterhook page run.th -o run.html --open
 \b
-A Hugging Face model on disk, one attention layer, beside its source:
+A Hugging Face model on disk; points inside an attention layer are shown beside its source:
   tenterhook points ./gpt2 'transformer.h.0.attn:*'
   tenterhook record ./gpt2 '**.attn' -i 'text:The cat sat' -o a.th
 \b
-Where do two runs first differ?
+Find the first difference between two runs:
   tenterhook diff before.th after.th
 \b
-Rows of a whole data set, for probes and sparse autoencoders:
+Store the activations of a whole data set, for probes and sparse autoencoders:
   tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token -o acts
   tenterhook verify acts
 \b
-Exit codes: 0 done, 1 a difference or damage, 2 a mistake in what was asked, 3 the model failed, 4 a file that
-cannot be used, 5 nothing to compare, 6 a fault of tenterhook, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 success, 1 a difference or damage, 2 a wrong command line, 3 the model failed, 4 an unusable file,
+5 nothing to compare, 6 a bug in tenterhook, 130 interrupted, 141 the output pipe was closed.
 \b
 """
     + FORMS
@@ -51,10 +51,13 @@ cannot be used, 5 nothing to compare, 6 a fault of tenterhook, 130 interrupted, 
 
 
 class Tenterhook(click.Group):
-    """The command, whose ``--debug`` may stand after the name of its part too: it is added when something failed."""
+    """The command group. It accepts ``--debug`` before and after the name of the subcommand.
+
+    Users add ``--debug`` at the end of a command line that failed.
+    """
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
-        """Run, and end the process with one of the codes that :mod:`tenterhook.cli.errors` lists."""
+        """Run the command and exit with one of the codes listed in :mod:`tenterhook.cli.errors`."""
         given = list(options["args"] if options.get("args") is not None else (args[0] if args else sys.argv[1:]))
         debug = "--debug" in given[: given.index("--") if "--" in given else None]
         run_command(functools.partial(super().main, *args, **{**options, "standalone_mode": False}), debug=debug)
@@ -70,10 +73,10 @@ class Tenterhook(click.Group):
     cls=Tenterhook, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="tenterhook")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, help="Print the traceback of an error.")
 def tenterhook(*, debug: bool) -> None:
-    """See, keep, change and stop what passes inside a PyTorch model."""
-    del debug  # Read from the context where an error is told.
+    """Record, edit, compare and store the values inside a PyTorch model."""
+    del debug  # `errors.show_debug` reads it from the context.
 
 
 @tenterhook.command(
@@ -88,20 +91,20 @@ Examples:
 )
 @model_options
 @click.argument("selectors", nargs=-1)
-@click.option("--all", "every", is_flag=True, help="Write out equal siblings, which are otherwise drawn once.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--all", "every", is_flag=True, help="Show identical siblings one by one, not once.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def points(asked: AskedPoints, selectors: tuple[str, ...], *, every: bool, json_: bool) -> None:
-    """The tree of MODEL, or the points that SELECTORS stand for.
+    """Print the tree of MODEL, or the points that match SELECTORS.
 
-    With --input it is called once, and the tree shows shapes and numbers of calls. Points inside a forward (SELECTOR
-    such as 'h.0.attn:*') are shown beside their source.
+    With --input, MODEL is called once, and the tree shows shapes and numbers of calls. Points inside a forward
+    (SELECTOR such as 'h.0.attn:*') are shown beside their source.
     """
     with calling(asked.model):
         found = points_of(asked.model, *selectors, inputs=_inputs(asked))
     if json_:
         print_json(_described(found))
     else:
-        print_table(found._table(fold=not every))  # drawn here, so that a pipe gets plain text
+        print_table(found._table(fold=not every))  # `print_table` writes plain text to a pipe
 
 
 def _inputs(asked: AskedPoints) -> Any:
@@ -139,16 +142,16 @@ Examples:
     + FORMS
 )
 @model_options
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def audit(asked: AskedPoints, *, json_: bool) -> None:
-    """Every hook on MODEL and in the process: who put it there, in which order they run, what can go wrong.
+    """List every hook on MODEL and in the process: its owner, the order of the hooks, and what can go wrong.
 
-    With --input it is run a few times, and the cost of each hook is measured.
+    With --input, MODEL runs a few times to measure the cost of each hook.
     """
     with calling(asked.model):
         found = audit_of(asked.model, _inputs(asked))
     if not json_:
-        print_table(found._table())  # drawn here, so that a pipe gets plain text
+        print_table(found._table())  # `print_table` writes plain text to a pipe
         return
     print_json(
         [
@@ -177,7 +180,7 @@ Examples:
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what SHELL needs to complete this command."""
+    """Print the completion script for SHELL."""
     from click.shell_completion import get_completion_class
 
     found = get_completion_class(shell)

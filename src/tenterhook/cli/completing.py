@@ -1,4 +1,4 @@
-"""What the shell completes: a MODEL, by the files here and by the names in them; nothing is run for it."""
+"""Shell completion of the MODEL argument, from file names and the names defined in Python files. No user code runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ LINE = 'COMP_LINE="${COMP_LINE:0:$COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS
 
 
 class _Bash(BashComplete):
-    """Bash takes a colon for the end of a word, and a model has one in it: so words are read from the line itself."""
+    """Completion for Bash that splits the command line itself.
+
+    Bash ends a word at a colon, and a MODEL contains one.
+    """
 
     source_template = BashComplete.source_template.replace(WORDS, f"{WORDS} {LINE}")
 
@@ -31,7 +34,7 @@ class _Bash(BashComplete):
         return words[1:], incomplete
 
     def format_completion(self, item: CompletionItem) -> str:
-        """What Bash puts in place of the last word, which for it begins after the colon."""
+        """Return the text that replaces the last word. For Bash, that word begins after the colon."""
         before = getattr(self, "before", "") if ":" in os.environ.get("COMP_WORDBREAKS", "") else ""
         return f"{item.type},{str(item.value).removeprefix(before)}"
 
@@ -40,7 +43,11 @@ add_completion_class(_Bash, "bash")
 
 
 def complete_model(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """The prefixes of model libraries, the files and directories here, and after ``file.py:`` what is in the file."""
+    """Return the completions of a MODEL.
+
+    These are the prefixes of model libraries, Python files and directories, and after ``file.py:`` the names that the
+    file defines.
+    """
     file, colon, _ = incomplete.partition(":")
     if colon and file.endswith(".py"):
         return [CompletionItem(name) for name in _names(Path(file)) if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""The table that ``tenterhook diff`` draws."""
+"""The table that ``tenterhook diff`` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenterhook.report.compare import ONLY_FIRST, ONLY_SECOND, Difference
 
 __all__ = ["Compared", "difference_table"]
 
-AROUND = 12  # rows from the first difference on
+AROUND = 12  # number of rows shown, starting just before the first difference
 COLUMNS = (
     Column(),
     Column("point"),
@@ -22,35 +22,35 @@ ALONE = {ONLY_FIRST: ("first", "second"), ONLY_SECOND: ("second", "first")}
 NOUNS = {False: "value", True: "gradient"}
 
 
-HARDLY = 0.1  # of the points: with fewer on both tapes, nothing is known of two runs
+HARDLY = 0.1  # fraction of the points; with fewer on both tapes, the comparison says nothing about the runs
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The number of values and gradients that were compared, and of those that could not be."""
+    """The number of values and gradients that were compared, and the number that were not, by reason."""
 
     compared: int
     only_first: int
     only_second: int
     incomparable: int = 0
-    """on both tapes, but without numbers or unreadable"""
+    """on both tapes, but not numeric or not readable"""
 
     @classmethod
     def of(cls, found: Sequence[Difference]) -> Compared:
-        """Count them."""
+        """Count the compared and the uncompared items of a comparison."""
         compared = sum(each.compared for each in found)
         first, second = (sum(each.why == why for each in found) for why in ALONE)
         return cls(compared, first, second, len(found) - compared - first - second)
 
     @property
     def hardly(self) -> bool:
-        """Tell whether almost nothing was compared: fewer than a tenth of the tape that holds less."""
+        """True if less than a tenth of the smaller tape was compared."""
         smaller = self.compared + self.incomparable + min(self.only_first, self.only_second)
         return self.compared < HARDLY * max(1, smaller)
 
     @property
     def warning(self) -> str:
-        """The same in words."""
+        """The counts as a warning for the user."""
         incomparable = f", {self.incomparable} that could not be compared" if self.incomparable else ""
         return (
             f"almost nothing could be compared: {self.compared} on both tapes, {self.only_first} only on the first, "
@@ -60,7 +60,10 @@ class Compared:
 
 
 def difference_table(found: Sequence[Difference], first: Difference | None, *, every: bool) -> Table:
-    """Draw rows from the first difference on, or all of them; what only one tape holds is counted."""
+    """Return a table of rows starting at the first difference, or of all rows if ``every`` is true.
+
+    Values that are on one tape only are counted in the footer.
+    """
     shared = [each for each in found if each.compared]
     shown = list(found) if every else _around(shared, first)
     rows = [
@@ -83,8 +86,8 @@ def _around(shared: list[Difference], first: Difference | None) -> list[Differen
 def _title(found: Sequence[Difference], shared: Sequence[Difference], first: Difference | None) -> str:
     if first is not None and first.compared:
         return f"the first difference is at {_called(first)}: {_how(first)}"
-    which = "" if len(shared) == len(found) else " that both tapes hold"
-    return f"no difference in {_counted(shared)}{which}" if shared else "the tapes hold no value in common"
+    which = "" if len(shared) == len(found) else " that both tapes have"
+    return f"no difference in {_counted(shared)}{which}" if shared else "the tapes have no value in common"
 
 
 def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Sequence[Difference]) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Se
 
 
 def _counted(found: Sequence[Difference]) -> str:
-    """Count values, and gradients where there are any.
+    """Return the number of values, and of gradients if there are any, as text.
 
     >>> _counted([Difference("fc", parts=False), Difference("fc", parts=False, gradient=True)])
     '1 value and 1 gradient'
@@ -108,7 +111,7 @@ def _counted(found: Sequence[Difference]) -> str:
 
 
 def _alone(found: Sequence[Difference], hint: str, *, gradient: bool) -> list[str]:
-    """Return a line for each tape that holds something alone, and one for what could not be compared."""
+    """Return footer lines: for each tape, the items missing from the other; then the items that cannot be compared."""
     kind = [each for each in found if each.gradient is gradient]
     noun = NOUNS[gradient]
     lines = []

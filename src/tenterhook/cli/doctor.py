@@ -1,4 +1,4 @@
-"""``tenterhook doctor``: what is installed, and which features work with it."""
+"""``tenterhook doctor``: installed versions, and the features that work with them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Examples:
 The exit code is 1 if a feature is unavailable, otherwise 0.
 """
 )
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def doctor(*, json_: bool) -> None:
-    """Versions, features and packages of this installation, for a bug report.
+    """Print the versions, features and packages of this installation, for a bug report.
 
-    Each feature is checked by a small run on the CPU, which takes some seconds. Home directories, user names and values
-    that may be secrets are left out.
+    Each feature is checked by a small run on the CPU, which takes a few seconds. Home directories, user names and
+    values that may be secrets are left out.
     """
     found = look()
     if json_:
         print_json(found.to_dict())
     else:
-        click.echo(str(found))  # Plain and whole in a terminal too, because it is there to be copied.
+        click.echo(str(found))  # Plain text in a terminal too, because users copy it into bug reports.
     if found.unavailable:
         raise click.exceptions.Exit(UNAVAILABLE)

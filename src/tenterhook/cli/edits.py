@@ -1,4 +1,4 @@
-"""``--edit`` and ``--edits`` on the command line: ``h.5=zero()``, and files that ``th.save_edits`` wrote."""
+"""Parsers for ``--edit`` (``h.5=zero()``) and ``--edits`` (files that ``th.save_edits`` wrote)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.
 FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
 
 UNREADABLE = (ValueError, TypeError, MemoryError, RecursionError)
-"""what comes of reading a literal that is none"""
+"""errors of ``ast.literal_eval`` for an expression that is not a literal"""
 
 
 def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
-    """The changes that ``th.edit`` takes. Only constants, lists, ``at[...]`` and names of files stand in an edit."""
+    """Parse the ``--edit`` options into the changes that ``th.edit`` takes.
+
+    An edit may only contain constants, lists, ``at[...]`` and file names. No code is evaluated.
+    """
     changes: dict[Selector, Any] = {}
     for text in texts:
         found = TEXT.fullmatch(text)
         if found is None:
-            raise CommandError(f"{text!r} is no edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
+            raise CommandError(f"{text!r} is not an edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
         changes.setdefault(found["selector"], []).append(_edit(found["edit"]))
     return changes
 
 
 def edits_of_files(files: Iterable[Path], model: nn.Module) -> dict[Selector, Any]:
-    """The changes in files of edits, one file after the other, on the device and in the type of the model."""
+    """Load edit files in the given order, with the device and dtype of the model."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
     device, dtype = (None, None) if like is None else (like.device, like.dtype)
     changes: dict[Selector, Any] = {}
@@ -58,10 +61,10 @@ def _edit(text: str) -> Any:
         raise CommandError(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
     call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
-        raise CommandError(f"{text!r} is no edit.\n{FORM}")
+        raise CommandError(f"{text!r} is not an edit.\n{FORM}")
     args = [_value(argument, text) for argument in call.args]
     kwargs = {str(word.arg): _value(word.value, text) for word in call.keywords}
-    with speaking(f"{text} cannot be made", debug=False):
+    with speaking(f"{text} could not be created", debug=False):
         return EDITS[call.func.id](*args, **kwargs)
 
 
@@ -72,7 +75,7 @@ def _value(node: ast.expr, text: str) -> Any:
         value = ast.literal_eval(node)
     except UNREADABLE:
         raise CommandError(
-            f"{ast.unparse(node)!r} in {text!r}: an edit takes numbers, at[...] and names of files."
+            f"{ast.unparse(node)!r} in {text!r}: an edit takes numbers, at[...] and file names."
         ) from None
     if isinstance(value, str) and Path(value).suffix in READERS:
         with speaking(f"{value} could not be read"):
@@ -90,5 +93,5 @@ def _index(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except UNREADABLE:
         raise CommandError(
-            f"at[{ast.unparse(node)}]: an index is made of numbers, slices and lists of numbers."
+            f"at[{ast.unparse(node)}]: an index consists of numbers, slices and lists of numbers."
         ) from None

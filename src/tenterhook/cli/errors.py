@@ -1,17 +1,17 @@
-"""What goes wrong, in words: every error that reaches a person at a terminal comes through here.
+"""Error reporting and exit codes of the command. Every error that the command prints goes through this module.
 
 ======  ===================================================================================================
 code    meaning
 ======  ===================================================================================================
-0       done; for ``diff`` no difference, for ``verify`` no damage
-1       a difference that ``diff`` found, or damage that ``verify`` found
-2       a mistake in what was asked: an option, a model, a point, an edit
-3       the model itself failed; what was recorded until then is kept
-4       a file or store that cannot be read or written, is damaged, or is too large
-5       two tapes that ``diff`` could hardly compare, because almost no point is on both
-6       a fault of tenterhook itself
+0       success; ``diff`` found no difference, ``verify`` found no damage
+1       ``diff`` found a difference, or ``verify`` found damage
+2       a mistake in the command line: an option, a model, a point, an edit
+3       the model failed; the values recorded before the failure are kept
+4       a file or store cannot be read or written, is damaged, or is too large
+5       ``diff`` could compare almost nothing, because almost no point is on both tapes
+6       a bug in tenterhook
 130     interrupted by Ctrl-C
-141     the reader of the output went away, as ``| head`` does
+141     the reader of the output closed the pipe, as ``| head`` does
 ======  ===================================================================================================
 """
 
@@ -52,36 +52,39 @@ DIFFERENT, WRONG, FAILED, UNREADABLE, INCOMPARABLE, FAULT, INTERRUPTED, CLOSED =
 PACKAGE = Path(__file__).parents[1]
 OUTPUT = "the output could not be written: {why}"
 MINE = (
-    "{error}\n  This is a fault of tenterhook. tenterhook --debug shows the traceback; please report it, with what was "
-    "asked."
+    "{error}\n  This is a bug in tenterhook. Please report it, with the command line and the traceback that "
+    "tenterhook --debug prints."
 )
 
 
 class CommandError(click.ClickException):
-    """An error that needs no traceback."""
+    """An error that is printed without a traceback."""
 
     exit_code = WRONG
 
 
 class ModelFailed(CommandError):
-    """The model itself raised an error."""
+    """The model raised an error."""
 
     exit_code = FAILED
 
 
 class Unreadable(CommandError):
-    """A file or a store that cannot be read or written, is damaged, or is too large."""
+    """A file or store cannot be read or written, is damaged, or is too large."""
 
     exit_code = UNREADABLE
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print text of whatever origin: control characters in it are shown as escapes."""
+    """Print text from any source. Control characters are printed as escapes."""
     write(printable_lines(text), err=err)
 
 
 def write(text: str, *, err: bool = False) -> None:
-    """Print text that is safe to show; what keeps it from being printed is told as such, but for a closed pipe."""
+    """Print text that contains no control characters.
+
+    A failed write raises :class:`Unreadable`. A closed pipe raises ``BrokenPipeError``, which ends the command quietly.
+    """
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
@@ -92,7 +95,11 @@ def write(text: str, *, err: bool = False) -> None:
 
 @contextlib.contextmanager
 def speaking(what: str = "", *, debug: bool | None = None, kind: type[CommandError] = CommandError) -> Iterator[None]:
-    """Turn what is raised inside into words; ``kind`` is the trouble that it is, where the error does not tell."""
+    """Convert exceptions raised inside the block to :class:`CommandError`.
+
+    ``what`` names the failed operation. Without it, exceptions that are neither tenterhook's nor ``OSError`` propagate
+    as bugs. ``kind`` is the class to raise, except that an ``OSError`` without ``what`` becomes :class:`Unreadable`.
+    """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
@@ -102,23 +109,23 @@ def speaking(what: str = "", *, debug: bool | None = None, kind: type[CommandErr
         if show_traceback:
             show_debug()
         elif not what and not isinstance(error, TenterhookError | OSError) and not _of_object_store(error):
-            raise  # Nobody foresaw it: a fault of this program.
+            raise  # Not an expected error: a bug in tenterhook.
         unreadable = not what and (isinstance(error, OSError) or _of_object_store(error))
         raise (Unreadable if unreadable else kind)(_words(error, what, more=not show_traceback)) from error
 
 
 def _of_object_store(error: BaseException) -> bool:
-    """Whether an object store has refused, which its library tells in exceptions of its own."""
+    """Return True if the error comes from obstore, which raises its own exception classes."""
     return type(error).__module__.partition(".")[0] == "obstore"
 
 
 def missing_package(package: str, extra: str) -> CommandError:
-    """The error for an optional package that is not there."""
-    return CommandError(f'{package} is not installed, and this needs it: pip install "tenterhook[{extra}]"')
+    """Return the error for an optional package that is not installed."""
+    return CommandError(f'this command needs {package}, which is not installed: pip install "tenterhook[{extra}]"')
 
 
 def show_debug() -> None:
-    """The traceback of what is being handled, if ``--debug`` asks for it."""
+    """Print the traceback of the current exception if ``--debug`` is set."""
     if _debug():
         say(traceback.format_exc(), err=True)
 
@@ -140,7 +147,7 @@ def _words(error: BaseException, what: str, *, more: bool) -> str:
         said = str(error).partition("\n\nDebug source:")[0]
         text = f"{type(error).__name__}: {said}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(last.filename).is_relative_to(PACKAGE)  # A line of this program says nothing to who uses it.
+    ours = Path(last.filename).is_relative_to(PACKAGE)  # A line of tenterhook's own code does not help the user.
     at = f"\n  at {last.filename}:{last.lineno} in {last.name}" if what and not ours else ""
     hint = "\n  (tenterhook --debug shows the whole traceback)" if what and more else ""
     return f"{what}: {text}{at}{hint}" if what else text
@@ -150,7 +157,7 @@ def _words(error: BaseException, what: str, *, more: bool) -> str:
 
 
 def run_command(call: Callable[[], Any], *, debug: bool = False) -> NoReturn:
-    """Run the command and end the process with its exit code; nothing leaves a traceback but ``debug``."""
+    """Run the command and exit with its exit code. Tracebacks are printed only if ``debug`` is true."""
     try:
         code = _code_of(call, debug=debug)
         if sys.stdout is not None:
@@ -158,7 +165,7 @@ def run_command(call: Callable[[], Any], *, debug: bool = False) -> NoReturn:
     except (BrokenPipeError, ConnectionResetError):
         _mute()
         code = CLOSED
-    except OSError as error:  # Standard output is a file on a full disk, say.
+    except OSError as error:  # For example, standard output is a file on a full disk.
         _mute()
         with contextlib.suppress(OSError):
             _show(Unreadable(OUTPUT.format(why=error.strerror or error)))
@@ -176,7 +183,7 @@ def _code_of(call: Callable[[], Any], *, debug: bool) -> int:
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except SystemExit as end:
-        # Where a pipe is closed rich ends by itself, and so does click, which also puts something before the output.
+        # On a closed pipe, rich and click raise SystemExit. click also replaces sys.stdout with a wrapper.
         if isinstance(end.__context__, BrokenPipeError) or sys.stdout is not output:
             sys.stdout = output
             raise BrokenPipeError from None
@@ -187,7 +194,7 @@ def _code_of(call: Callable[[], Any], *, debug: bool) -> int:
     except click.ClickException as error:
         _show(error)
         return error.exit_code
-    except Exception as error:  # Nobody foresaw it, and a person wants words all the same
+    except Exception as error:  # A bug. The user still gets a message instead of a traceback.
         if isinstance(error, OSError) and not error.filename and not isinstance(error, TenterhookError):
             raise
         if debug:
@@ -206,7 +213,10 @@ def _show(error: click.ClickException) -> None:
 
 
 def _mute() -> None:
-    """Let nothing more be written to standard output: at its end Python would try once more, and complain."""
+    """Redirect standard output to the null device.
+
+    Python flushes standard output at exit, and would report the closed pipe again.
+    """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The parts of the command that store rows and look after them: ``harvest`` and ``verify``."""
+"""The subcommands that write and check stores: ``harvest`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["harvest", "verify"]
 
 DATA = """DATA is one of
   file.npy .safetensors .parquet
-  file.txt                a sample for each line, with the model's own tokenizer or --tokenizer DIR
-  package.module:name     batches, a DataLoader, a data set or a tensor of samples, or a function that makes one
+  file.txt                one sample per line, tokenized with the model's tokenizer or --tokenizer DIR
+  package.module:name     batches, a DataLoader, a data set or a tensor of samples, or a function that returns one
   path/to/file.py:name    the same, in a file"""
-LEAST = 10**5  # bytes on their way
+LEAST = 10**5  # bytes; the smallest write buffer
 
 
 @click.command(
@@ -44,28 +44,34 @@ Examples:
 )
 @model_alone
 @click.argument("selectors", nargs=-1, required=True)
-@click.option("--data", required=True, metavar="DATA", help="What to run it over, as below.")
+@click.option("--data", required=True, metavar="DATA", help="The data to run the model on, see below.")
 @click.option("--output", "-o", "to", required=True, metavar="PLACE", help="A directory, or a URL: s3://bucket/acts.")
 @click.option(
-    "--rows", type=click.Choice(["sample", "token"]), default="sample", show_default=True, help="What is one."
+    "--rows",
+    type=click.Choice(["sample", "token"]),
+    default="sample",
+    show_default=True,
+    help="Store a row per sample or per token.",
 )
-@click.option("--reduce", type=click.Choice(["last", "mean", "max"]), help="One row of each sample's tokens.")
-@click.option("--rows-dtype", type=click.Choice(list(DTYPES)), help="What floating-point rows are converted to.")
+@click.option("--reduce", type=click.Choice(["last", "mean", "max"]), help="Reduce the tokens of a sample to one row.")
+@click.option("--rows-dtype", type=click.Choice(list(DTYPES)), help="Convert floating-point rows to this dtype.")
 @click.option("--grad", is_flag=True, help="Also run backward, and store gradients.")
 @click.option(
-    "--loss", type=click.Choice(["auto", *LOSSES]), default="auto", show_default=True, help="As for tenterhook record."
+    "--loss", type=click.Choice(["auto", *LOSSES]), default="auto", show_default=True, help="As in tenterhook record."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Samples in a batch [32].")
-@click.option("--length", type=click.IntRange(min=1), default=512, show_default=True, help="Of a text, in tokens.")
-@click.option("--shard-rows", type=click.IntRange(min=1), help="Rows in a shard, about.")
-@click.option("--shard-size", help="The same in bytes [512 MiB].")
-@click.option("--memory", default="256MB", show_default=True, help="Bytes on their way to the disk at most.")
+@click.option(
+    "--length", type=click.IntRange(min=1), default=512, show_default=True, help="Largest number of tokens in a text."
+)
+@click.option("--shard-rows", type=click.IntRange(min=1), help="Approximate number of rows in a shard.")
+@click.option("--shard-size", help="Approximate size of a shard [512 MiB].")
+@click.option("--memory", default="256MB", show_default=True, help="Largest number of bytes that wait to be written.")
 @click.option("--engine", type=click.Choice(["auto", "local", "ranks", "ray"]), default="auto", show_default=True)
-@click.option("--workers", type=click.IntRange(min=1), help="With ray: how many.")
-@click.option("--address", help="With ray: the cluster.")
-@click.option("--trust", is_flag=True, help="Vouch for what cannot be identified; the error names it.")
+@click.option("--workers", type=click.IntRange(min=1), help="With ray: the number of workers.")
+@click.option("--address", help="With ray: the address of the cluster.")
+@click.option("--trust", is_flag=True, help="Accept what cannot be identified; the error names it.")
 @click.option("--wait", is_flag=True, help="Wait for another job that harvests into the same place.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def harvest(  # noqa: PLR0913  # each is an option
     asked: AskedPoints,
     selectors: tuple[str, ...],
@@ -80,17 +86,17 @@ def harvest(  # noqa: PLR0913  # each is an option
     json_: bool,
     **options: Any,
 ) -> None:
-    """Run MODEL over a whole data set, and store what passes at SELECTORS, row by row.
+    """Run MODEL on a whole data set, and store the values at SELECTORS as rows.
 
-    The same command again goes on where it stopped; another model, other data or other options are refused.
+    The same command continues an interrupted harvest. A different model, data set or option is an error.
     """
     _check(to, shard_size, options)
     batches = _data(data)
     tokenizer = _tokenizer(asked, data)
     nbytes = size_of(memory)
     if nbytes < LEAST:
-        raise CommandError(f"--memory is a number of bytes, {LEAST} at least; got {memory}")
-    with calling(asked.model), speaking():  # Files and places first; what remains is the model's.
+        raise CommandError(f"--memory is {LEAST} bytes or more; got {memory}")
+    with calling(asked.model), speaking():  # `calling` handles what `speaking` lets through: model errors.
         done = harvest_of(
             asked.again if options["engine"] == "ray" else asked.model,
             batches,
@@ -123,10 +129,10 @@ def _check_store(place: str) -> None:
 
 
 def _data(text: str) -> Any:
-    """A file, which ``th.harvest`` reads by itself, or what a name in Python stands for."""
+    """Return the path of a data file, which ``th.harvest`` reads, or the Python object that the text names."""
     if Path(text).is_file() or (":" not in text and Path(text).suffix):
         return text
-    return python_object(text, lambda text: f"{text!r} is no data.\n{DATA}")
+    return python_object(text, lambda text: f"{text!r} is not a data set.\n{DATA}")
 
 
 def _tokenizer(asked: AskedPoints, data: str) -> Any:
@@ -140,7 +146,10 @@ def _tokenizer(asked: AskedPoints, data: str) -> Any:
 
 
 class _Loss:
-    """What to go back from. Its name is in the manifest, so that a harvest does not go on with another."""
+    """The function from the model's output to the loss.
+
+    Its ``__qualname__`` is written to the manifest, so that a harvest cannot be resumed with a different loss.
+    """
 
     def __init__(self, how: Loss) -> None:
         self.how = how
@@ -166,12 +175,12 @@ Examples:
 """
 )
 @click.argument("place")
-@click.option("--drop", is_flag=True, help="Take back damaged shards, so that the same harvest makes them again.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--drop", is_flag=True, help="Remove damaged shards, so that the same harvest makes them again.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def verify(place: str, *, drop: bool, json_: bool) -> None:
-    """Compare everything that was committed in PLACE with its checksums.
+    """Check everything that is committed in PLACE against its checksums.
 
-    The exit code is 0 if all is whole, or was dropped, and 1 if something is damaged.
+    The exit code is 1 if something is damaged. It is 0 if nothing is, or if --drop removed it.
     """
     from tenterhook.harvest.verify import verify as verify_store
 

@@ -1,4 +1,4 @@
-"""``--input`` on the command line: files, images, text, and random values of given shapes."""
+"""Parser for ``--input``: files, images, text, and random values of given shapes."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ __all__ = ["FORMS", "Inputs", "read_inputs"]
 
 FORMS = """an input is one of
   1x3x224x224             random normal values of that shape
-  int:1x16<128            random whole numbers below 128; also uniform:, zeros:, ones:, bool:
+  int:1x16<128            random integers below 128; also uniform:, zeros:, ones:, bool:
   file.npy .npz .pt .safetensors
   picture.png             an image, as [1, channels, height, width] from 0 to 1
-  text:Hello there        a text, with the model's own tokenizer or --tokenizer DIR
-and name=INPUT gives it by keyword: --input "input_ids=int:1x16<128\""""
+  text:Hello there        a text, tokenized with the model's tokenizer or --tokenizer DIR
+and name=INPUT passes it by keyword: --input "input_ids=int:1x16<128\""""
 
 SHAPE = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<shape>[0-9]+(?:x[0-9]+)*|scalar)(?:<(?P<below>[0-9]+))?")
 KEYWORD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<rest>.*)", re.DOTALL)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 LARGEST_INTEGER = 2**63
-LARGEST = 2**34  # values: a slip of the finger is not to fill the memory
+LARGEST = 2**34  # values; a typing error must not fill the memory
 
 RANDOM: dict[str, Callable[[tuple[int, ...], int], Tensor]] = {
     "float": lambda shape, _: torch.randn(shape),
     "uniform": lambda shape, _: torch.rand(shape),
     "zeros": lambda shape, _: torch.zeros(shape),
     "ones": lambda shape, _: torch.ones(shape),
-    "bool": lambda shape, _: torch.rand(shape) < 0.5,  # noqa: PLR2004  # one half of them
+    "bool": lambda shape, _: torch.rand(shape) < 0.5,  # noqa: PLR2004  # half of them are True
     "int": lambda shape, below: torch.randint(below, shape),
 }
 
 
 @dataclass
 class Inputs:
-    """What the model is called with, and what is known of it."""
+    """The arguments for one call of the model, and the tokens of a text input."""
 
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
 
     def to(self, device: str | None, dtype: torch.dtype | None) -> Inputs:
-        """The same on another device, floating-point values in another type."""
+        """Return a copy on another device, with floating-point tensors in another dtype."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -64,13 +64,16 @@ class Inputs:
 
     @property
     def whole(self) -> Any:
-        """As ``th.points`` and ``th.audit`` take it."""
+        """The inputs in the form that ``th.points`` and ``th.audit`` take."""
         if self.args and self.kwargs:
             raise CommandError("give the inputs either all by keyword (name=INPUT) or none of them.")
         return self.kwargs or tuple(self.args)
 
     def needing_gradients(self) -> Inputs:
-        """The same, with gradients for what is floating point: a model's own input is a point like any other."""
+        """Return a copy whose floating-point tensors require gradients.
+
+        The model's own input is a point too, and ``--grad`` records its gradient.
+        """
 
         def asked(tensor: Tensor) -> Tensor:
             return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
@@ -85,7 +88,10 @@ class Inputs:
 def read_inputs(
     texts: tuple[str, ...], model: nn.Module, *, folder: Path | None = None, image_size: tuple[int, int] | None = None
 ) -> Inputs:
-    """Read every ``--input``. ``folder`` is where a tokenizer may be, ``image_size`` what images are resized to."""
+    """Parse every ``--input``.
+
+    ``folder`` is the directory to load a tokenizer from. ``image_size`` is the size that images are resized to.
+    """
     made = Inputs()
     for text in texts:
         keyword = KEYWORD.fullmatch(text)
@@ -113,7 +119,7 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
         return _text(text.removeprefix("text:"), made, folder)
     file = Path(text)
     if not file.is_file():
-        raise CommandError(f"{text!r} is no input: there is no such file, and it is no shape.\n{FORMS}")
+        raise CommandError(f"{text!r} is not an input: there is no such file, and it is not a shape.\n{FORMS}")
     if file.suffix.lower() in IMAGES:
         return _image(file, model, size)
     read = READERS.get(file.suffix.lower())
@@ -128,17 +134,17 @@ def _read(text: str, made: Inputs, model: nn.Module, folder: Path | None, size: 
 def _random(text: str, found: re.Match[str]) -> Tensor:
     kind, below = found["kind"] or "float", found["below"]
     if kind not in RANDOM:
-        raise CommandError(f"{text!r}: there is no kind {kind!r} of random values; there is {', '.join(RANDOM)}.")
+        raise CommandError(f"{text!r}: {kind!r} is not a kind of random values; the kinds are {', '.join(RANDOM)}.")
     if (kind == "int") != (below is not None):
-        raise CommandError(f"{text!r}: whole numbers, and they alone, need an end: int:1x16<128 gives 0 to 127.")
+        raise CommandError(f"{text!r}: int:, and only int:, needs an upper bound: int:1x16<128 gives 0 to 127.")
     shape = () if found["shape"] == "scalar" else tuple(map(int, found["shape"].split("x")))
     if (count := math.prod(shape)) > LARGEST:
-        raise CommandError(f"{text!r} has {count:,} values, which is more than can be meant.")
+        raise CommandError(f"{text!r} has {count:,} values; the limit is {LARGEST:,}.")
     check_bytes(f"{text!r} takes", count * (8 if kind == "int" else 4), "Give a smaller shape.")
     if int(below or 0) >= LARGEST_INTEGER:
-        raise CommandError(f"{text!r}: whole numbers are below {LARGEST_INTEGER:,}.")
+        raise CommandError(f"{text!r}: the upper bound must be below {LARGEST_INTEGER:,}.")
     if below == "0":
-        raise CommandError(f"{text!r}: there is no whole number below 0 to choose from.")
+        raise CommandError(f"{text!r}: the upper bound must be 1 or more.")
     return RANDOM[kind](shape, int(below or 0))
 
 
@@ -198,7 +204,7 @@ def _image(file: Path, model: nn.Module, size: tuple[int, int] | None) -> Tensor
 
 
 def _channels(model: nn.Module) -> int:
-    """How many channels the model's first convolution takes."""
+    """Return the number of input channels of the model's first convolution, or 3."""
     found = (module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d))
     return next(found, 3)
 
@@ -211,5 +217,5 @@ def _text(text: str, made: Inputs, folder: Path | None) -> dict[str, Tensor]:
         found = dict(tokenizer(text, return_tensors="pt"))
         made.tokens = [tokenizer.decode([token]) for token in found["input_ids"][0].tolist()]
     if not made.tokens:
-        raise CommandError(f"the text {text!r} has no tokens, so that there is nothing to call the model with.")
+        raise CommandError(f"the text {text!r} has no tokens; the model needs at least one.")
     return found

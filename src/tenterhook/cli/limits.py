@@ -1,4 +1,4 @@
-"""Limits on what the command reads: a file is measured before any of it is taken into memory."""
+"""Limits on the files that the command reads. A file's size is checked before it is loaded into memory."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from tenterhook.cli.errors import Unreadable
 __all__ = ["check_archive", "check_array", "check_bytes", "check_file", "memory"]
 
 EXPANDED, RATIO = 2**30, 100
-"""An archive may become a gigabyte, or a hundred times as large as it is."""
+"""An archive may expand to a gigabyte, or to a hundred times its size."""
 MOST_MEMBERS = 100_000
-UNPACK = "Unpack it yourself if you trust it, and give what is inside."
+UNPACK = "If you trust it, unpack it yourself, and give the files inside."
 
 
 def memory() -> int:
-    """The memory of this machine, in bytes."""
+    """Return the memory of this machine in bytes."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Not every system tells.
+    except (AttributeError, ValueError, OSError):  # Not every system reports it; then there is no limit.
         return 2**63
 
 
 def check_bytes(what: str, nbytes: int, fix: str) -> None:
-    """Refuse what would take more bytes than this machine has."""
+    """Raise :class:`Unreadable` if ``nbytes`` is more than the memory of this machine."""
     if nbytes > (most := memory()):
         raise Unreadable(f"{what} {nbytes / 1e9:,.1f} GB, and this machine has {most / 1e9:,.1f} GB of memory. {fix}")
 
 
 def check_file(file: Path, fix: str) -> None:
-    """Refuse a file that is larger than the memory."""
+    """Raise :class:`Unreadable` if a file is larger than the memory of this machine."""
     check_bytes(f"{file} holds", file.stat().st_size, fix)
 
 
 def check_array(file: Path) -> None:
-    """Refuse a ``.npy`` file whose header promises another number of bytes than there are."""
+    """Raise :class:`Unreadable` if a ``.npy`` file's size does not match its header."""
     with file.open("rb") as opened:
         _check_header(file.name, opened, file.stat().st_size)
 
 
 def check_archive(file: Path) -> None:
-    """Refuse an archive (``.npz``, ``.pt``) that would expand beyond the limits; other files pass."""
+    """Raise :class:`Unreadable` if an archive (``.npz``, ``.pt``) expands beyond the limits. Accept other files."""
     if not zipfile.is_zipfile(file):
         return
     size = file.stat().st_size
@@ -71,10 +71,10 @@ def _check_header(name: str, opened: IO[bytes], size: int) -> None:
     version = np.lib.format.read_magic(opened)
     reads: dict[Any, Any] = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in reads:
-        return  # numpy says by itself what it does not know.
+        return  # numpy raises its own error for an unknown version.
     shape, _, dtype = reads[version](opened)
     if dtype.hasobject:
-        return  # Nor does it read a pickle.
+        return  # numpy raises its own error for pickled objects.
     needed, there = math.prod(shape) * dtype.itemsize, size - opened.tell()
     if needed != there:
-        raise Unreadable(f"{name} is damaged: its header promises {needed:,} bytes, and it has {there:,}.")
+        raise Unreadable(f"{name} is damaged: its header declares {needed:,} bytes, but it has {there:,}.")

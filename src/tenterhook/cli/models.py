@@ -1,7 +1,7 @@
-"""MODEL on the command line: the ways to name one, and how it is made.
+"""The MODEL argument: the forms it can have, and how each is loaded.
 
-Code runs where it is named: ``package.module:factory`` imports that module, ``file.py:name`` runs that file. Weights
-are read as safetensors or with ``weights_only``, so that no file runs code unasked.
+Only code that the user names runs: ``package.module:factory`` imports that module, ``file.py:name`` runs that file.
+Weights are read as safetensors or with ``weights_only``, so that no weight file can run code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tenterhook.cli.limits import check_archive, check_file
 __all__ = ["FORMS", "load_model", "python_object", "settings", "tokenizer_of", "torch_file"]
 
 FORMS = """MODEL is one of
-  package.module:name     a model, a class or a function that makes one
+  package.module:name     a model, or a class or function that makes one
   path/to/file.py:name    the same, in a file
   path/to/directory       a Hugging Face model on disk
   transformers:Name       a configuration (GPT2Config) or model class, with random weights
   timm:name               a timm architecture, with random weights"""
 
 WORDS = ("tokenizer.*", "vocab*", "*.model", "*.vocab", "*.tiktoken", "tekken.json")
-"""files with the words of a tokenizer"""
+"""patterns of the vocabulary files of tokenizers"""
 
 
 def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None) -> nn.Module:
-    """The model that a text names, in evaluation mode."""
+    """Load the model that ``text`` names, in evaluation mode."""
     head, _, name = text.partition(":")
     if head in ("timm", "transformers") and name:
         model = _timm(name, given) if head == "timm" else _transformers(name, given)
@@ -52,7 +52,7 @@ def load_model(text: str, given: Mapping[str, Any], weights: Path | None = None)
 
 
 def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """``--set n_layer=2``: a Python literal where it is one, otherwise text.
+    """Parse ``--set n_layer=2``. A value that is not a Python literal is a string.
 
     >>> settings(("n_layer=2", "act=gelu", "shape=(1, 2)"))
     {'n_layer': 2, 'act': 'gelu', 'shape': (1, 2)}
@@ -73,7 +73,10 @@ def settings(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def python_object(text: str, otherwise: Callable[[str], str]) -> Any:
-    """What ``package.module:name`` or ``file.py:name`` stands for; ``otherwise`` words what is neither."""
+    """Return the object that ``package.module:name`` or ``file.py:name`` names.
+
+    ``otherwise`` returns the error message for a text that has neither form.
+    """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise CommandError(otherwise(text))
@@ -92,7 +95,7 @@ def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
     if isinstance(found, nn.Module):
         if given:
             raise CommandError(
-                f"{text} is a model already, so that --set has nothing to be given to; name what makes it."
+                f"{text} is already a model, so --set has no effect. Name the class or function that makes it."
             )
         return found
     if not callable(found):
@@ -101,10 +104,10 @@ def _python(text: str, given: Mapping[str, Any]) -> nn.Module:
 
 
 def _made(text: str, make: Callable[..., Any], given: Mapping[str, Any]) -> nn.Module:
-    with speaking(f"{text} could not be made"):
+    with speaking(f"{text} could not be created"):
         made = make(**given)
     if not isinstance(made, nn.Module):
-        raise CommandError(f"{text} gave a {type(made).__name__}, and a model is a torch.nn.Module.")
+        raise CommandError(f"{text} returned a {type(made).__name__}; a model is a torch.nn.Module.")
     return made
 
 
@@ -115,7 +118,7 @@ def _run_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise CommandError(f"{file} cannot be run as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # As an import would: dataclasses look themselves up there.
+    sys.modules[file.stem] = module  # As an import does; dataclasses look up their module there.
     sys.path.insert(0, str(file.resolve().parent))  # As `python file.py` does.
     with speaking(f"{file} could not be run"):
         spec.loader.exec_module(module)
@@ -138,10 +141,10 @@ def _import(name: str) -> ModuleType:
 def _no_model(text: str) -> str:
     path = Path(text)
     if path.suffix == ".py":
-        return f"name what in {text} is the model: {text}:name"
+        return f"the name of the model in {text} is missing: {text}:name"
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors"):
-        return f"{text} holds weights, and weights alone make no model: give the model, and --weights {text}"
-    return f"{text!r} names no model.\n{FORMS}"
+        return f"{text} contains only weights. Give the model, and --weights {text}"
+    return f"{text!r} is not a model.\n{FORMS}"
 
 
 def _no_name(where: str, part: str, owner: Any) -> str:
@@ -153,7 +156,7 @@ def _no_name(where: str, part: str, owner: Any) -> str:
         models = [name for name, found in vars(owner).items() if name in names and _could_be_a_model(found, owner)]
         return f"{where} has no {part!r}." + (f"\nIt has {listed(models)}." if models else "")
     inside = isinstance(owner, nn.Module) or (isinstance(owner, type) and issubclass(owner, nn.Module))
-    fix = f"\nWhat is inside a model is a selector of its own: {where} {part}" if inside else ""
+    fix = f"\nGive a part of a model as a separate selector: {where} {part}" if inside else ""
     return f"{where} has no {part!r}.{fix}"
 
 
@@ -189,7 +192,7 @@ def _transformers(name: str, given: Mapping[str, Any]) -> nn.Module:
     config = found if name.endswith("Config") else getattr(found, "config_class", None)
     if config is None:
         raise CommandError(f"transformers:{name} is neither a configuration nor a model class.")
-    with speaking(f"{config.__name__} could not be made"):
+    with speaking(f"{config.__name__} could not be created"):
         made = config(**given)
     if config is not found:
         return _made(f"transformers:{name}", lambda: found(made), {})
@@ -197,18 +200,18 @@ def _transformers(name: str, given: Mapping[str, Any]) -> nn.Module:
 
 
 def _of_config(config: Any) -> Any:
-    """The model with a head that the configuration is most used with, or the one without."""
+    """Return the model with the head most used with this configuration, or without a head if there is none."""
     library = _hugging_face()
     for kind in ("AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModelForMaskedLM", "AutoModel"):
         auto = getattr(library, kind)
-        if type(config) in auto._model_mapping:  # noqa: SLF001  # the only way to ask without making the model
+        if type(config) in auto._model_mapping:  # noqa: SLF001  # the only way to check without making the model
             return auto.from_config(config)
     return library.AutoModel.from_config(config)
 
 
 def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
     if not (folder / "config.json").is_file():
-        raise CommandError(f"{folder} has no config.json, so that it is no Hugging Face model.\n{FORMS}")
+        raise CommandError(f"{folder} has no config.json, so it is not a Hugging Face model.\n{FORMS}")
     library = _hugging_face()
     with speaking(f"{folder} could not be read"):
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **given)
@@ -224,10 +227,10 @@ def _directory(folder: Path, given: Mapping[str, Any]) -> nn.Module:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a directory."""
+    """Load the tokenizer in a directory."""
     with speaking(f"there is no tokenizer in {folder} that could be read"):
         made = _hugging_face().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # Where there are no files, transformers makes one that knows no word, or nothing but its special tokens.
+    # Without vocabulary files, transformers returns a tokenizer that has an empty vocabulary or only special tokens.
     if made.vocab_files_names and not any(found for kind in WORDS for found in folder.glob(kind)):
         raise CommandError(f"there is no tokenizer in {folder}; give --tokenizer DIR")
     return made
@@ -247,7 +250,10 @@ def _hugging_face() -> Any:
 
 
 def torch_file(file: Path, what: str) -> Any:
-    """What ``torch.save`` wrote, if it is tensors and plain values: other objects would run code as they are read."""
+    """Load a file that ``torch.save`` wrote, if it contains only tensors and plain values.
+
+    Loading other objects would run code.
+    """
     check_file(file, "Give a part of it.")
     check_archive(file)
     try:
@@ -256,8 +262,8 @@ def torch_file(file: Path, what: str) -> Any:
         if "Unsupported operand" in str(error):
             raise Unreadable(f"{file} {what}: torch.save did not write it, or it is damaged.") from error
         raise Unreadable(
-            f"{file} {what}: it holds objects that would run code as they are read, and only tensors and plain values "
-            "are read. Save those alone, for example a state_dict()."
+            f"{file} {what}: it holds objects that would run code when they are loaded. Only tensors and plain values "
+            "are loaded: save those, for example a state_dict()."
         ) from error
 
 

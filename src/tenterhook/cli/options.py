@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they print."""
+"""Options that several subcommands share, and functions that print their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
-"""what stands below the help of every command that takes a model"""
+"""text below the help of every command that takes a model"""
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -49,19 +49,22 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 @dataclass(frozen=True)
 class AskedPoints:
-    """The model that was named, made; and what it is to be called with."""
+    """The loaded model and its inputs, as the command line names them."""
 
     text: str
     model: nn.Module
     inputs: Inputs
     folder: Path | None
-    """where a tokenizer may be"""
+    """directory to load a tokenizer from"""
     again: Callable[[], nn.Module]
-    """makes the same model, in another process too"""
+    """makes the same model again, also in another process"""
 
 
 def model_options(function: F) -> F:
-    """MODEL, what belongs to it, and its inputs; the command gets an :class:`AskedPoints` in their place."""
+    """Add MODEL, its options and its inputs to a command.
+
+    The command receives them as one :class:`AskedPoints`.
+    """
     with_size = click.option("--image-size", metavar="HxW", help="Resize images to this, for example 224x224.")
     with_inputs = click.option(
         "--input",
@@ -69,24 +72,37 @@ def model_options(function: F) -> F:
         "inputs",
         multiple=True,
         metavar="INPUT",
-        help="What to call it with, as below; can be repeated.",
+        help="An argument for the model, see below; can be repeated.",
     )
     return with_inputs(with_size(model_alone(function)))
 
 
 def model_alone(function: F) -> F:
-    """MODEL and what belongs to it, without inputs; the command gets an :class:`AskedPoints` in their place."""
+    """Add MODEL and its options, without inputs, to a command.
+
+    The command receives them as one :class:`AskedPoints`.
+    """
 
     @click.argument("model", shell_complete=complete_model)
-    @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="An argument for what makes the model.")
+    @click.option(
+        "--set",
+        "pairs",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An argument of the class or function that makes the model; can be repeated.",
+    )
     @click.option(
         "--weights", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A state dict to load."
     )
-    @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Where one is.")
-    @click.option("--seed", default=0, show_default=True, help="Of random weights and random inputs.")
-    @click.option("--device", help="Where it runs, for example cuda.")
+    @click.option(
+        "--tokenizer",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="The directory of a tokenizer.",
+    )
+    @click.option("--seed", default=0, show_default=True, help="Seed of random weights and inputs.")
+    @click.option("--device", help="The device to run on, for example cuda.")
     @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Convert the model and floating-point inputs.")
-    @click.option("--train", is_flag=True, help="In training mode: dropout and batch statistics are on.")
+    @click.option("--train", is_flag=True, help="Use training mode, with dropout and batch statistics.")
     @functools.wraps(function)
     def command(**given: Any) -> Any:
         names = ("model", "pairs", "weights", "seed", "device", "dtype", "train")
@@ -101,7 +117,7 @@ def model_alone(function: F) -> F:
 
 
 READING: dict[str, Any] = {"inputs": (), "tokenizer": None, "image_size": None}
-"""what is not known of a command that takes no inputs"""
+"""defaults of the input options, for a command without inputs"""
 
 
 def _asked(
@@ -109,7 +125,7 @@ def _asked(
 ) -> AskedPoints:
     text, device, dtype = making["model"], making["device"], making["dtype"]
     made = make_model(**making)
-    torch.manual_seed(making["seed"])  # So that the inputs do not depend on how the model was made.
+    torch.manual_seed(making["seed"])  # Random inputs must not depend on how the model was made.
     folder = tokenizer or (Path(text) if Path(text).is_dir() else None)
     read = read_inputs(inputs, made, folder=folder, image_size=_size(image_size))
     again = functools.partial(make_model, **making)
@@ -126,7 +142,7 @@ def make_model(
     dtype: str | None,
     train: bool,
 ) -> nn.Module:
-    """The model that was named, where and as it was asked for."""
+    """Load the model and move it to the requested device, dtype and mode."""
     torch.manual_seed(seed)
     made = load_model(model, settings(pairs), weights)
     made.train(train)
@@ -145,7 +161,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def size_of(text: str) -> int:
-    """A number of bytes.
+    """Parse a number of bytes.
 
     >>> size_of("10MB"), size_of("500k"), size_of("1.5G")
     (10000000, 500000, 1500000000)
@@ -157,7 +173,7 @@ def size_of(text: str) -> int:
 
 
 def print_table(table: Table) -> None:
-    """In colour and fitted to the width on a terminal; whole and plain everywhere else."""
+    """Print a table: in color and fitted to the width on a terminal, otherwise complete and as plain text."""
     if not _in_terminal():
         write(as_text(table))
         return
@@ -171,12 +187,12 @@ def _in_terminal() -> bool:
 
 
 def print_json(value: Any) -> None:
-    """For programs."""
+    """Print a value as JSON."""
     write(as_json(value))
 
 
 def as_json(value: Any) -> str:
-    """JSON that every reader takes: what is no finite number becomes null."""
+    """Return JSON that every parser accepts. NaN and infinity become null."""
     return printable_json(json.dumps(_plain(value), ensure_ascii=False, indent=1, allow_nan=False))
 
 

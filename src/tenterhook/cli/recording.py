@@ -1,4 +1,4 @@
-"""``tenterhook record``."""
+"""The ``tenterhook record`` subcommand."""
 
 from __future__ import annotations
 
@@ -39,26 +39,32 @@ Examples:
 @model_options
 @click.argument("selectors", nargs=-1)
 @click.option("--output", "-o", "file", default="run.th", show_default=True, type=click.Path(path_type=Path))
-@click.option("--grad", is_flag=True, help="Also run backward, and keep gradients.")
+@click.option("--grad", is_flag=True, help="Also run backward, and record gradients.")
 @click.option(
     "--loss",
     type=click.Choice(["auto", *LOSSES]),
     default="auto",
     show_default=True,
-    help="What to go back from: the model's own loss or else the sum of its output; or the output's sum, mean, max.",
+    help="The loss for backward: the sum, mean or max of the output; auto is the model's own loss, or else the sum.",
 )
-@click.option("--edit", "edits", multiple=True, metavar="SELECTOR=EDIT", help="A change on the way: 'h.5=zero()'.")
+@click.option(
+    "--edit",
+    "edits",
+    multiple=True,
+    metavar="SELECTOR=EDIT",
+    help="An edit, for example 'h.5=zero()'; can be repeated.",
+)
 @click.option(
     "--edits",
     "files",
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Changes from a file that th.save_edits wrote; they come before those of --edit.",
+    help="A file that th.save_edits wrote; its edits run before those of --edit.",
 )
-@click.option("--stop", is_flag=True, help="Run nothing after the last of the points.")
-@click.option("--keep", default="all", show_default=True, metavar="all|last|N", help="Of a module's calls.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--stop", is_flag=True, help="Stop the run after the last point.")
+@click.option("--keep", default="all", show_default=True, metavar="all|last|N", help="The calls of a module to keep.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def record(  # noqa: PLR0913  # each is an option
     asked: AskedPoints,
     selectors: tuple[str, ...],
@@ -72,14 +78,14 @@ def record(  # noqa: PLR0913  # each is an option
     stop: bool,
     json_: bool,
 ) -> None:
-    """Run MODEL once and keep what passes at SELECTORS (all modules' outputs by default) in a file.
+    """Run MODEL once and write the values at SELECTORS (by default the outputs of all modules) to a tape.
 
-    If the model fails, what was recorded until then is kept, with the module that failed and what it was given; the
-    exit code is then 3. A run that recorded nothing leaves a file that is there already as it was.
+    If the model fails, the tape has the values recorded before, the module that failed and its inputs, and the exit
+    code is 3. A run that records nothing does not replace an existing file.
     """
     if stop and grad:
         raise CommandError(
-            "--stop ends the run before there is a loss, so that --grad would have nothing to go back from."
+            "--stop ends the run before there is a loss, so --grad cannot run backward. Leave out one of the two."
         )
     changes = edits_of_files(files, asked.model)
     for selector, made in read_edits(edits).items():
@@ -104,7 +110,7 @@ def record(  # noqa: PLR0913  # each is an option
 
 
 def _check_place(file: Path) -> None:
-    """What cannot be written is told before the run, which may be long."""
+    """Raise an error before the run, which may be long, if the file cannot be written."""
     if file.is_dir():
         raise CommandError(f"{file} is a directory; name a file in it: -o {file / 'run.th'}")
     if not file.parent.is_dir():
@@ -112,8 +118,8 @@ def _check_place(file: Path) -> None:
 
 
 def _tell_kept(tape: Tape, file: Path, *, json_: bool) -> None:
-    """An empty tape is worth less than whatever is in the file already."""
-    say(f"{file} is left as it was: no value was recorded to put in its place.", err=True)
+    """Report that an empty tape did not replace an existing file."""
+    say(f"{file} is not changed: the run recorded no value.", err=True)
     if json_:
         print_json({"tape": None, "values": 0, "gradients": 0, "bytes": 0, "failure": tape.notes.get("failure")})
         return
@@ -155,7 +161,7 @@ def _keep(text: str) -> Any:
 
 @contextlib.contextmanager
 def _progress(asked: AskedPoints, wanted: RunRequest) -> Iterator[Callable[[str], None]]:
-    """A bar that moves as points are passed for the first time."""
+    """Show a progress bar that advances the first time each point is reached."""
     points = len(resolve(asked.model, wanted.selectors or "**"))
     seen: set[str] = set()
     with bar("points") as tell:

@@ -1,4 +1,7 @@
-"""One run of a model under ``tenterhook record``: with its order, its progress, and what is left if it fails."""
+"""One run of a model for ``tenterhook record``.
+
+The run notes the execution order. If the model fails, the partial tape is kept.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"sum": Tensor.sum, "mean": Tens
 
 @dataclass
 class RunRequest:
-    """What is asked of a run."""
+    """The options of a run."""
 
     selectors: list[str] = field(default_factory=list)
     grad: bool = False
@@ -43,7 +46,7 @@ class RunRequest:
 
 
 class OrderNotes:
-    """The action that notes the order in which values pass."""
+    """An action that notes the order in which points are reached."""
 
     observes = True
     again = False
@@ -60,7 +63,7 @@ class OrderNotes:
 def run(
     model: nn.Module, inputs: Inputs, asked: RunRequest, passed: Callable[[str], None] = lambda _: None
 ) -> tuple[Tape, Exception | None]:
-    """Call the model once, and give its tape; and the error, if the model failed."""
+    """Call the model once. Return its tape, and the error if the model failed."""
     points = resolve(model, asked.selectors or "**")
     recording = record(model, *(asked.selectors or ["**"]), grad=asked.grad, stop=asked.stop, keep=asked.keep)
     tape, order, failed = recording.tape, list[str](), None
@@ -73,10 +76,10 @@ def run(
                 loss_of(output, asked.loss).backward()
     except NeverReached:
         if any(point.explicit for point in points):
-            raise  # Of a pattern that reached nothing there is an empty tape, which the caller reports.
+            raise  # For a pattern, the tape is empty, and the caller reports that.
     except (TenterhookError, CommandError):
         raise
-    except Exception as error:  # noqa: BLE001  # the model's own, whatever it is: what was recorded is kept
+    except Exception as error:  # noqa: BLE001  # any error of the model; the partial tape is kept
         show_debug()
         failed = error
         tape.notes.setdefault("failure", _elsewhere(error))
@@ -87,26 +90,24 @@ def run(
 
 
 def loss_of(output: Any, how: Loss) -> Tensor:
-    """The number to differentiate: the model's own loss, or one made of its first floating-point output."""
+    """Return the scalar to differentiate: the model's own loss, or a reduction of its first floating-point output."""
     own = getattr(output, "loss", None)
     if how == "auto" and isinstance(own, Tensor):
         return own
     found = [tensor for _, tensor in tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not found:
-        raise CommandError(
-            "--grad: nothing that the model returned has a gradient, so that there is nothing to go back from."
-        )
+        raise CommandError("--grad: no output of the model requires a gradient, so backward cannot run.")
     return LOSSES["sum" if how == "auto" else how](found[0])
 
 
 @contextlib.contextmanager
 def calling(model: nn.Module) -> Iterator[None]:
-    """Tell an error of the model itself by the module that failed and what it was given."""
+    """Convert an error of the model to :class:`ModelFailed`, with the module that failed and its inputs."""
     try:
         yield
     except (TenterhookError, click.ClickException) as raised:
         error = raised.__cause__
-        # th.points tells an error of the model as one of its own, with the model's as its cause.
+        # th.points raises a SessionError for an error of the model, with the model's error as its cause.
         if not isinstance(raised, SessionError) or error is None or isinstance(error, TenterhookError):
             raise
         raise _told(model, error) from raised

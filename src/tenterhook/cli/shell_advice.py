@@ -1,4 +1,4 @@
-"""What the library advises in Python, said for a shell."""
+"""Translation of advice in error messages from Python calls to shell commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SEE = re.compile(r"Print tenterhook\.points\(model(?:, '(?P<selector>.*)')?\) to
 
 @contextlib.contextmanager
 def for_a_shell(text: str) -> Iterator[None]:
-    """Tell an address that is not there by what to type next; ``text`` is how the model was named."""
+    """Convert an ``AddressError`` to a :class:`CommandError` that names the shell command to type next.
+
+    ``text`` is the MODEL argument.
+    """
     try:
         yield
     except AddressError as error:

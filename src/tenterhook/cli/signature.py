@@ -1,4 +1,4 @@
-"""Whether a model takes what it is to be called with: asked before it runs, so that a slip costs no run and no file."""
+"""A check of the inputs against the signature of ``forward``, before the run, so that a mistake costs no run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_call(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse inputs that the model's forward does not take, by the names of what is missing or too many."""
+    """Raise :class:`CommandError` if ``forward`` does not accept the inputs, naming missing and extra arguments."""
     signature = _signature(model)
     if signature is None:
         return
@@ -31,10 +31,13 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
-    """None where only the call itself can tell: a hook or a ``__call__`` of the model's own may change the inputs."""
+    """Return the signature of ``forward``, or None if it cannot be known before the call.
+
+    A forward pre-hook or a custom ``__call__`` may change the inputs.
+    """
     if forward_pre_hooks_of(model) or type(model).__call__ is not nn.Module.__call__:
         return None
-    try:  # A decorator may add arguments, so that what it wraps says nothing.
+    try:  # A decorator may add arguments, so the signature of the wrapped function is not used.
         return inspect.signature(model.forward, follow_wrapped=False)
     except (TypeError, ValueError):
         return None
@@ -53,7 +56,7 @@ def _missing(signature: inspect.Signature, inputs: Inputs) -> list[str]:
         return []
     one = len(missing) == 1 and not inputs.kwargs
     example = f"--input {SHAPE}" if one else " ".join(f"--input {name}={SHAPE}" for name in missing)
-    return [f"Nothing is given for {listed(missing)}: give it, for example {example}"]
+    return [f"The input {listed(missing)} is missing. Give it, for example {example}"]
 
 
 def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
@@ -61,13 +64,13 @@ def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
     lines = []
     if len(inputs.args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         lines.append(
-            f"Got {len(inputs.args)} inputs without a name, and it takes {len(positional)}; leave out the rest."
+            f"Got {len(inputs.args)} inputs without a name, but it takes {len(positional)}; leave out the rest."
         )
     lines += [f"{name} is given twice: without a name, and as {name}=." for name in _twice(signature, inputs)]
     for name in inputs.kwargs if inspect.Parameter.VAR_KEYWORD not in kinds else ():
         if name not in signature.parameters:
             near = nearest(name, signature.parameters)
-            lines.append(f"It has no {name!r}." + (f" Did you mean {listed(near)}?" if near else ""))
+            lines.append(f"It has no argument {name!r}." + (f" Did you mean {listed(near)}?" if near else ""))
     return lines
 
 

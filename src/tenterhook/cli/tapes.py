@@ -1,4 +1,4 @@
-"""The parts of the command that read tapes: ``show``, ``page`` and ``diff``."""
+"""The subcommands that read tapes: ``show``, ``page`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAP_DIMENSIONS = 2
 
 
 def read_tape(file: Path) -> Tape:
-    """The tape in a file, if there is room for it."""
+    """Load a tape, after checking that it fits in memory."""
     if file.is_file():
         check_file(file, "Record fewer points, or fewer calls (--keep last).")
     return load(file)
@@ -50,10 +50,10 @@ Examples:
 )
 @click.argument("file", type=TAPE)
 @click.argument("selectors", nargs=-1)
-@click.option("--maps", default=0, metavar="N", help="Draw the first N maps of each point, in blocks.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--maps", default=0, metavar="N", help="Draw the first N maps of each point.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def show(file: Path, selectors: tuple[str, ...], *, maps: int, json_: bool) -> None:
-    """What is on the tape FILE, in numbers: all of it, or what SELECTORS stand for."""
+    """Print statistics of the values on the tape FILE: all of them, or those that match SELECTORS."""
     with speaking():
         tape = read_tape(file)
         addresses = chosen(tape, selectors)
@@ -123,15 +123,21 @@ Examples:
 """
 )
 @click.argument("files", nargs=-1, required=True, type=TAPE)
-@click.option("--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the tape's name, .html].")
-@click.option("--size", default="10MB", show_default=True, help="How large the page may become.")
 @click.option(
-    "--maps", default=512, show_default=True, type=click.IntRange(min=1), help="How many maps are drawn of one value."
+    "--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the tape's name with .html]."
 )
-@click.option("--title", help="What stands at its top.")
-@click.option("--open", "open_", is_flag=True, help="Show it in the browser.")
+@click.option("--size", default="10MB", show_default=True, help="The largest size of the page.")
+@click.option(
+    "--maps",
+    default=512,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="The largest number of maps to draw of a value.",
+)
+@click.option("--title", help="The title of the page.")
+@click.option("--open", "open_", is_flag=True, help="Open the page in the browser.")
 def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, title: str | None, *, open_: bool) -> None:
-    """Write one HTML page of the tape FILES, one or two, that opens from disk without any network."""
+    """Write one HTML page of one or two tape FILES. It opens from disk and needs no network."""
     if len(files) > len(("left", "right")):
         raise CommandError(f"a page shows one tape, or two side by side; got {len(files)}")
     target = target or files[0].with_suffix(".html")
@@ -140,7 +146,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     if target.suffix.lower() not in (".html", ".htm"):
         raise CommandError(f"{target}: a page is an .html file; write -o {target.with_suffix('.html')}")
     try:
-        import PIL  # noqa: F401  # asked for here, so that what is missing is told at once
+        import PIL  # noqa: F401  # imported first, so that a missing package is reported before the tape is read
 
         from tenterhook.report.page import LEAST, write_tapes
     except ImportError:
@@ -148,7 +154,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
     with speaking():
         most = size_of(size)
         if most < LEAST:
-            raise CommandError(f"--size {size}: a page has at least {LEAST:,} bytes, for its script and its numbers.")
+            raise CommandError(f"--size {size}: a page needs at least {LEAST:,} bytes, for its script and its numbers.")
         tapes = {_name(file, files): read_tape(file) for file in files}
         with bar("pictures") as progress, _told_as_trouble():
             written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
@@ -159,7 +165,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
 
 @contextlib.contextmanager
 def _told_as_trouble() -> Iterator[None]:
-    """What the page says of its own options is meant for whoever gave them."""
+    """Convert a ``ValueError`` about the page's options to :class:`CommandError`."""
     try:
         yield
     except ValueError as error:
@@ -190,10 +196,10 @@ Examples:
 )
 @click.argument("left", type=TAPE)
 @click.argument("right", type=TAPE)
-@click.option("--rtol", type=float, help="How far apart values may be, as a share of them [what rounding does].")
-@click.option("--atol", type=float, help="… and in their own unit [what rounding does].")
+@click.option("--rtol", type=float, help="Relative tolerance [by dtype, as in torch.testing].")
+@click.option("--atol", type=float, help="Absolute tolerance [by dtype, as in torch.testing].")
 @click.option("--all", "every", is_flag=True, help="Show every point.")
-@click.option("--json", "json_", is_flag=True, help="For programs.")
+@click.option("--json", "json_", is_flag=True, help="Print JSON.")
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
     """Find the first point where the values or gradients of two tapes differ, and by how much.
 

@@ -1,7 +1,11 @@
-"""Sessions inside compiled graphs: what ``torch.compile`` traces in place of the engine, and how values come out.
+"""Sessions inside compiled graphs: the code that ``torch.compile`` traces instead of the engine's dispatch.
 
-``trace`` is what Dynamo sees where a session has touched a module, ``inside`` the same for places inside a forward,
-``graph outputs`` how values leave a graph that has no breaks, ``gradient`` and ``opaque`` the operations that run in a
-graph, ``entry`` where compiled code begins, ``report`` what a session tells of it all, ``taking`` what ``th.features``
-does in a graph.
+- ``engine_api``: the functions that the engine calls.
+- ``entry_points``: modules at which compiled code begins.
+- ``trace_plan``, ``trace``, ``inner_values``: the code that Dynamo traces at a touched module.
+- ``graph_outputs``, ``packed_outputs``: how recorded values leave a graph without a graph break.
+- ``traced_gradients``, ``expected_gradients``, ``opaque_edits``: operations that run inside a graph.
+- ``serve_spec``, ``served_calls``: calls that a replay serves.
+- ``fullgraph_check``, ``explain_errors``: errors about compiled models.
+- ``traced_features``: ``th.features`` inside a graph.
 """

@@ -1,4 +1,4 @@
-"""What the engine asks of this room: at a session's start and end, and for each forward that it puts in."""
+"""The functions that the engine calls: at the start and end of a session, and for each forward that it installs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["begin", "dressed", "end", "explained", "told", "waiting"]
 
 
 def begin(session: Session) -> None:
-    """Prepare a session whose actions are planned: its graph outputs, and actions wherever compiled code begins."""
+    """Create the graph outputs of a session, and actions where compiled code begins. Its actions must be planned."""
     from tenterhook.compiled.entry_points import entries, is_guarded, keep_out
     from tenterhook.compiled.explain_errors import forget
     from tenterhook.compiled.fullgraph_check import check
@@ -30,11 +30,11 @@ def begin(session: Session) -> None:
     if not is_forced_eager():
         require("compiled models")
     keep_out()
-    forget()  # What is traced from now on is traced with this session.
+    forget()  # Graphs that are traced from now on include this session.
     session.graph_outputs = GraphOutputs(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])
     session.entries = entries(session)
-    if not is_guarded(session):  # It stands where it needs to, when it knows where that is.
+    if not is_guarded(session):  # A guard installs its actions itself, when it knows where.
         for module, path in session.entries.items():
             session._actions_of(module, path)
     check(session)
@@ -46,13 +46,13 @@ def _kind(action: Any) -> tuple[str, str]:
 
 
 def waiting(session: Session, points: Any) -> None:
-    """Say which points a stop waits for."""
+    """Set the points that a stop waits for."""
     if session.graph_outputs is not None:
         session.graph_outputs.wait_for(tuple(str(point) for point in points))
 
 
 def dressed(patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
-    """A forward of the engine's with what Dynamo shall see in its place."""
+    """Return a forward of the engine that carries the function for Dynamo to trace instead."""
     from tenterhook.compiled.entry_points import entry
     from tenterhook.compiled.trace_plan import is_uncompilable, traced_forward
 
@@ -68,7 +68,7 @@ def dressed(patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -
 
 
 def _uncompiled(patch: ForwardPatch, engine: Callable[..., Any]) -> Any:
-    """Return a forward that runs without the compiler, and leaves the graph with the reason."""
+    """Return a forward that runs without the compiler. In a graph, it causes a graph break with the reason."""
     from tenterhook.compiled.trace_plan import traced_forward
     from tenterhook.pytorch.dynamo_tracing import disabled
 
@@ -82,7 +82,7 @@ def _uncompiled(patch: ForwardPatch, engine: Callable[..., Any]) -> Any:
 
 
 def end(session: Session) -> Compiled:
-    """A session is over; gives what there is to tell."""
+    """End a session and return its counts."""
     graph_outputs, found = session.graph_outputs, told(session)
     if graph_outputs is not None:
         graph_outputs.close()
@@ -90,7 +90,7 @@ def end(session: Session) -> Compiled:
 
 
 def explained(session: Session, error: BaseException) -> BaseException | None:
-    """Return the error to raise in the place of one that comes out of a session; None to leave it as it is."""
+    """Return a clearer error to raise instead of one that leaves a session, or None to keep it."""
     if session.graph_outputs is None:
         return None
     from tenterhook.compiled.explain_errors import explained
@@ -99,7 +99,7 @@ def explained(session: Session, error: BaseException) -> BaseException | None:
 
 
 def told(session: Session) -> Compiled:
-    """What there is to tell so far."""
+    """Return the counts of a session so far."""
     graph_outputs = session.graph_outputs
     if graph_outputs is None:
         return Compiled()

@@ -1,9 +1,9 @@
-"""Where compiled code begins: the module that ``torch.compile`` was given, or the one whose ``compile()`` was called.
+"""Modules at which compiled code begins: those given to ``torch.compile``, and those on which ``compile()`` was called.
 
-Dynamo keeps what it has compiled with the code of a function, eight versions of it at most. So where a session is open,
-an entry runs a copy of a small function, one copy for each plan: the versions of one plan do not count against those
-of another, and when the session is over the model's own code is there as it was. In that function a stop is caught,
-which makes the graph end there.
+Dynamo stores compiled code with the code object of a function, and keeps at most eight versions. While a session is
+open, an entry point therefore runs a copy of a small function, one copy per plan. The versions of one plan do not count
+against those of another, and after the session the model's own compiled code is still valid. The small function also
+catches a stop, so that the graph ends there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["entries", "entry", "is_guarded", "keep_out"]
 
-PLANS = 64  # of one module, whose compiled code is kept
+PLANS = 64  # The number of plans of one module whose compiled code is kept.
 OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
 STOPPED = "tenterhook stopped"
 OWN_FILES.update({__file__, trace.__file__})
@@ -55,9 +55,9 @@ _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionar
 
 
 def entries(session: Session) -> dict[nn.Module, str]:
-    """The modules of a session's model at which compiled code begins, with their paths: those above its points.
+    """Return the modules at which compiled code begins and that contain points of the session, with their paths.
 
-    Where calls are guarded, points come later, and may be anywhere.
+    If calls are guarded, the points are not known yet, so all such modules are returned.
     """
     model = session.model
     paths = {""}
@@ -84,19 +84,19 @@ def _begins_at_top(session: Session) -> bool:
 
 
 def is_guarded(session: Session) -> bool:
-    """Whether something stands around calls, to serve them or to write them down."""
+    """Return whether any call has a guard, which serves the call or records it for a replay."""
     return any(actions.guard is not None for actions in session.action_sets.values())
 
 
 def _asks_here(session: Session) -> bool:
-    """Whether something has to be done where the model's own code begins: to raise a stop, to see what is served."""
+    """Return whether the entry of the model needs code of ours: to raise a stop, or to prepare served calls."""
     return is_guarded(session) or any(getattr(binding.action, "stops", False) for binding in session.bindings)
 
 
 def _begins(module: nn.Module, plan: Any) -> bool:
-    """Whether compiled code is known to begin at a module, by ``torch.compile(module)`` for one: that leaves no mark.
+    """Return whether compiled code is known to begin at a module, although ``torch.compile(module)`` leaves no mark.
 
-    A plan that was opened before it was known is compiled with the module's own code, and stays there.
+    A plan that was opened before this was known is compiled with the module's own code, and stays there.
     """
     known = _with_own_code.setdefault(module, set())
     if plan in known:
@@ -109,7 +109,7 @@ def _begins(module: nn.Module, plan: Any) -> bool:
 
 
 def _was_compiled(module: nn.Module) -> bool:
-    """Whether compiled code has begun at a module of this class."""
+    """Return whether compiled code has begun at a module of this class."""
     if "forward" in module.__dict__:
         return False
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
@@ -117,7 +117,7 @@ def _was_compiled(module: nn.Module) -> bool:
 
 
 def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for a module at which compiled code may begin; where none does, it is the engine's own."""
+    """Return a forward for a module at which compiled code may begin. Outside the compiler, it runs the engine."""
     known: Any = None
     run: Callable[..., Any] = _run
     reels: tuple[Any, ...] = ()
@@ -149,7 +149,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
                 break
         else:
             return _apart(eager, self, args, kwargs)
-        # Dynamo does not look for hooks that came after the session.
+        # Dynamo does not guard on hooks that were added after the session.
         body = hooked if hooks or GLOBAL_FORWARD_HOOKS else inlined
         if not guards:
             return _ran(patch, run, body, reels, args, kwargs)
@@ -159,14 +159,14 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
 
 
 def _between(guards: Any, patch: ForwardPatch, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
-    """A run that guards have to be told of, before it and after."""
+    """Run the model between its guards: prepare them before the run and call ``after`` when it ends."""
     value: Any = MISSING
     told = 0
     try:
         for guard in guards:
             told += 1
             without_compiling(guard.prepare, args, kwargs)
-        # What they have prepared for is part of the plan.
+        # The prepared values are part of the plan, so the copy is chosen after ``prepare``.
         run = without_compiling(_copy, patch, packs=bool(reels))
         value = _ran(patch, run, body, reels, args, kwargs)
     finally:
@@ -190,12 +190,15 @@ def _ran(patch: ForwardPatch, run: Any, body: Any, reels: Any, args: Any, kwargs
 
 @disabled  # type: ignore[untyped-decorator]
 def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The call of another thread: what is compiled has this thread's edits in it, so it runs without."""
+    """Run a call of another thread without the compiler, because the compiled code contains this session's edits."""
     return eager(module, *args, **kwargs)
 
 
 def _run(self: nn.Module, inlined: Callable[..., Any], reels: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-    """Compiled, in a copy of its own for each plan. Guards on a module are cheapest where it is an argument itself."""
+    """Run the compiled body; each plan has its own copy of this function.
+
+    The module is an argument, because Dynamo's guards on a module are cheapest on an argument.
+    """
     try:
         value = inlined(self, *args, **kwargs)
     except Stopped:
@@ -217,21 +220,21 @@ def _copy(patch: ForwardPatch, *, packs: bool) -> Callable[..., Any]:
     return made
 
 
-PROBE = "tenterhook.pytorch.dynamo_probe"  # What it checks is how Dynamo compiles its functions.
+PROBE = "tenterhook.pytorch.dynamo_probe"  # It checks how Dynamo compiles its functions.
 _kept_out: set[str] = set()
 
 
 def keep_out() -> None:
-    """Keep Dynamo from compiling the engine's own functions where a graph does not have them: they are to run as is.
+    """Keep Dynamo from compiling the engine's own functions outside a graph.
 
-    This marks our own code and no one else's. Functions that are inlined into a graph are not concerned.
+    This marks our own code only. Functions that are inlined into a graph are not marked.
     """
     for name, module in list(sys.modules.items()):
         if name in _kept_out or not name.startswith("tenterhook.") or name == PROBE:
             continue
         _kept_out.add(name)
         for held in list(vars(module).values()):
-            # Probes check how Dynamo compiles the functions in them.
+            # Probes check how Dynamo compiles the functions in them, so they are not marked.
             if getattr(held, "__module__", None) == name and "probe" not in getattr(held, "__name__", ""):
                 _mark(held)
 

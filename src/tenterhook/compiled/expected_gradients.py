@@ -1,4 +1,4 @@
-"""The gradients that compiled graphs will bring: which slot waits for which."""
+"""The gradient slots that wait for gradients from compiled graphs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 __all__ = ["expect", "expected"]
 
-# By the run of the graph, and the gradient's number in it.
+# Keys: the number of the graph's run, and the number of the gradient in it.
 _waiting: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 
 
 def expect(run: int, number: int, slot: Any) -> None:
-    """Let a slot have the gradient with this number, when it comes."""
+    """Register the slot that receives the gradient with this number."""
     _waiting[run, number] = slot
 
 
 def expected(run: int, number: int) -> Any:
-    """The slot that waits for a gradient; None if nobody holds it any more."""
+    """Return the slot that waits for a gradient, or None if the slot was freed."""
     return _waiting.get((run, number))

@@ -1,7 +1,7 @@
-"""Errors of ``torch.compile`` in a session, as errors that name the point and the fix.
+"""Clear errors for failures of ``torch.compile`` in a session: they name the point and the fix.
 
-Dynamo's own errors tell of its inner workings. They are replaced where the session is the cause; to all others a note
-is added that says which session was part of the graph.
+Dynamo's own errors describe its internals. If the session caused the error, the error is replaced. All others get a
+note that names the session that was part of the graph.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["CHANGED_KIND", "explained", "forget", "note_edit", "note_view"]
 
 UNTRACED = (
-    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nWrite it with PyTorch's operations "
-    "alone, or let it run outside: th.edit(..., opaque=True)."
+    "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nUse only PyTorch "
+    "operations in it, or run it outside the graph: th.edit(..., opaque=True)."
 )
 FAILS = (
-    "the edit {name} at {address!r} fails inside a compiled graph: {reason}\nCall it by itself on a value of that "
-    "shape to see why, or let it run outside of the graph: th.edit(..., opaque=True)."
+    "the edit {name} at {address!r} fails inside a compiled graph: {reason}\nCall it alone on a value of that "
+    "shape to see why, or run it outside the graph: th.edit(..., opaque=True)."
 )
 VIEW = (
-    "the gradient of {points} cannot be recorded or edited inside a compiled graph: the value there is a view, or a "
-    "tensor that the module was given, and it is changed in place later{where}.\nReturn a copy of it from the module, "
-    ".clone(); name a point after the change; or run the model where it is not compiled: under "
+    "the gradient of {points} cannot be recorded or edited inside a compiled graph: the value is a view, or an "
+    "argument of the module, and it is changed in place later{where}.\nReturn a copy of it from the module (.clone()), "
+    "use a point after the change, or run the model without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
 WHOLE = (
-    "{what} cannot be part of a graph that must be whole (fullgraph=True).\nCompile the model without fullgraph=True, "
-    "and the graph is left there; or do this where it is not compiled: under torch.compiler.set_stance('force_eager')."
+    "{what} cannot be part of a graph compiled with fullgraph=True.\nCompile the model without fullgraph=True, which "
+    "allows a graph break there, or run it without compiling: under torch.compiler.set_stance('force_eager')."
 )
 KIND = (
-    "{reason}, in a compiled graph that must be whole (fullgraph=True).\nReturn the same kind, or pass check=False to "
-    "th.edit if what follows can take it."
+    "{reason}, in a graph compiled with fullgraph=True.\nReturn a value of the same type, shape and dtype, or pass "
+    "check=False to th.edit if the rest of the model accepts the new value."
 )
 STOP = "the stop after {points}, which would leave the graph as an exception,"
 NOTE = (
@@ -53,36 +53,36 @@ NOTE = (
 IN_PLACE_ON_VIEW = "is a view and is being modified inplace"
 REASON = re.compile(r"tenterhook: ([^\n'\"]*(?:'[^'\n]*'[^\n'\"]*)*)")
 GOT = re.compile(r"(?:got|raised exception) (\w+\(.*\))\s*$", re.MULTILINE)
-CHANGED_KIND = "an edit changed the kind of a value"
+CHANGED_KIND = "an edit changed the type, shape or dtype of a value"
 SHOWN = 5
 
-# What the graph that is being traced has come to: views whose gradients are wanted, and the last edit.
+# State of the graph that is being traced: views whose gradients are recorded, and the last edit.
 _views: dict[str, None] = {}
 _edited: list[str] = []
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_view(address: str) -> bool:
-    """Note, while a graph is traced, that the gradient of a view is wanted at a point: the value may not be changed."""
+    """Note during tracing that the gradient of a view is used at a point. No in-place operation may change it later."""
     _views[address] = None
     return True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_edit(address: str) -> bool:
-    """Note, while a graph is traced, that the edit at a point comes next."""
+    """Note during tracing that the edit at this point comes next."""
     _edited[:] = [address]
     return True
 
 
 def forget() -> None:
-    """Forget what earlier graphs have noted."""
+    """Clear the notes of earlier graphs."""
     _views.clear()
     _edited.clear()
 
 
 def explained(session: Session, error: BaseException) -> TenterhookError | None:
-    """Return the error to raise in the place of one that came out of compiled code; None to leave it as it is."""
+    """Return the error to raise instead of one from compiled code, or None to keep it."""
     from tenterhook.pytorch.dynamo_tracing import DynamoError
 
     _copy_notes(error)
@@ -96,7 +96,7 @@ def explained(session: Session, error: BaseException) -> TenterhookError | None:
 
 
 def _edit(session: Session, error: Any) -> TenterhookError | None:
-    """The error that names the edit at which tracing failed, if it was at one."""
+    """Return an error that names the edit at which tracing failed, or None if it failed elsewhere."""
     stack = getattr(error, "real_stack", None) or ()
     found = [binding for binding in session.bindings if _is_on(binding, stack)]
     if not found:
@@ -110,7 +110,7 @@ def _edit(session: Session, error: Any) -> TenterhookError | None:
 
 
 def _is_on(binding: Binding, stack: Any) -> bool:
-    """Tell whether the function of an edit is on the stack of what was traced."""
+    """Return whether the function of an edit is on the stack of the traced code."""
     change = getattr(binding.action, "change", None)
     function = getattr(change, "call", None)
     if not isinstance(function, FunctionType):
@@ -136,13 +136,15 @@ def _view(session: Session, error: Any, text: str) -> TenterhookError | None:
 
 
 def _reason(text: str) -> TenterhookError | None:
-    """The reason for which this room has left the graph."""
+    """Return an error with the reason for which our own code broke the graph, or None."""
     found = REASON.search(text)
     if found is None:
         return None
     reason = found[1].strip().rstrip(".")
     if reason.startswith(CHANGED_KIND):
         return EditError(KIND.format(reason=reason))
+    if "torch.export" in reason:
+        return SessionError(f"a tenterhook session is open on the model: {reason}.")
     return SessionError(WHOLE.format(what=f"{reason}: this"))
 
 
@@ -166,7 +168,7 @@ def _listed(bindings: list[Binding]) -> str:
 
 
 def _copy_notes(error: BaseException) -> None:
-    """Copy the note that names an edit from the error that it raised to the one that a backend made of it."""
+    """Copy the note that names an edit from the original error to the error that a backend raised from it."""
     for before in _causes(error):
         for note in getattr(before, "__notes__", ()):
             if note.startswith("in the edit ") and note not in getattr(error, "__notes__", ()):

@@ -1,7 +1,7 @@
-"""Graphs that must be whole: what cannot be part of one is said as a session starts, not in the middle of a run.
+"""A check at the start of a session for actions that cannot be part of a graph with ``fullgraph=True``.
 
-That a graph must be whole (``fullgraph=True``) is known where the session is opened on what ``torch.compile`` gave, or
-on a model with ``compile()``. Where a model is compiled beside the session, the first call says it, by
+``fullgraph=True`` is known at the start if the session is opened on the result of ``torch.compile``, or on a model on
+which ``compile()`` was called. If the model is compiled separately, the first call raises the error: see
 :mod:`tenterhook.compiled.explain_errors`.
 """
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 __all__ = ["check"]
 
 WHOLE = (
-    "{what} lies in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
-    "Compile the model without fullgraph=True, and the graph is left there; or do this where it is not compiled: under "
+    "{what} is in a model that was compiled with fullgraph=True, and cannot be part of its graph: {why}.\n"
+    "Compile the model without fullgraph=True, which allows a graph break there, or run it without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
-STOPS = "a stop leaves the graph of a module of PyTorch's own as an exception, and no exception can leave a whole graph"
-WRITTEN = "the calls of a run are written down as they are made, for a replay"
+STOPS = "a stop leaves the graph of a PyTorch module as an exception, which fullgraph=True does not allow"
+WRITTEN = "the calls of a run are recorded in Python, for a replay"
 
 
 def check(session: Session) -> None:
-    """Raise if something of a session cannot be part of a graph that must be whole."""
+    """Raise :class:`SessionError` if an action of the session cannot be part of a graph with ``fullgraph=True``."""
     if is_forced_eager():
         return
     whole = [(path, outer) for module, path in session.entries.items() for outer in _outers(session, module, path)]
     if whole and getattr(session, "learns", False):
-        raise SessionError(WHOLE.format(what="what is to be served", why=WRITTEN))
+        raise SessionError(WHOLE.format(what="a call to serve", why=WRITTEN))
     for path, outer in whole:
         for actions in session.action_sets.values():
             why = _why_not(actions, outer) if not path or f"{actions.path}.".startswith(f"{path}.") else None
@@ -58,7 +58,7 @@ def check(session: Session) -> None:
 
 
 def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
-    """What a module was compiled by, itself or what ``torch.compile`` gave, where its graph must be whole."""
+    """Return the module, or its wrappers from ``torch.compile``, if they were compiled with ``fullgraph=True``."""
     compiled = [each for each in wrappers_at(session.model, path) if isinstance(each, OptimizedModule)]
     outers = [each for each in compiled if original_module(each) is module]
     if outers:
@@ -67,7 +67,7 @@ def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
-    """Why what is asked for at a module cannot be traced."""
+    """Return the reason why the actions at a module cannot be traced, or None."""
     try:
         part = part_of(actions)
     except Untraceable as error:
@@ -82,7 +82,7 @@ def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
 
 
 def _why_not_outside(actions: ModuleActions) -> str | None:
-    """Say why it cannot be traced where the graph begins before the compiled module's own forward."""
+    """Return the reason, for a graph that begins before the compiled module's own forward, or None."""
     if hasattr(actions.guard, "prepare"):
         return UNDECIDED
     bindings = (*actions.looks_out, *actions.inner, *(binding for _, binding in actions.looks_in))
@@ -90,7 +90,7 @@ def _why_not_outside(actions: ModuleActions) -> str | None:
 
 
 def _begins_outside(outer: nn.Module) -> bool:
-    """Return whether the graph begins before the compiled module's own forward, where a stop could be caught."""
+    """Return whether the graph begins before the compiled module's own forward, in which a stop could be caught."""
     if isinstance(outer, OptimizedModule):
         return is_skipped(type(original_module(outer)).forward)
     return begins_outside_of(compiled_call(outer))

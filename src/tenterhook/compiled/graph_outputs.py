@@ -1,13 +1,12 @@
-"""How what is recorded leaves a compiled graph that has no breaks.
+"""The object through which recorded values leave a compiled graph without a graph break.
 
-Dynamo lets traced code assign to attributes of objects that exist already: the values become outputs of the graph, and
-the assignments are made after it has run. So traced code assigns to a :class:`GraphOutputs`, and every point costs one
-output.
+Dynamo allows traced code to assign to attributes of existing objects. The values become outputs of the graph, and the
+assignments run after the graph. So traced code assigns to a :class:`GraphOutputs`, and every point costs one output.
 
-Somebody has to take the values from there before the next call, and no code of ours runs then. But an assignment lets
-go of what stood there before: a :class:`GraphDoneSignal`, whose end is the sign that a graph has run and that its
-values are in. Traced code only ever writes to ``bell``, so no guard looks at it, and slots keep it out of Dynamo's
-sight.
+The values must be read before the next call, but none of our code runs at that time. An assignment drops the object
+that was there before. That object is a :class:`GraphDoneSignal`: its ``__del__`` shows that a graph has run and that
+its values are stored. Traced code only writes to ``bell``, so Dynamo puts no guard on it, and ``__slots__`` hide it
+from Dynamo.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _NO_TOKEN = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 class GraphDoneSignal:
-    """Rings as it goes."""
+    """An object that signals the end of a graph when it is deleted."""
 
     __slots__ = ("_reel",)
 
@@ -58,12 +57,13 @@ class GraphDoneSignal:
 
 
 class GraphOutputs:
-    """What one session's traced code writes to.
+    """The object to which the traced code of one session writes.
 
-    ``chain`` is a chain of ``(before, key, phase, values, count)``, empty between calls; ``count`` is that of the
-    gradients to come, and ``token`` names this run for them. What :mod:`tenterhook.compiled.packed_outputs` leaves is
-    ``(items, packs, count)``. ``left`` has the points that a stop still waits for. Parts are named by keys: constants
-    cost nothing, while the way to an object goes through the whole model, for every one and with every call.
+    ``chain`` is a linked list of ``(before, key, phase, values, count)``, empty between calls. ``count`` is the number
+    of gradients to expect, and ``token`` identifies this run for them. :mod:`tenterhook.compiled.packed_outputs`
+    replaces the list with ``(items, packs, count)``. ``left`` holds the points that a stop still waits for. Parts are
+    identified by string keys: constants cost nothing, while each access to an object needs guards along its whole path
+    through the model, at every call.
     """
 
     __slots__ = (
@@ -86,11 +86,11 @@ class GraphOutputs:
         self.bell: GraphDoneSignal | None = GraphDoneSignal(self)
 
     def wait_for(self, left: tuple[str, ...]) -> None:
-        """Say which points a stop waits for."""
+        """Set the points that a stop waits for."""
         self.left = left
 
     def key_for(self, part: TracedPart) -> str:
-        """A name for a part, the same in every session with the same plan."""
+        """Return a key for a part. It is the same in every session with the same plan."""
         key = part.actions.path
         while key in self.parts:
             key += "'"
@@ -98,12 +98,12 @@ class GraphOutputs:
         return key
 
     def forget(self, part: TracedPart | None) -> None:
-        """A part is no more; another may have its name."""
+        """Remove a part, so that another one can have its key."""
         if part is not None:
             self.parts.pop(part.key, None)
 
     def take(self) -> None:
-        """Hand what a graph has brought to the session's actions, as if each value had just passed."""
+        """Pass the values of a finished graph to the session's actions."""
         chain, self.chain = self.chain, ()
         self.bell = GraphDoneSignal(self)
         if not chain:
@@ -123,7 +123,7 @@ class GraphOutputs:
 
     def _take_packed(self, items: Any, packs: Any, token: int) -> None:
         known, found = self.route
-        if items is not known:  # A constant of the graph, unless there is a tensor in it.
+        if items is not known:  # The items are a constant of the graph, unless there is a tensor in them.
             found = route(items, self.parts)
             self.route = items if found is not None else None, found
         if found is None:
@@ -132,7 +132,7 @@ class GraphOutputs:
             follow(found, packs)
 
     def _hand_over(self, items: list[Any], token: int) -> None:
-        """Let the actions of each part see what passed, in the order in which it did."""
+        """Call the actions of each part with the recorded values, in the order of recording."""
         parts = self.parts
         if self._is_mine(items):
             for key, phase, values in items:
@@ -144,12 +144,12 @@ class GraphOutputs:
         return mine
 
     def counted(self) -> tuple[int, int]:
-        """The graphs that were made and the breaks that were met since it was opened."""
+        """Return the number of graphs compiled and of graph breaks since the session was opened."""
         graphs, breaks = graphs_and_breaks()
         return graphs - self.since[0], breaks - self.since[1]
 
     def close(self) -> None:
-        """Nothing is written to it any more, and it keeps nothing."""
+        """Drop all references and values."""
         self.session = None
         self.swaps.clear()
         self.parts.clear()
@@ -160,12 +160,15 @@ class GraphOutputs:
 def _rung(graph_outputs: GraphOutputs) -> None:
     try:
         without_compiling(graph_outputs.take)
-    except Exception as error:  # noqa: BLE001  It cannot leave from here: the session raises it.
+    except Exception as error:  # noqa: BLE001  An error cannot leave __del__; the session raises it later.
         graph_outputs.error = graph_outputs.error or error
 
 
 def new_token() -> Tensor:
-    """A number that no other run of a graph has, as a tensor: traced code is given it anew with each run."""
+    """Return a unique number for a run of a graph.
+
+    It is a tensor, so that traced code reads a new number at each run.
+    """
     return torch.tensor(next(_tokens), device="cpu")
 
 
@@ -179,7 +182,7 @@ def _unrolled(chain: Any) -> list[Any]:
 
 
 def _owned(items: list[Any]) -> list[Any]:
-    """The items, with copies of what stands in the buffers of CUDA graphs: the next replay rewrites those."""
+    """Return the items, with copies of tensors in CUDA graph buffers, because the next replay overwrites those."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return items
@@ -204,7 +207,7 @@ def _replayed(trees: Any, tensor: Tensor) -> bool:
 
 
 def _kept(part: TracedPart, value: Any, token: int) -> None:  # noqa: ARG001
-    """The output of a call, and nothing else was asked for."""
+    """Store the output of a call, which is the only thing that was recorded at this module."""
     part.recorder.taken_under(part.actions.next_key(), value)
 
 
@@ -225,7 +228,10 @@ def _left(part: TracedPart, values: Any, token: int) -> None:
 
 
 def _passed(part: TracedPart, values: Any, token: int) -> None:
-    """A place inside a forward: which of the actions's bindings, and the value or whether an edit was made."""
+    """Handle a place inside a forward.
+
+    ``values`` is the index of the binding, and the recorded value or whether the edit was applied.
+    """
     index, value = values
     actions, binding = part.actions, part.bound.inner[index]
     count = actions.executions.get(binding, 0)
@@ -237,22 +243,22 @@ def _passed(part: TracedPart, values: Any, token: int) -> None:
 
 
 def _exchanged(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
-    """A parameter's value was edited."""
+    """Mark the edit of a parameter as applied."""
     _mark((part.bound.swapped[values],), (True,))
 
 
 def _served(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
-    """A call was served, if what it was given proves to be what it was."""
+    """Note that a call was served. It counts only if the comparison of its arguments succeeds."""
     part.actions.guard.ahead.was_served(part.cue.path, values)  # type: ignore[union-attr]
 
 
 def _computed(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
-    """A call could not be served, for this reason."""
+    """Note the reason why a call could not be served."""
     part.actions.guard.ahead.was_computed(part.cue.path, values)  # type: ignore[union-attr]
 
 
 def _nothing(part: TracedPart, values: Any, token: int) -> None:
-    """Gradients were counted."""
+    """Do nothing: this phase only counts gradients."""
 
 
 _PHASES = {

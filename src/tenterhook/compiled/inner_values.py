@@ -1,4 +1,4 @@
-"""Places inside a forward, as they are traced: the same rewritten code, in other hands."""
+"""Places inside a forward, for traced code: the same rewritten function, with a node that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedNode", "body_of"]
 
-NO_SOURCE = "tenterhook: operations of a function without source are watched one by one"
+NO_SOURCE = "tenterhook: operations of a function without source are observed one by one, outside a graph"
 
 
 class TracedNode:
-    """The hands of a rewritten function inside a graph.
+    """The :class:`~tenterhook.sites.rewrite.PlaceCallbacks` object of a rewritten function inside a graph.
 
-    ``places`` has what happens at each place, ``below`` the functions that are entered there: their code, and what
-    takes their place.
+    ``places`` maps each place to its steps. ``below`` maps each place to the functions that are entered there, as pairs
+    of the function and its rewritten form.
     """
 
     __slots__ = ("below", "places")
@@ -34,13 +34,13 @@ class TracedNode:
         self.places, self.below = places, below
 
     def value(self, place: Any, value: Any) -> Any:
-        """A value has come to a place."""
+        """Run the steps at a place and return the value."""
         for part, index, step in self.places[place]:
             value = at_place(part, index, step, value)
         return value
 
     def enter(self, place: Any, function: Any) -> Any:
-        """A function is about to be called."""
+        """Return the rewritten form of a function that is about to be called, or the function itself if it has none."""
         bound = isinstance(function, MethodType)
         plain = function.__func__ if bound else function
         for target, made in self.below[place]:
@@ -50,7 +50,7 @@ class TracedNode:
 
 
 def body_of(patch: ForwardPatch, parts: tuple[TracedPart, ...]) -> Callable[..., Any]:
-    """The module's forward, rewritten where a part has something inside it."""
+    """Return the module's forward, rewritten if a part has actions inside it."""
     if not any(part.inner for part in parts):
         return patch.original
     function = forward_of(patch.module)
@@ -66,7 +66,7 @@ def body_of(patch: ForwardPatch, parts: tuple[TracedPart, ...]) -> Callable[...,
 
 
 def _made(node: RewrittenFunction, steps: dict[Any, Any]) -> Any:
-    """The function of a node, and of those below it, in traced hands."""
+    """Return the rewritten function of a node, with traced nodes for it and all nodes below."""
     places = {}
     for place in {**node._edits, **node._looks}:
         acting = [*node._edits.get(place, ()), *node._looks.get(place, ())]
@@ -80,4 +80,4 @@ def _made(node: RewrittenFunction, steps: dict[Any, Any]) -> Any:
 
 
 def _never(_actions_of: Any) -> None:
-    """A traced run is stopped by the graph outputs."""
+    """Do nothing: in traced code, ``stop_after`` raises the stop."""

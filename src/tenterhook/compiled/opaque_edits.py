@@ -1,7 +1,7 @@
-"""Edits that cannot be traced, as operations: the graph stays whole, and calls back into Python where they stand.
+"""Edits that cannot be traced, as custom operations: the graph has no break, and calls back into Python at the edit.
 
-Such an operation gives what it got: a tensor of the same shape, dtype and device. Autograd goes through it by running
-the function a second time, in the backward pass.
+The operation returns a tensor of the same shape, dtype and device as its input. Its backward runs the function a second
+time to compute the gradient.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CalledEdit", "opaque"]
 
-STRUCTURE = "tenterhook: an opaque edit inside a graph changes a tensor, and this value is a structure"
+STRUCTURE = "tenterhook: inside a graph an opaque edit needs a tensor, and this value is a structure"
 OTHER = (
-    "the opaque edit {name} at {address!r} turned {old} into {new}, and inside a compiled graph it has to return a "
-    "tensor of the same kind. Return one, or run the model where it is not compiled: under "
+    "the opaque edit {name} at {address!r} turned {old} into {new}. Inside a compiled graph it must return a tensor "
+    "of the same shape and dtype. Return such a tensor, or run the model without compiling: under "
     "torch.compiler.set_stance('force_eager')."
 )
 
 OVER = (
-    "the backward pass came to the opaque edit at {address!r} after its session was over. Call backward() inside the "
-    "session."
+    "the backward pass reached the opaque edit at {address!r} after its session was closed. Call backward() inside "
+    "the session."
 )
-KNOWN = 4096  # Edits whose points are known by their numbers.
+KNOWN = 4096  # The number of edits whose addresses are kept for error messages.
 
 _called: weakref.WeakValueDictionary[int, CalledEdit] = weakref.WeakValueDictionary()
 _points: collections.OrderedDict[int, str] = collections.OrderedDict()
@@ -45,7 +45,7 @@ library.define("opaque_backward(Tensor gradient, Tensor value, Tensor token) -> 
 
 
 class CalledEdit:
-    """An edit as the operation finds it: by a number that the graph is given as a tensor, with each session anew."""
+    """An edit that the operation finds by a number. The graph gets it as a tensor; each session has new numbers."""
 
     __slots__ = ("__weakref__", "_count", "call", "context", "function", "name", "token")
 
@@ -77,14 +77,14 @@ class CalledEdit:
 
 
 def opaque(step: Step, value: Any) -> Any:
-    """Traced: the value after an opaque edit."""
+    """Traced: return the value after an opaque edit."""
     if not isinstance(value, Tensor):
         graph_break(msg=STRUCTURE + " at '" + step.address + "'")
     return OpaqueEdit.apply(value, step.token)  # type: ignore[no-untyped-call]
 
 
 class OpaqueEdit(torch.autograd.Function):
-    """The operation with its way back."""
+    """The operation with its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class OpaqueEdit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Call it again for its gradient."""
+        """Call the edit again to compute its gradient."""
         value, token = ctx.saved_tensors
         return torch.ops.tenterhook.opaque_backward(gradient, value, token), None
 

@@ -1,8 +1,8 @@
-"""Many small values as one output of a graph, where each output has its price.
+"""Many small values packed into one output of a graph.
 
-What a CUDA graph gives out stands in buffers that the next replay rewrites, so that somebody has to copy it at once. A
-copy of a small tensor takes the device no time and Python some ten microseconds. So traced code lays values of one
-shape behind each other; the whole is copied once, and parted again without a copy.
+The outputs of a CUDA graph are in buffers that the next replay overwrites, so they must be copied at once. The copy of
+a small tensor costs the device almost nothing, but costs Python about ten microseconds. So traced code concatenates
+values of the same shape. The result is copied once, and split again without a copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["follow", "pack", "route", "unpacked"]
 
-LARGEST = 1 << 20  # elements: beyond it, laying a value there costs the device more than is gained
-PACKED = "tenterhook packed"  # A constant, in place of a value: with its group, and its place in it.
+LARGEST = 1 << 20  # Elements: above this, the concatenation costs the device more than it saves.
+PACKED = "tenterhook packed"  # Marks a packed value, with the number of its group and its index in the group.
 
 
 def pack(graph_outputs: GraphOutputs) -> None:
-    """Traced, at the end of a graph: lay together what its graph outputs holds."""
+    """Traced, at the end of a graph: pack the recorded values in ``graph_outputs``."""
     chain = graph_outputs.chain
     if not chain:
         return
@@ -40,7 +40,7 @@ def pack(graph_outputs: GraphOutputs) -> None:
 
 
 def laid(values: Any, groups: list[list[Tensor]]) -> Any:
-    """The values, with marks in place of those that were put into a group."""
+    """Return the values, with a mark in place of each tensor that was added to a group."""
     if isinstance(values, Tensor):
         return laid_tensor(values, groups)
     if type(values) is tuple:
@@ -69,27 +69,27 @@ def together(group: list[Tensor]) -> Any:
 
 
 class PackedValues:
-    """Values that lie behind each other; they are parted when one of them is read."""
+    """Concatenated values, which are split when one of them is first read."""
 
     __slots__ = ("_number", "_parts", "_whole")
 
     def __init__(self, whole: Tensor, number: int) -> None:
-        # A replay would rewrite it.
+        # The next replay of the CUDA graph overwrites the original.
         self._whole, self._number = whole.clone() if whole.is_cuda else whole, number
         self._parts: Any = None
 
     def part(self, place: int) -> tuple[Tensor, int]:
-        """One of them, with the version that it had as it was recorded."""
+        """Return one value and the version that it had when it was recorded."""
         if self._parts is None:
             whole, number = self._whole, self._number
-            # Not chunk(): those would have one version together, and a change in one would be a change in all.
+            # Not chunk(): its results share one version counter, so a change of one would be seen as a change of all.
             found = torch.unsafe_chunk(whole, number) if number > 1 else (whole,)
             self._parts = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in found]
         return self._parts[place]  # type: ignore[no-any-return]
 
 
 class LateValue:
-    """An entry of a tape whose value is found when it is read; see :class:`tenterhook.record.kept_value.Kept`."""
+    """A tape entry whose value is computed when it is read; see :class:`tenterhook.record.kept_value.KeptValue`."""
 
     __slots__ = ("_place", "_strip")
 
@@ -98,12 +98,12 @@ class LateValue:
 
     @property
     def value(self) -> Tensor:
-        """The value."""
+        """The recorded value."""
         return self._strip.part(self._place)[0]
 
     @property
     def watched(self) -> list[tuple[Tensor, int]]:
-        """The value, with its version."""
+        """The recorded value with its version."""
         entry = self._strip.part(self._place)
         return [] if entry[0].is_inference() else [entry]
 
@@ -112,7 +112,10 @@ Route = list[tuple[Any, Any, int, int]]
 
 
 def route(items: Any, parts: dict[str, TracedPart]) -> Route | None:
-    """Where packed values go, if they are outputs that go to a tape and nothing else: decided once for a graph."""
+    """Return the destination of each packed value, or None unless all are plain outputs for a tape.
+
+    This is computed once per graph.
+    """
     found: Route = []
     for key, phase, values in items:
         part = parts[key]
@@ -123,14 +126,14 @@ def route(items: Any, parts: dict[str, TracedPart]) -> Route | None:
 
 
 def follow(found: Route, packs: Any) -> None:
-    """Give packed values to their tapes."""
+    """Store packed values on their tapes."""
     strips = [PackedValues(whole, number) for whole, number in packs]
     for keep_under, next_key, group, place in found:
         keep_under(next_key(), LateValue(strips[group], place))
 
 
 def unpacked(items: Any, packs: Any) -> list[Any]:
-    """What was packed, as it was, in copies of its own where a replay would rewrite it."""
+    """Return the unpacked items. Values that a replay would overwrite are copied."""
     strips = [PackedValues(whole, number) for whole, number in packs]
     return [(key, phase, _found(values, strips)) for key, phase, values in items]
 
@@ -149,5 +152,5 @@ def _found(values: Any, strips: list[PackedValues]) -> Any:
         return [_found(part, strips) for part in values]
     if kind is dict:
         return {key: _found(part, strips) for key, part in values.items()}
-    # What was too large, or not laid out in a row.
+    # Values that were too large to pack, or not contiguous.
     return map_tensors(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, values)

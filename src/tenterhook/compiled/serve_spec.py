@@ -1,4 +1,7 @@
-"""What compiled code is told of the calls that a replay serves; apart, because Dynamo is not loaded for it."""
+"""The description of the calls that a replay serves in compiled code.
+
+It is a separate file, so that using it does not load Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from torch import Tensor
 
 __all__ = ["GRADIENTS", "UNLIKE", "ServeSpec", "is_plain"]
 
-GRADIENTS = "gradients are on and it takes part in them: call the model under torch.no_grad()"
-UNLIKE = "it is given something else than in the recorded run"
+GRADIENTS = "gradients are enabled and would flow through it: call the model under torch.no_grad()"
+UNLIKE = "its arguments differ from those of the recorded run"
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class ServeSpec:
-    """What there is to serve at one module: for each call, in their order, what it was given and what it gave.
+    """The calls to serve at one module: for each call, in order, its recorded arguments and its recorded output.
 
-    It is written anew before each run of the model. ``serves``: whether anything is served; None where that has to be
-    seen as each call is made. ``copies`` says that the model may write into what it is served, ``constant`` that it
-    is served although gradients would flow there.
+    It is written again before each run of the model. ``serves``: whether calls are served; None if that must be decided
+    at each call. ``copies``: the model may write into a served value, so it gets a copy. ``constant``: calls are served
+    even if gradients would flow through them.
     """
 
     __slots__ = ("calls", "constant", "copies", "count", "path", "serves")
@@ -33,7 +36,7 @@ class ServeSpec:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a structure is one that a graph can be given: tensors, tuples, lists and dicts of them, and constants."""
+    """Return whether a value can be an input of a graph: tensors, constants, and tuples, lists and dicts of them."""
     kind = type(value)
     if kind is Tensor:
         return True

@@ -1,8 +1,8 @@
-"""Calls that a replay serves, left out of the graph: what they gave becomes an input of it.
+"""Calls that a replay serves: they are left out of the graph, and their recorded outputs become inputs of it.
 
-Whether a call can be served is decided before the graph runs, but for one thing: that it is given what it was given in
-the recorded run. The graph itself compares that, and what it finds is looked at when it has run. Code that was compiled
-rounds in its own way, so that what comes of it is compared up to rounding, and all else to the last bit.
+Before the graph runs, it is decided whether a call can be served, except for one condition: its arguments must equal
+the recorded ones. The graph compares them, and the result is checked after it has run. Compiled code rounds
+differently, so floating-point tensors are compared up to rounding, and everything else exactly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["UNDECIDED", "served"]
 
-UNDECIDED = "tenterhook: whether a call is served is decided as it is made"
+UNDECIDED = "tenterhook: whether a call is served is decided in Python at each call"
 
 
 def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Traced in place of a module's forward: the calls that can be served, and the others as they are."""
+    """Return a forward that serves the calls that can be served, and runs the others. This is traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cue.serves is None:
@@ -51,7 +51,7 @@ def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callab
 
 
 def alike(kept: Any, live: Any, found: list[Any]) -> bool:
-    """Whether two structures are built alike; whether their tensors differ is put into ``found``, for later."""
+    """Return whether two structures match. Comparisons of their tensors are appended to ``found``, to check later."""
     if isinstance(kept, Tensor):
         if not isinstance(live, Tensor) or not of_one_kind(kept, live):
             return False
@@ -72,9 +72,9 @@ def of_one_kind(kept: Tensor, live: Tensor) -> bool:
 
 
 def apart(kept: Tensor, live: Tensor) -> Tensor:
-    """Whether two tensors are further from each other than a compiler's rounding, as a tensor."""
+    """Return, as a tensor, whether two tensors differ by more than the rounding of a compiler."""
     live = live.detach()
-    same = (kept == live) | ((kept != kept) & (live != live))  # noqa: PLR0124  NaN is what it was.
+    same = (kept == live) | ((kept != kept) & (live != live))  # noqa: PLR0124  NaN equals NaN here.
     if not kept.is_floating_point() or kept.numel() == 0:
         return ~same.all()
     size = torch.where(kept.isfinite(), kept, 0).abs().amax()

@@ -1,9 +1,9 @@
-"""What Dynamo traces at a touched module, in place of the engine's dispatch.
+"""The code that Dynamo traces at a touched module, instead of the engine's dispatch.
 
-A forward of the engine's carries the function made here under the name by which Dynamo asks for something else to
-inline; where nobody compiles, nothing is the slower for it. What stands here is traced: plain loops over tuples that
-unroll, no state but the graph outputs, and nothing read that a guard would then hold to one session. So a second
-session with the same plan finds the code of the first.
+A forward of the engine carries the function made here as the function for Dynamo to inline. Without the compiler, this
+costs nothing. The code here is traced: plain loops over tuples, which Dynamo unrolls; no state except the graph
+outputs; and nothing is read that would create a guard on one session. A second session with the same plan therefore
+reuses the compiled code of the first.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
 
-EXPORTED = "tenterhook: close the session before torch.export, or what it does would become part of the program"
-WALK = "tenterhook: the gradient of a structure that is no tuple, list or dict cannot be caught inside a graph"
+EXPORTED = "tenterhook: close the session before torch.export, or its actions become part of the exported program"
+WALK = "tenterhook: inside a graph, the gradient of a structure must be in tuples, lists or dicts to be recorded"
 KIND = f"tenterhook: {CHANGED_KIND}"
 
 
 class Untraceable(Exception):
-    """Something that has to be left to the engine, outside of the graph; it goes no further than this room."""
+    """Something that must run in the engine, outside the graph. It is always caught inside this package."""
 
 
 class Uncompilable(Untraceable):
-    """The same, where no part of the module's call may be compiled.
+    """Something for which no part of the module's call may be compiled.
 
-    The gradient of an output that a graph returns is not that of its uses inside the graph.
+    The gradient of an output that a graph returns does not include its uses inside the graph.
     """
 
 
 class TracedContext:
-    """The context of a ready edit that is traced. What asks for more is called from the graph instead."""
+    """The context of a ready edit that is traced. An edit that needs more runs as an opaque edit."""
 
     __slots__ = ("address", "module")
 
@@ -54,20 +54,20 @@ class TracedContext:
 
 
 def refused(reason: str, engine: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that leaves the graph, so that the engine itself does what cannot be traced."""
+    """Return a forward that breaks the graph, so that the engine does what cannot be traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         graph_break(msg=reason)
-        return engine(*args, **kwargs)  # It gets here where compiled code begins; elsewhere Dynamo calls the engine.
+        return engine(*args, **kwargs)  # Reached only where compiled code begins; elsewhere Dynamo calls the engine.
 
     return forward
 
 
 def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that does nothing: of a module at which compiled code begins, and nothing else is asked."""
+    """Return a forward without actions, for a module that only is the beginning of compiled code."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is module:  # Versions of Dynamo differ in whether they bind what they inline.
+        if args and args[0] is module:  # Dynamo versions differ in whether they bind a function that they inline.
             args = args[1:]
         return original(*args, **kwargs)
 
@@ -75,7 +75,7 @@ def passed(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
-    """The most frequent by far, with the fewest guards: keep the output, and nothing else."""
+    """Return a forward that only records the output. It is the most frequent one, and has the fewest guards."""
     graph_outputs, key = part.graph_outputs, part.key
     call = unbound(module, original)
 
@@ -94,7 +94,7 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
 
 
 def unbound(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is given its module: a bound method would cost a guard on whose it is."""
+    """Return the forward as a function of its module. A bound method would need a guard on its ``__self__``."""
     if isinstance(original, MethodType) and original.__self__ is module:
         return original.__func__
 
@@ -105,7 +105,7 @@ def unbound(module: nn.Module, original: Callable[..., Any]) -> Callable[..., An
 
 
 def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[TracedPart, ...]) -> Callable[..., Any]:
-    """A forward that does what the parts say: one for each session that has something here."""
+    """Return a forward that runs the steps of all parts, one part per session."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
@@ -126,7 +126,7 @@ def traced(module: nn.Module, body: Callable[..., Any], parts: tuple[TracedPart,
 
 
 def income(parts: tuple[TracedPart, ...], args: Any, kwargs: Any) -> Any:
-    """The arguments after the edits; then what observes sees them. Of gradients, as in ``outcome``."""
+    """Return the arguments after the edits; the observers see these. Gradients are handled as in ``outcome``."""
     pending: list[Any] = []
     done: list[Any] = []
     for part in parts:
@@ -149,7 +149,7 @@ def income(parts: tuple[TracedPart, ...], args: Any, kwargs: Any) -> Any:
 
 
 def look_in(part: TracedPart, flags: Any, args: Any, kwargs: Any) -> Any:
-    """What observes sees the arguments; one whose gradient is caught is handed on."""
+    """Call the observers of the arguments. Return the arguments, with gradient hooks where gradients are recorded."""
     seen: list[Any] = []
     for place, look in part.looks_in:
         value = place.get(args, kwargs)
@@ -168,17 +168,17 @@ def look_in(part: TracedPart, flags: Any, args: Any, kwargs: Any) -> Any:
 
 
 def through(pending: list[Any], args: Any, kwargs: Any) -> Any:
-    """The arguments, those with edits of their gradients handed on through them."""
+    """Return the arguments, passed through the pending edits of their gradients."""
     for place, step in reversed(pending):
         args, kwargs = place.put(args, kwargs, each_gradient(place.get(args, kwargs), step))
     return args, kwargs
 
 
 def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
-    """Return the output after the edits; what observes sees it then. ``given`` are the arguments of the call.
+    """Return the output after the edits; the observers see this value. ``given`` are the arguments of the call.
 
-    Edits of a gradient act on their way back in the order of their sessions, and what records it comes last. Functions
-    that the value passes forward are therefore applied in the opposite order, and hooks in this one.
+    In the backward pass, gradient edits run in the order of their sessions, and recording comes last. Functions that
+    the value passes in the forward pass are therefore applied in the opposite order, and hooks in this order.
     """
     pending: list[Any] = []
     done: list[Any] = []
@@ -213,7 +213,7 @@ def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
 
 
 def at_place(part: TracedPart, index: int, step: Step, value: Any) -> Any:
-    """A place inside a forward."""
+    """Run one step at a place inside a forward."""
     if not step.observes:
         new, applied = changed(step, value)
         if step.gradient and applied:
@@ -230,14 +230,17 @@ def at_place(part: TracedPart, index: int, step: Step, value: Any) -> Any:
 
 
 def emit(part: TracedPart, phase: str, values: Any, more: int = 0) -> None:
-    """Add to the graph outputs. Assignments keep the order of the first ones, so the done signal is the last."""
+    """Add values to the graph outputs.
+
+    Dynamo keeps the order of the first assignments, so the assignment to the done signal runs last.
+    """
     graph_outputs = part.graph_outputs
     graph_outputs.chain = (graph_outputs.chain, part.key, phase, values, counted(graph_outputs.chain) + more)
     graph_outputs.bell = None
 
 
 def counted(chain: Any) -> int:
-    """How many gradients the graph will bring, so far."""
+    """Return the number of gradients to expect so far."""
     return chain[4] if chain else 0
 
 
@@ -252,9 +255,9 @@ def stop_after(part: TracedPart, look: Step) -> None:
 
 
 def own(value: Any, look: Step) -> Any:
-    """A value as an output of its own: what the graph does to it later, in place, does not reach it.
+    """Return a value as a separate output, which later in-place operations in the graph do not change.
 
-    Compilers take the copy out again where nothing follows that needs it.
+    Compilers remove the copy if nothing needs it.
     """
     if look.plain:
         return own_copy(value)
@@ -273,7 +276,7 @@ def own(value: Any, look: Step) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """The same, where nothing particular was asked for."""
+    """Return a detached copy of a value, without a change of dtype."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is tuple:
@@ -286,7 +289,7 @@ def own_copy(value: Any) -> Any:
 
 
 def changed(step: Step, value: Any) -> tuple[Any, bool]:
-    """What an edit makes of a value, and whether it was made: that of a gradient, whether there is one."""
+    """Return the edited value, and whether the edit applies. A gradient edit applies if a tensor requires grad."""
     if step.gradient:
         return value, torch.is_grad_enabled() and any_gradient(value)
     note_edit(step.address)
@@ -299,7 +302,7 @@ def changed(step: Step, value: Any) -> tuple[Any, bool]:
 
 
 def check(old: Any, new: Any, address: str) -> None:
-    """Leave the graph where an edit does not fit: the engine then says so in full."""
+    """Break the graph if an edit changed the type, shape or dtype: the engine then raises a complete error."""
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
             graph_break(msg=KIND + " at '" + address + "'")
@@ -321,10 +324,11 @@ def any_gradient(value: Any) -> bool:
 
 
 def takes_hook(value: Tensor, given: Any) -> bool:
-    """Return whether a hook on an output sees the gradient of this output alone, whatever is changed in place later.
+    """Return whether a hook on an output gets the gradient of only this output, despite later in-place changes.
 
-    It does if the call has made the tensor, and it is no view. ``given`` is None where the arguments are not known;
-    then, and for other tensors, the value passes through a function, whose result no in-place operation may change.
+    This is so if the call created the tensor and it is not a view. ``given`` is None if the arguments are not known. In
+    that case, and for other tensors, the value passes through a function. No in-place operation may change the result
+    of that function.
     """
     return given is not None and view_base(value) is None and not value.is_leaf and not is_among(value, given)
 
@@ -340,7 +344,7 @@ def is_among(value: Tensor, given: Any) -> bool:
 
 
 def hook_gradients(steps: list[Any], value: Any, given: Any) -> None:
-    """Edit the gradients of those tensors that take a hook."""
+    """Edit gradients with hooks, for the tensors that can have one."""
     for step in steps:
         each_hooked(value, step, given)
 
@@ -359,7 +363,7 @@ def each_hooked(value: Any, step: Step, given: Any, path: tuple[Any, ...] = ()) 
 
 
 def with_gradients(steps: list[Any], value: Any, given: Any = None) -> Any:
-    """Pass a value through the edits of its gradient; tensors that take a hook have them already."""
+    """Pass a value through the edits of its gradient. Tensors that have a hook for it are unchanged."""
     for step in reversed(steps):
         value = each_gradient(value, step, given=given)
     return value
@@ -382,7 +386,7 @@ def each_gradient(value: Any, step: Step, path: tuple[Any, ...] = (), given: Any
 
 
 def caught(part: TracedPart, value: Any, address: str, given: Any = None) -> tuple[Any, Any]:
-    """Return a value whose gradient will be caught; its shape, the numbers of its gradients, and why there is none."""
+    """Return the value with gradient hooks, and a mark: structure, numbers of the gradients, and why there are none."""
     graph_outputs = part.graph_outputs
     numbers: list[Any] = []
     if torch.is_grad_enabled():
@@ -395,7 +399,7 @@ def caught(part: TracedPart, value: Any, address: str, given: Any = None) -> tup
 
 
 def each_caught(run: Any, value: Any, path: tuple[Any, ...], numbers: list[Any], given: Any) -> Any:
-    """The same for each tensor; ``run`` is the token of this run, the number of the first gradient, and the address."""
+    """Add a hook to each tensor. ``run`` is the run's token, the number of the first gradient, and the address."""
     if isinstance(value, Tensor):
         return one_caught(run, value, path, numbers, given) if value.requires_grad else value
     if type(value) is tuple:
@@ -421,7 +425,7 @@ def one_caught(run: Any, value: Tensor, path: tuple[Any, ...], numbers: list[Any
 
 
 def shape_of(value: Any) -> Any:
-    """The structure with None for each tensor."""
+    """Return the structure with None for each tensor."""
     if type(value) is tuple:
         return tuple([shape_of(part) for part in value])
     if type(value) is list:
@@ -435,7 +439,7 @@ def shape_of(value: Any) -> Any:
 
 
 def enter_swap(part: TracedPart, index: int, swap: Any) -> None:
-    """Put another tensor in a parameter's place, unless an outer call has."""
+    """Replace a parameter with its edited value, unless an outer call has done so."""
     if swap.swap.depth == 0:
         table, key = swap.places[0]
         found = table[key]

@@ -1,4 +1,4 @@
-"""From a session's sets of actions to what is traced: steps in the order in which they act, all decided beforehand."""
+"""The plan of what is traced for a session's actions: steps in order of execution, all decided before tracing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["FOREIGN", "Step", "TracedPart", "is_uncompilable", "part_of", "reason_at", "traced_forward"]
 
-FOREIGN = "tenterhook: this module has forward hooks of another library, and what is recorded is what they leave"
-LATER = "tenterhook: this session was opened before torch.compile was used at all; open it anew"
+FOREIGN = "tenterhook: this module has forward hooks of another library, which run before values are recorded"
+LATER = "tenterhook: this session was opened before torch.compile was used; open a new session"
 UNTRACED = "tenterhook: {kind} at {address!r} cannot be traced"
-FUSED = "tenterhook: a fused layer is kept from bypassing its children"
-FLAT = "tenterhook: the recurrent layer of the edited parameter keeps its weights a second time:"
-KEPT = "tenterhook: the edited parameter, or a weight computed from it, is kept outside of the tables of modules:"
-GATHERED = "tenterhook: gather=True puts values together over processes"
-NO_HOOKS = "tenterhook: with this release of torch no hook, and so no gradient of {address!r}, can be part of a graph"
+FUSED = "tenterhook: a fused layer must call its children"
+FLAT = "tenterhook: the recurrent layer of the edited parameter stores its weights a second time:"
+KEPT = "tenterhook: the edited parameter, or a weight computed from it, is stored outside of module dicts:"
+GATHERED = "tenterhook: gather=True gathers values from all processes"
+NO_HOOKS = "tenterhook: this release of torch cannot trace tensor hooks, and the gradient of {address!r} needs one"
 
 
 class Step:
-    """One action at one point, as it is traced."""
+    """One action at one point, in the form that is traced."""
 
     __slots__ = (
         "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
@@ -69,7 +69,7 @@ class Step:
     def _change(self, action: Any, context: TracedContext) -> None:
         change = action.change
         self.context, self.check = context, action.check
-        # Who asks which call it is, or for the tape, can only be told when the graph runs.
+        # An edit that reads the call index or the tape can only run when the graph runs.
         self.opaque = change.opaque or (change.takes_context and not change.ready)
         self.function = change.call if change.takes_context else _of_value(change.call)
         part = change.part
@@ -89,7 +89,7 @@ def _of_value(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 class Exchanged:
-    """A parameter's edit, as it is traced: one for all the modules around which it is made."""
+    """The edit of a parameter, in the form that is traced. All modules around which it is swapped share one."""
 
     __slots__ = ("binding", "found", "places", "step", "swap")
 
@@ -98,14 +98,14 @@ class Exchanged:
             raise Untraceable(f"{FLAT} at {binding.point.address!r}")
         if swap.derived or any(not isinstance(table, dict) for table, _ in swap.places):
             raise Untraceable(f"{KEPT} at {binding.point.address!r}")
-        # It is made once, be it by the engine around the graph or in it: they count their calls together.
+        # The swap is done once, by the engine around the graph or inside it, so both share one depth counter.
         self.swap, self.places, self.binding = swap, swap.places, binding
         self.step = Step(binding, actions)
         self.found: Any = None
 
 
 class Bound:
-    """The bindings behind the steps of a part, in the same order."""
+    """The bindings of a part's steps, in the same order."""
 
     __slots__ = ("edits_in", "edits_out", "inner", "looks_in", "looks_out", "swapped")
 
@@ -119,7 +119,10 @@ class Bound:
 
 
 class TracedPart:
-    """One session's part at one module. Dynamo reads none of ``actions``, ``bound``, ``recorder``, ``running``."""
+    """The steps of one session at one module.
+
+    Dynamo does not read ``actions``, ``bound``, ``recorder`` or ``running``.
+    """
 
     __slots__ = (
         "actions",
@@ -154,13 +157,13 @@ class TracedPart:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is asked for."""
+        """True if there is nothing to do."""
         edits = self.edits_in or self.edits_out or self.swaps
         return not (edits or self.looks_in or self.inner or self.looks_out or self.cue)
 
     @property
     def only_output(self) -> bool:
-        """Whether all that is asked for is the output, of every call and as it is."""
+        """True if the only step records the plain output of every call."""
         if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.cue is not None:
             return False
         if len(self.looks_out) != 1:
@@ -170,7 +173,7 @@ class TracedPart:
 
 
 def _acts(binding: Binding) -> bool:
-    """Whether there is anything to trace: the second half of some actions only tidies up after the first."""
+    """Return whether there is something to trace. Some actions have a second half that only does clean-up."""
     return getattr(binding.action, "compiled", None) != "nothing"
 
 
@@ -184,10 +187,10 @@ def _exchanged(swap: Any, actions: ModuleActions, graph_outputs: GraphOutputs) -
 
 
 def traced_forward(patch: ForwardPatch, engine: Callable[..., Any], *, begins: bool = False) -> Callable[..., Any]:
-    """What Dynamo shall see in place of a patch's forward.
+    """Return the function that Dynamo traces instead of a patch's forward.
 
-    ``engine`` does what cannot be traced. ``begins`` says that compiled code begins here, so that what has to be done
-    before it runs was done.
+    ``engine`` does what cannot be traced. ``begins`` is True if compiled code begins here, so that guards were
+    prepared.
     """
     try:
         parts = tuple([part for part in map(part_of, patch.action_sets) if not part.empty])
@@ -204,7 +207,7 @@ def traced_forward(patch: ForwardPatch, engine: Callable[..., Any], *, begins: b
 
 
 def is_uncompilable(patch: ForwardPatch) -> bool:
-    """Return whether no part of the calls of a module may be compiled while these sets of actions are there."""
+    """Return whether the current actions forbid compiling any part of the module's calls."""
     try:
         for actions in patch.action_sets:
             part_of(actions)
@@ -214,13 +217,13 @@ def is_uncompilable(patch: ForwardPatch) -> bool:
 
 
 def reason_at(reason: Untraceable | str, patch: ForwardPatch) -> str:
-    """Return a reason with the module that it is about."""
+    """Return a reason with the path of its module."""
     text, path = str(reason), patch.action_sets[0].path if patch.action_sets else ""
     return text if " at '" in text else f"{text}, at {path or ':return'!r}"
 
 
 def _served(patch: ForwardPatch, body: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
-    """The module's forward, or what replays serve in its place."""
+    """Return the module's forward, or one that serves the calls of replays."""
     for actions in patch.action_sets:
         guard, cue = actions.guard, actions.part.cue
         if guard is None:
@@ -232,7 +235,7 @@ def _served(patch: ForwardPatch, body: Callable[..., Any], *, begins: bool) -> C
 
 
 def part_of(actions: ModuleActions) -> Any:
-    """What is traced of a set of actions, or why nothing can be."""
+    """Return the traced part of a module's actions, or raise :class:`Untraceable`."""
     if actions.part is None:
         if actions.session.graph_outputs is None:
             raise Untraceable(LATER)

@@ -1,8 +1,8 @@
-"""What ``th.features`` does where Dynamo traces it: code that stays in one graph.
+"""The part of ``th.features`` that Dynamo traces, without a graph break.
 
-A session cannot be opened inside a graph. Here the values are taken by forward hooks, in tables that stand in for the
-modules' own while the model is traced; Dynamo follows that, the stop too, and at the end of the graph every module has
-the table that it had.
+A session cannot be opened inside a graph. Instead, forward hooks take the values. While the model is traced, each
+module has a temporary dict of hooks. Dynamo can trace this, including the stop, and at the end of the graph every
+module has its original dict again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tenterhook.pytorch.module_calls import forward_hooks_of, replace_forward_ho
 __all__ = ["Door", "doors", "several", "traced"]
 
 Door = tuple[str, str, nn.Module, Any, int | None]
-"""a feature's name and address, the module whose output it is, that module's table of forward hooks, and the call"""
+"""The name and address of a feature, its module, that module's dict of forward hooks, and the call index."""
 
 Otherwise = Callable[[Any, Any], dict[str, Any]]
-"""the same by a session, from positional and keyword arguments"""
+"""A function that computes the features with a session, from positional and keyword arguments."""
 
 SEVERAL = (
     "{address!r} was called {count} times, and a feature is the value of one call.\n"
@@ -35,30 +35,31 @@ SEVERAL = (
 
 
 def doors(points: Iterable[Point], names: Mapping[str, str]) -> list[Door]:
-    """Where each feature is taken; nothing if one of them is no module's output, for which a session is needed."""
+    """Return where each feature is taken, or an empty list if a point is not a module's output and needs a session."""
     found = list(points)
     if any(point.site is not Site.RETURN for point in found):
         return []
-    # The table is kept beside the module: only what Dynamo reaches by another way is put back as the very same object.
+    # The dict of hooks is stored beside the module: Dynamo restores the very same object only if it has another path to
+    # it.
     return [
         (names[str(point)], str(point), point.module, forward_hooks_of(point.module), point.call) for point in found
     ]
 
 
 def several(address: str, name: str, count: int) -> str:
-    """What is said of a feature that is passed several times."""
+    """Return the error message for a feature whose module was called several times."""
     calls = [f"{address}#{call}" for call in range(count)]
     return SEVERAL.format(address=address, count=count, calls=listed(calls), first=calls[0], name=name)
 
 
 class _Done(BaseException):
-    """The last feature is there. No ``Exception``, so that no model takes it for a failure of its own."""
+    """The last feature was taken. It is not an ``Exception``, so that no model catches it as its own error."""
 
 
 def traced(model: nn.Module, taken: list[Door], otherwise: Otherwise, args: Any, kwargs: Any, *, stop: bool) -> Any:
-    """Run the model as far as the last feature; or to its end, without gradients and as in evaluation from there on.
+    """Run the model up to the last feature, or to its end without gradients and in evaluation mode from there.
 
-    Where the model leaves the graph, Dynamo calls this function as it is, outside of any: then it does ``otherwise``.
+    After a graph break, Dynamo calls this function outside any graph; it then returns ``otherwise(args, kwargs)``.
     """
     if not torch.compiler.is_compiling():
         return otherwise(args, kwargs)
@@ -80,7 +81,7 @@ inline_only(traced)
 
 
 class _Run:
-    """One run: what it kept, and what it changed for the time after the last feature."""
+    """One run: the recorded values, and the changes to undo after it."""
 
     def __init__(self, model: nn.Module, taken: list[Door], *, stop: bool) -> None:
         self.model, self.stop, self.left = model, stop, len(taken)
@@ -90,7 +91,7 @@ class _Run:
         self.grad = torch.is_grad_enabled()
 
     def hook(self, name: str, call: int | None) -> Callable[..., None]:
-        """What takes one feature."""
+        """Return the hook that takes one feature."""
 
         def take(_module: nn.Module, _args: Any, output: Any) -> None:
             self.times[name] += 1
@@ -101,7 +102,7 @@ class _Run:
         return take
 
     def took_one(self) -> None:
-        """After the last feature the run stops, or goes on as something that leaves no trace."""
+        """Count a feature. After the last one, stop the run or let it continue without side effects."""
         self.left -= 1
         if self.left:
             return
@@ -114,15 +115,15 @@ class _Run:
                 module.training = False
 
     def over(self) -> None:
-        """Put back what was changed."""
+        """Undo the changes."""
         torch.set_grad_enabled(self.grad)
         for module in self.modes:
             module.training = True
 
     def value(self, name: str, address: str, call: int | None) -> Any:
-        """A feature, which must be that of one call."""
+        """Return a feature. Raise if its module was never called, or called more than once without a call index."""
         if name not in self.kept:
-            raise NeverReached(f"{address!r} was not called in this run, so that there is no feature {name!r}.")
+            raise NeverReached(f"{address!r} was not called in this run, so there is no feature {name!r}.")
         if call is None and self.times[name] > 1:
             raise AmbiguousCall(several(address, name, self.times[name]))
         return self.kept[name]

@@ -1,9 +1,9 @@
 """Gradients at points inside a compiled graph.
 
-A value whose gradient is wanted passes through a function that is the identity forward. Backward, an edit is traced
-like any other function. What is recorded goes through an operation that keeps a copy: it stands in the way of the
-gradient, so that no compiler can leave it out, and hands on a copy, because what an operation returns may not be what
-it was given. So recording a gradient costs two copies of it, and nothing else.
+A value whose gradient is used passes through a function that is the identity in the forward pass. In the backward pass,
+an edit is traced like any other function. To record, the gradient passes through a custom operation that stores a copy.
+The gradient depends on its result, so no compiler can remove it. The operation returns a copy, because a custom
+operation must not return its input. Recording a gradient therefore costs two copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tenterhook.pytorch.dynamo_tracing import graph_break
 
 __all__ = ["TAGS", "ChangeGradient", "TracedGradientHook", "changed_gradient", "library"]
 
-# Kept out of CUDA graphs, which would run it once and never again.
+# Excluded from CUDA graphs, which would run the Python code once and never again.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe", "pt2_compliant_tag") if hasattr(torch.Tag, name))
 
 library = torch.library.Library("tenterhook", "FRAGMENT")
@@ -40,37 +40,37 @@ def _caught_shape(gradient: Tensor, token: Tensor, number: int) -> Tensor:  # no
 
 
 class TracedGradientHook(torch.autograd.Function):
-    """The identity; its gradient is kept on the way back."""
+    """The identity, which records the gradient in its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, number: int) -> Tensor:
-        """Hand the value on."""
+        """Return the value unchanged."""
         ctx.token, ctx.number = token, number
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Keep the gradient, and hand it on."""
+        """Record the gradient and return it."""
         return torch.ops.tenterhook.caught(gradient, ctx.token, ctx.number), None, None
 
 
 class ChangeGradient(torch.autograd.Function):
-    """The identity; its gradient is edited on the way back."""
+    """The identity, which edits the gradient in its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, step: Any) -> Tensor:
-        """Hand the value on."""
+        """Return the value unchanged."""
         ctx.step = step
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return what the edit makes of the gradient."""
+        """Return the edited gradient."""
         return changed_gradient(ctx.step, gradient), None
 
 
 def changed_gradient(step: Any, gradient: Tensor) -> Tensor:
-    """Return what an edit makes of a gradient."""
+    """Return the edited gradient."""
     if step.opaque:
         return torch.ops.tenterhook.opaque(gradient, step.token)  # type: ignore[no-any-return]
     note_edit(step.address)

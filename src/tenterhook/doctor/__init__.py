@@ -1,1 +1,1 @@
-"""The report on an installation: versions, features that work, packages and settings."""
+"""Report of an installation: versions, features that work, packages and settings."""

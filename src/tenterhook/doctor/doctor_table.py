@@ -1,4 +1,4 @@
-"""The tables of a diagnosis."""
+"""Tables that a diagnosis is printed as."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMIT_LENGTH = 12
 
 
 def tables(found: Diagnosis) -> list[Table]:
-    """Return a table for each subject; a subject without anything to tell has none."""
+    """Return one table for each subject. Subjects without rows are left out."""
     made = [
         _versions(found),
         _features(found.features),
@@ -61,7 +61,7 @@ def _build(torch: Torch) -> str:
 def _gpus(torch: Torch) -> str:
     names = ", ".join(f"{each.count} × {each.name}" for each in torch.gpus)
     if torch.devices is None:
-        return f"torch could not count them{f'; on this machine: {names}' if names else ''}"
+        return f"torch failed to count them{f'; on this machine: {names}' if names else ''}"
     if sum(each.count for each in torch.gpus) == torch.devices:
         return names or "none"
     usable = f"{torch.devices} usable by torch ({torch.accelerator})" if torch.devices else "none usable by torch"

@@ -1,4 +1,4 @@
-"""Environment variables that change what PyTorch does."""
+"""Environment variables that change the behaviour of PyTorch."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ NAMES = frozenset(
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that are set, sorted by name, without private values."""
+    """Return the relevant variables that are set, sorted by name, with secrets redacted."""
     chosen = (name for name in sorted(os.environ) if name in NAMES or name.startswith(PREFIXES))
     return {name: redact_value(name, os.environ[name]) for name in chosen}

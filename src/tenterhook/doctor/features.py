@@ -1,4 +1,4 @@
-"""Features that depend on PyTorch's internals, each with the outcome of its check."""
+"""Features that depend on PyTorch's internals, each with the result of its probe."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["FeatureStatus", "features"]
 
 @dataclass(frozen=True, slots=True)
 class FeatureStatus:
-    """A feature, and whether it works here."""
+    """A feature, and its status on this installation."""
 
     name: str
     status: str
-    """``fast``, ``fallback`` (a slower way is used, with the same results) or ``unavailable``"""
+    """``fast``, ``fallback`` (slower, with the same results) or ``unavailable``"""
     why: str
-    """why it is not fast"""
+    """the reason if the status is not ``fast``"""
     used_by: str
 
 
 def features() -> tuple[FeatureStatus, ...]:
-    """Check every feature that was not checked yet, and return all of them."""
+    """Probe every feature that is not probed yet, and return all of them."""
     return tuple(
         FeatureStatus(each.name, str(each.status), redact(each.why), each.used_by) for each in run_all_probes()
     )

@@ -1,4 +1,4 @@
-"""Python, torch and the GPUs of this machine. CUDA is not initialised for it."""
+"""Python, torch and the GPUs of this machine, read without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tenterhook.pytorch.release import why_untested
 
 __all__ = ["Gpu", "Python", "Torch", "python", "torch_build"]
 
-PATIENCE = 10  # seconds for nvidia-smi, which takes long where its daemon does not run
+PATIENCE = 10  # seconds to wait for nvidia-smi, which is slow if its daemon does not run
 
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """The Python that runs, and its platform."""
+    """The running Python and its platform."""
 
     version: str
     implementation: str
@@ -31,7 +31,7 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A model of GPU, and the number of them."""
+    """A GPU model, and the number of GPUs of that model."""
 
     name: str
     count: int
@@ -39,29 +39,29 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """The installed torch, what it was built for, and the GPUs."""
+    """The installed torch, the platform that it was built for, and the GPUs."""
 
     version: str
     untested: str
-    """why this release counts as untested; empty if it was tested"""
+    """the reason if this release is untested; empty if it is tested"""
     git: str | None
     cuda: str | None
     rocm: str | None
     accelerator: str | None
-    """the type of device that it was built for, such as ``cuda``"""
+    """the device type that torch was built for, such as ``cuda``"""
     devices: int | None
-    """the number of them that torch can use; None if it fails to count them"""
+    """the number of devices that torch can use; None if counting them fails"""
     gpus: tuple[Gpu, ...]
-    """the GPUs by name, if that is known; those that CUDA_VISIBLE_DEVICES hides too"""
+    """the GPUs by name, if known; includes GPUs that CUDA_VISIBLE_DEVICES hides"""
 
 
 def python() -> Python:
-    """Return the Python of this process."""
+    """Return the version and platform of the running Python."""
     return Python(platform.python_version(), platform.python_implementation(), platform.platform())
 
 
 def torch_build() -> Torch:
-    """Return the torch of this process."""
+    """Return the version, build and devices of the installed torch."""
     kind, devices = _devices()
     version = str(torch.__version__)
     return Torch(
@@ -77,15 +77,15 @@ def torch_build() -> Torch:
 
 
 def _devices() -> tuple[str | None, int | None]:
-    """Return the type of device that torch was built for, and how many it can use."""
+    """Return the device type that torch was built for, and how many devices it can use."""
     kind = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A driver that is too old shows in the count.
+            warnings.simplefilter("ignore")  # If the driver is too old, the count shows it.
             device = torch.accelerator.current_accelerator()
             kind = None if device is None else device.type
             return kind, torch.get_device_module(kind).device_count() if kind else 0
-    except Exception:  # noqa: BLE001 - a broken driver must not keep the rest of the report away
+    except Exception:  # noqa: BLE001 - a broken driver must not prevent the rest of the report
         return kind, None
 
 
@@ -95,7 +95,7 @@ def _names(kind: str | None, devices: int | None) -> list[str]:
     module: Any = torch.get_device_module(kind)
     if devices and getattr(module, "is_initialized", bool)():
         return [redact(module.get_device_name(index)) for index in range(devices)]
-    # Asking torch would initialise CUDA, and a process that has initialised it cannot fork workers that use it.
+    # Asking torch for the names would initialise CUDA, and then forked workers of this process could not use CUDA.
     return _names_by_nvidia_smi() if kind == "cuda" and torch.version.hip is None else []
 
 

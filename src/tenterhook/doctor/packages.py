@@ -1,4 +1,4 @@
-"""Packages beside PyTorch: their versions, and why tenterhook uses them. None of them is imported."""
+"""Versions of other packages, and the versions that tenterhook needs. No package is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHERS = (
     "accelerate", "bitsandbytes", "deepspeed", "lightning", "numpy", "peft", "safetensors", "scikit-learn", "timm",
     "torchao", "torchvision", "transformers", "triton", "vllm", "wandb",
 )  # fmt: skip
-"""Packages that are reported if they are installed, although no extra installs them, or if extras are not known."""
+"""Packages to report if they are installed. No extra of tenterhook installs them, or the extras are not known."""
 
 FOR_DEVELOPERS = frozenset({"bench", "dev", "docs"})
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*([^;]*)")
@@ -29,20 +29,20 @@ class Package:
     extra: str = ""
     """the extra of tenterhook that installs it"""
     required: bool = False
-    """true if it is installed with tenterhook itself"""
+    """True if every installation of tenterhook includes it"""
     needs: str = ""
     """the versions that tenterhook accepts, such as ``>=0.8``"""
 
 
 def packages() -> tuple[Package, ...]:
-    """Return what tenterhook requires, what its extras install, and other packages that are installed."""
+    """Return the packages that tenterhook and its extras need, and other related packages that are installed."""
     known = {each.name: each for each in _required()}
     others = (Package(name, version) for name in OTHERS if name not in known and (version := _version(name)))
     return tuple(sorted([*known.values(), *others], key=lambda each: each.name))
 
 
 def _required() -> Iterator[Package]:
-    """Yield what the metadata of tenterhook names; nothing if it was not installed by a package manager."""
+    """Yield the requirements of tenterhook's metadata. Yield nothing if no package manager installed tenterhook."""
     found: dict[str, tuple[set[str], str]] = {}
     for text in _requirements():
         parsed = _REQUIREMENT.match(text)
@@ -68,5 +68,5 @@ def _requirements() -> list[str]:
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
-    except (metadata.PackageNotFoundError, KeyError):  # KeyError: what was left by an uninstall that failed.
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: an uninstall failed and left incomplete metadata.
         return None

@@ -1,4 +1,4 @@
-"""Text that people publish in a bug report: without home directories, user names and secrets."""
+"""Redaction of home directories, user names and secrets in text that users publish in bug reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANY_HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\][^/\\:;,\s'\"]+")
 
 
 def redact_value(name: str, value: str) -> str:
-    """Return the value of an environment variable as it can be published; what may be a secret is not shown.
+    """Return the value of an environment variable with private parts redacted. Possible secrets are not shown.
 
     >>> redact_value("OMP_NUM_THREADS", "1"), redact_value("TORCH_HOME", "/home/ada/torch")
     ('1', '~/torch')
@@ -31,12 +31,12 @@ def redact_value(name: str, value: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a text on one line, shortened if it is long, with ``~`` for home directories and no user name."""
+    """Return the text on one line, shortened if long, with ``~`` for home directories and without the user name."""
     for home in _homes():
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     text = _ANY_HOME.sub("~", text)
     user = _user()
-    if user and re.search(r"[/\\]", text):  # In a path only: it may be a common word.
+    if user and re.search(r"[/\\]", text):  # Only in paths: elsewhere the user name may be a common word.
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(user)}(?![A-Za-z0-9])", "<user>", text)
     text = "".join(char if char.isprintable() else " " for char in text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
@@ -48,11 +48,12 @@ def _homes() -> list[str]:
     except RuntimeError:
         return []
     found = {str(home), os.path.realpath(home)}
-    return sorted((each for each in found if len(Path(each).parts) > 1), key=len, reverse=True)  # "/" is nobody's.
+    # A home of "/" would match every path.
+    return sorted((each for each in found if len(Path(each).parts) > 1), key=len, reverse=True)
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # A user id without a name, as in some containers.
+    except (OSError, KeyError, ImportError):  # The user id has no name, as in some containers.
         return ""

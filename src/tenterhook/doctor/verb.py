@@ -1,4 +1,4 @@
-"""``th.doctor``: versions, features and packages of this installation, to read or to paste into a bug report."""
+"""``th.doctor``: a report of versions, features and packages, to read or to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Diagnosis", "doctor"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """The findings of :func:`doctor`, printed as plain text without home directories, user names or secrets."""
+    """The result of :func:`doctor`. It prints as plain text without home directories, user names or secrets."""
 
     tenterhook: str
     python: Python
@@ -29,20 +29,20 @@ class Diagnosis:
     packages: tuple[Package, ...]
     environment: dict[str, str]
     patched: dict[str, str]
-    """functions of PyTorch that another library replaced, each with what replaced it"""
+    """functions of PyTorch that another library replaced, each with its replacement"""
 
     @property
     def tested(self) -> bool:
-        """True if tenterhook was tested with this release of torch."""
+        """True if tenterhook is tested with this release of torch."""
         return not self.torch.untested
 
     @property
     def unavailable(self) -> tuple[FeatureStatus, ...]:
-        """The features that do not work here; a session that needs one raises ``UnsupportedTorch`` as it starts."""
+        """The features that do not work here. A session that needs one raises ``UnsupportedTorch`` when it starts."""
         return tuple(each for each in self.features if each.status == "unavailable")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts, lists and values, as ``tenterhook doctor --json`` prints it."""
+        """Return the report as plain dicts, lists and values, as ``tenterhook doctor --json`` prints it."""
         return {
             "tenterhook": self.tenterhook,
             "python": asdict(self.python),
@@ -75,10 +75,10 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Return what is installed, and which features of tenterhook work with it.
+    """Return a report of what is installed, and of which tenterhook features work with it.
 
-    Every feature that depends on PyTorch's internals is checked by a small run on the CPU. That loads the compiler of
-    PyTorch, which takes some seconds. GPUs are listed without initialising CUDA, and packages without importing them.
+    Each feature that depends on PyTorch's internals is checked by a small run on the CPU. This loads PyTorch's
+    compiler, which takes a few seconds. GPUs are listed without initialising CUDA, and packages without importing them.
 
     >>> import tenterhook as th
     >>> found = th.doctor()
@@ -94,7 +94,7 @@ def doctor() -> Diagnosis:
     from tenterhook.doctor.packages import packages
     from tenterhook.pytorch.replaced import replaced_functions
 
-    variables = environment()  # Read first: the compiler sets some when it is loaded.
+    variables = environment()  # Read before the compiler is loaded, because loading it sets some variables.
     return Diagnosis(
         tenterhook=__version__,
         python=python(),

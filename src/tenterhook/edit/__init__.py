@@ -1,1 +1,1 @@
-"""Editing: changing values and gradients on their way, checked against what they replace."""
+"""Editing: replace values and gradients while a model runs, and check that the replacement fits."""

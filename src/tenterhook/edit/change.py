@@ -1,4 +1,4 @@
-"""A change: whatever the user gave for an edit, called one way, and checked against what it replaces."""
+"""A uniform way to call the function or ready edit that a user passes as an edit, and to check its result."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from tenterhook.sites.tensor_wrappers import is_spread
 
 __all__ = ["Change", "as_change", "check_same_kind"]
 
-# The most that an edit is given: the value and the context.
+# The largest number of arguments that an edit receives: the value and the context.
 VALUE_AND_CONTEXT = 2
 
 
 class Change:
-    """A function of value and context; ``part`` restricts it to one tensor of a structure, where that was asked for."""
+    """A callable of value and context. ``part`` restricts it to one tensor of a structure, if the user gave one."""
 
     __slots__ = ("call", "opaque", "part", "takes_context")
 
     def __init__(self, call: Callable[..., Any], *, takes_context: bool, part: Any = None) -> None:
         self.call, self.takes_context, self.part = call, takes_context, part
-        self.opaque = isinstance(call, Edit) and call.opaque  # Whether torch.compile is to call it, not to trace it.
+        self.opaque = isinstance(call, Edit) and call.opaque  # Whether a compiled graph calls it instead of tracing it.
 
     @property
     def name(self) -> str:
-        """What it is called in an error."""
+        """The name of the edit in error messages."""
         call = self.call
         return repr(call) if isinstance(call, Edit) else getattr(call, "__qualname__", type(call).__name__)
 
     @property
     def ready(self) -> bool:
-        """Whether it is a ready edit."""
+        """True if this is a ready edit such as ``th.zero()``."""
         return isinstance(self.call, Edit)
 
     def __call__(self, value: Any, context: Context) -> Any:
@@ -52,7 +52,10 @@ class Change:
         return value if new is None else new
 
     def of_one_tensor(self) -> Change:
-        """The same change for whoever finds the part himself: gradients come tensor by tensor."""
+        """Return the same change for one tensor, with ``part`` left to the caller.
+
+        Hooks receive gradients one tensor at a time, so the caller selects the tensor.
+        """
         call = replace(self.call, part=None) if isinstance(self.call, Edit) else self.call
         one = Change(call, takes_context=self.takes_context, part=self.part)
         one.opaque = self.opaque
@@ -60,14 +63,14 @@ class Change:
 
 
 def as_change(given: Any) -> Change:
-    """What the user gave, as a change."""
+    """Return the user's edit as a :class:`Change`, or raise EditError if it is not an edit."""
     if isinstance(given, Edit):
         return Change(given, takes_context=True, part=given.part)
     if isinstance(given, type) and issubclass(given, Edit):
         name = given.__name__.lower()
-        raise EditError(f"th.{name} was given as it is, and has to be called: th.{name}(...)")
+        raise EditError(f"th.{name} is a class and not an edit. Call it: th.{name}(...)")
     if not callable(given):
-        hint = " To put a tensor in the value's place, use th.set(tensor)." if isinstance(given, Tensor) else ""
+        hint = " To replace the value with a tensor, use th.set(tensor)." if isinstance(given, Tensor) else ""
         raise EditError(
             f"an edit is a ready edit such as th.zero(), or a function; got a {type(given).__name__}.{hint}"
         )
@@ -77,11 +80,11 @@ def as_change(given: Any) -> Change:
 
 def _takes_context(function: Callable[..., Any], name: str) -> bool:
     if type(function) is FunctionType and has_one_argument(function):
-        return False  # As most are; a signature takes long to make.
+        return False  # Fast path for the common case: inspect.signature is slow.
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return False  # A builtin that does not tell takes the value.
+        return False  # Builtins without a signature get the value only.
     if _accepts(signature, VALUE_AND_CONTEXT) and _wants_context(signature):
         return True
     if _accepts(signature, 1):
@@ -98,7 +101,10 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 
 
 def _wants_context(signature: inspect.Signature) -> bool:
-    """Whether the second place is for the context: one with a default is the function's own business."""
+    """Return whether the second parameter is for the context.
+
+    A second parameter with a default and any other name than ``ctx`` or ``context`` belongs to the function itself.
+    """
     places = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name in ("ctx", "context"))
 
@@ -120,4 +126,4 @@ def check_same_kind(old: Any, new: Any, context: Context, name: str) -> None:
 
 def _mismatch(context: Context, name: str, old: str, new: str) -> EditError:
     text = f"at {context.address!r}, call #{context.call}, the edit {name} turned {old} into {new}."
-    return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if what follows can take it.")
+    return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if the model accepts the new one.")

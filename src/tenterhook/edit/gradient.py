@@ -1,8 +1,8 @@
-"""Edits of gradients, as autograd passes back.
+"""Edits of gradients during the backward pass.
 
-A tensor hook does the work, on a tensor that belongs to the point alone: an output that the module shares with others,
-and every argument, is handed on as an alias or a copy, so that only what flows back through this point is changed.
-Edits of one point hook the same tensor, so that they apply in the order of their sessions.
+A tensor hook applies the edit. The hooked tensor must belong to the point alone, so that only the gradient through this
+point changes. Therefore an output that the module shares with other code, and every argument, is replaced by an alias
+or a copy. All edits of one point hook the same tensor, so they apply in the order of their sessions.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 __all__ = ["AccumulatedEdit", "GradientEdit", "InputGradientEdit", "ParameterGradientEdit"]
 
 NOTHING_FLOWED = (
-    "no gradient flowed back to it. backward() must run before the session ends, with gradients on in the forward, and "
-    "the loss must depend on it"
+    "no gradient flowed back to it. Run backward() before the session ends, enable gradients in the forward pass, and "
+    "make sure that the loss depends on it"
 )
 SHARED = (
     "at {address!r} the edit {name} changed its gradient in place, which other branches of the graph may share. Return "
     "a new tensor instead."
 )
 NO_SIGN = (
-    "{address!r}: its module changed it in place, which nothing in the module's code foretold, and the edit of its "
-    "gradient would be lost. Say that it does, by module.inplace = True, or edit the gradient of what it comes from."
+    "{address!r}: the module changed this argument in place. This could not be detected from its source, and the edit "
+    "of the gradient would be lost. Set module.inplace = True on the module, or edit the gradient of an earlier point."
 )
 RETURNED = (
-    "{address!r}: its module returned it as it was, and it was then changed in place, which would have changed the "
-    "tensor that was passed in as well. An edit of its gradient cannot keep the two together; edit the module's output."
+    "{address!r}: the module returned this argument, and the result was then changed in place. Without the edit, this "
+    "would also change the tensor that was passed in. Edit the gradient of the module's output instead."
 )
 
 
 class AppliedEdit:
-    """A change as hooks apply it. The hooks hold this and no action, because an action may hold tensors."""
+    """A change as a tensor hook applies it. Hooks refer to this and not to the action, which may hold tensors."""
 
     __slots__ = ("change", "check", "reached")
 
@@ -76,7 +76,7 @@ class AppliedEdit:
 
 
 class _Base:
-    """What edits of gradients share: the change, whether it was ever applied, and why not."""
+    """Shared state of gradient edits: the change, whether it was ever applied, and the reason if it was not."""
 
     observes = False
     again = True
@@ -92,20 +92,20 @@ class _Base:
 
     @property
     def change(self) -> Change:
-        """The change, of one tensor."""
+        """The change, for one tensor at a time."""
         return self._apply.change
 
     @property
     def check(self) -> bool:
-        """Whether the kind must stay."""
+        """True if the new gradient must keep the shape, dtype and device of the old one."""
         return self._apply.check
 
     def mark(self) -> None:
-        """A compiled graph was made with it, and a backward pass through that graph makes it."""
+        """Mark the edit as applied, because a compiled graph contains it and its backward pass will run it."""
         self._apply.reached = True
 
     def _wanted(self, value: Any) -> list[tuple[Path, Tensor]]:
-        """The tensors whose gradient is meant; where there is none, note why."""
+        """Return the tensors that have a gradient to edit. If there are none, store the reason in ``why``."""
         part = self._apply.change.part
         only = part if part is None or isinstance(part, tuple) else (part,)
         found = [(path, tensor) for path, tensor in tensors(value) if only is None or path == only]
@@ -115,26 +115,26 @@ class _Base:
 
     def _hook(self, tensor: Tensor, context: Context) -> None:
         apply = self._apply
-        tied = f"the edit {apply.change.name} of the gradient of {context.address!r} cannot be made: {TIED}."
+        tied = f"the edit {apply.change.name} of the gradient of {context.address!r} cannot be applied: {TIED}."
         hook_tensor(tensor, lambda gradient: apply(gradient, context), tied=lambda: EditError(tied))
 
 
 class GradientEdit(_Base):
-    """Changes the gradient of what a module returns."""
+    """An edit of the gradient of a module's output."""
 
     def __init__(self, change: Change, *, check: bool) -> None:
         super().__init__(change, check=check)
         self._since: dict[int, int] = {}
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
-        """The call begins: whatever has a history by now is not the module's own."""
+        """Store the operation number at the start of a call. The module did not make tensors that are older."""
         self._since[call] = since
 
     def __call__(self, value: Any, context: Context) -> Any:
         since = self._since.pop(context.call, 0)
         for path, tensor in self._wanted(value):
             own = tensor
-            if is_older(tensor, since):  # Others use it too, and their gradients are not meant.
+            if is_older(tensor, since):  # Other code uses this tensor too, and its gradients must not change.
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
             self._hook(own, context)
@@ -142,7 +142,7 @@ class GradientEdit(_Base):
 
 
 class InputGradientEdit(_Base):
-    """Changes the gradient that flows back to an argument through one module."""
+    """An edit of the gradient that flows back to an argument through one module."""
 
     def __init__(self, change: Change, *, check: bool) -> None:
         super().__init__(change, check=check)
@@ -150,13 +150,13 @@ class InputGradientEdit(_Base):
 
     @property
     def written_back(self) -> _WriteBack:
-        """The other half, which holds this one; the reverse would be a cycle."""
+        """The action that runs on the module's output. It refers to this one; a reference back would make a cycle."""
         return _WriteBack(self)
 
     def __call__(self, value: Any, context: Context) -> Any:
         given = self._given[context.call] = []
         for path, tensor in self._wanted(value):
-            if is_own(tensor, context.module):  # By an edit that came before this one.
+            if is_own(tensor, context.module):  # An earlier edit has already replaced it.
                 self._hook(tensor, context)
                 continue
             mine = _GivenGradient(tensor, context.address, copy=model_changes_in_place(context.module.modules()))
@@ -178,7 +178,7 @@ class InputGradientEdit(_Base):
         self._hook(mine.new, context)
 
     def leave(self, value: Any, context: Context) -> None:
-        """The call is over: let its caller see what the module did to its argument in place."""
+        """Finish a call: copy changes that the module made to its argument in place back to the caller's tensor."""
         for mine in self._given.pop(context.call, ()):
             mark_own(mine.new, None)
             if mine.changed and not mine.is_copy:
@@ -190,7 +190,10 @@ class InputGradientEdit(_Base):
 
 
 class _GivenGradient:
-    """An argument's tensor, and what the module gets in its place: an alias, or a copy if it may be changed there."""
+    """An argument's tensor and its replacement for the module.
+
+    The replacement is an alias, or a copy if the module may change it in place.
+    """
 
     __slots__ = ("_version", "address", "after", "is_copy", "new", "tensor")
 
@@ -198,7 +201,7 @@ class _GivenGradient:
         self.tensor, self.address, self.is_copy = tensor, address, copy
         self.new = tensor.clone() if copy else own_alias(tensor)
         self._version = self.new._version
-        # Filled if the module returns the copy; apart, because the hook of the copy must not hold the copy.
+        # Filled if the module returns the copy. It is a separate list because a hook of the copy must not hold it.
         self.after: list[Counter] = []
 
     @property
@@ -207,7 +210,7 @@ class _GivenGradient:
 
 
 class _WriteBack:
-    """The second half of an InputGradientEdit, on the way out."""
+    """The second half of an InputGradientEdit, which runs on the module's output."""
 
     observes = False
     again = True
@@ -226,7 +229,7 @@ class _WriteBack:
 
 
 class _Installed(_Base):
-    """An edit of a parameter's gradient: a hook on the parameter for the time of the session."""
+    """An edit of a parameter's gradient, applied by a hook on the parameter while the session is open."""
 
     again = False
 
@@ -235,19 +238,19 @@ class _Installed(_Base):
 
     def _function(self, point: Point, session: Session) -> Callable[[Tensor | None], Tensor | None]:
         apply, context = self._apply, Context(point.address, 0, point.module, session)
-        # A function written by hand may give a parameter no gradient; autograd calls its hooks even then.
+        # A custom autograd.Function may return None for a parameter; autograd calls its hooks even then.
         return lambda gradient: None if gradient is None else apply(gradient, context)
 
 
 class ParameterGradientEdit(_Installed):
-    """Changes a parameter's gradient before it is accumulated."""
+    """An edit of a parameter's gradient before it is accumulated."""
 
     def install(self, point: Point, session: Session) -> LeafHook:
         return LeafHook(_trainable(point), self._function(point, session))
 
 
 class AccumulatedEdit(_Installed):
-    """Changes a parameter's ``.grad`` after a gradient was accumulated into it."""
+    """An edit of a parameter's ``.grad`` right after a gradient is accumulated into it."""
 
     def install(self, point: Point, session: Session) -> PostAccumulateHook:
         function = self._function(point, session)
@@ -263,5 +266,5 @@ class AccumulatedEdit(_Installed):
 def _trainable(point: Point) -> Tensor:
     tensor = point.tensor
     if tensor is None or not tensor.requires_grad:
-        raise EditError(f"{point.address!r} requires no gradient, so there is none to edit. Unfreeze it first.")
+        raise EditError(f"{point.address!r} requires no gradient: there is none to edit. Call requires_grad_() on it.")
     return tensor

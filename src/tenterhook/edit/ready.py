@@ -1,10 +1,10 @@
-"""Ready edits: values that say what to do, so that they can be printed, compared and written down.
+"""Ready edits: immutable objects that describe one change, so that they can be printed, compared and saved.
 
-Each takes ``at=``, an index such as ``th.at[:, -1]`` that restricts it to a part of the tensor, and ``part=``, which
-says which tensor is meant where the value at a point is a structure of several.
+Each takes ``at=``, an index such as ``th.at[:, -1]`` that restricts the edit to a part of the tensor. Each also takes
+``part=``, which selects one tensor where the value at a point is a structure with several tensors.
 
-With ``at=``, the tensor that ``set``, ``add`` or ``scale`` is given may have the shape of the part, or the shape of the
-whole value: then ``at`` indexes it too. Where both have the same shape, it is taken for the part.
+With ``at=``, the tensor argument of ``set``, ``add`` or ``scale`` may have the shape of that part or of the whole
+value. If it has the shape of the whole value, ``at`` indexes it too. If both shapes are equal, it is used as the part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Add", "At", "Clamp", "Edit", "Mean", "Noise", "Project", "Scale", "S
 
 
 class At:
-    """``th.at[:, -1]`` is the index that ``value[:, -1]`` would use."""
+    """A helper that makes an index: ``th.at[:, -1]`` is the index that ``value[:, -1]`` would use."""
 
     def __getitem__(self, index: Any) -> Any:
         return index
@@ -38,7 +38,7 @@ at = At()
 
 
 def written(index: Any) -> str:
-    """Return an index as one writes it.
+    """Return an index as source code.
 
     >>> written(at[:, 3])
     'th.at[:, 3]'
@@ -55,24 +55,24 @@ def _part_written(part: Any) -> str:
 
 
 def check_index(index: Any) -> None:
-    """Raise for what cannot be an index: text, and a list of indices."""
+    """Raise EditError if ``index`` is text or a list of indices."""
     if isinstance(index, str):
         raise EditError(f"at={index!r} is text. Write the index itself: at=th.at[{index.strip('[] ')}]")
     if isinstance(index, list) and any(isinstance(each, tuple | slice) for each in index):
         first = written(index[0])
         raise EditError(
-            f"at= takes one index, and got a list of {len(index)}: write at={first}, without the brackets around it. "
-            "For several places, give one edit for each, in a list: {'h.3': [th.zero(at=...), th.zero(at=...)]}"
+            f"at= takes one index; got a list of {len(index)}. Write at={first}, without the brackets around it. "
+            "For several indices, pass a list of edits: {'h.3': [th.zero(at=...), th.zero(at=...)]}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
-    """The base of the ready edits: finds the tensor, cuts out the part, puts the new part back."""
+    """The base class of ready edits. It finds the tensor, selects the part, and writes the new part back."""
 
     opaque: ClassVar[bool] = False
     operand: ClassVar[str | None] = None
-    """the field whose tensor may have the shape of the whole value, and is then indexed by ``at``"""
+    """Name of the field that may hold a tensor with the shape of the whole value. ``at`` then indexes it too."""
 
     at: Any = None
     part: Any = None
@@ -83,7 +83,7 @@ class Edit:
     def __call__(self, value: Any, context: Context) -> Any:
         path, tensor = self._tensor(value, context)
         new = self._changed(gathered(tensor), context)
-        if is_spread(tensor):  # An index means the whole value, on every process.
+        if is_spread(tensor):  # An index refers to the whole value, on every process.
             new = spread_like(new, tensor)
         return new if not path else replace_at(value, path, new)
 
@@ -99,11 +99,11 @@ class Edit:
         return new
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
-        """The tensor that takes the place of this one."""
+        """Return the replacement for ``tensor``."""
         return self.apply(tensor, getattr(self, str(self.operand)), context)
 
     def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
-        """The same, with this operand in place of its own."""
+        """Return the replacement for ``tensor``, computed with ``given`` instead of the edit's own operand."""
         raise NotImplementedError
 
     def _cut(self, tensor: Tensor, context: Context) -> Tensor:
@@ -111,7 +111,7 @@ class Edit:
             return tensor[self.at]
         except (IndexError, TypeError, RuntimeError) as error:
             text = f"{context.address!r}: at={written(self.at)} does not fit {describe(tensor)}: {error}"
-            raise EditError(f"{text}.\nGive an index that this value has; the last place is -1.") from error
+            raise EditError(f"{text}.\nUse an index within this shape; the last element is -1.") from error
 
     def _tensor(self, value: Any, context: Context) -> tuple[Path, Tensor]:
         if isinstance(value, Tensor) and self.part is None:
@@ -125,9 +125,9 @@ class Edit:
         raise EditError(self._which(value, context))
 
     def _which(self, value: Any, context: Context) -> str:
-        text = f"{context.address!r} passes {describe(value)}, and {self!r} changes one tensor."
+        text = f"the value at {context.address!r} is {describe(value)}, and {self!r} changes one tensor."
         if isinstance(value, Tensor):
-            return f"{text}\nIt is a single one: leave out part=."
+            return f"{text}\nThe value is a single tensor: leave out part=."
         parts = ", ".join(f"part={path[0] if len(path) == 1 else path!r}" for path, _ in tensors(value))
         return f"{text}\nSay which: {parts}." if parts else f"{text}\nThere is no tensor in it."
 
@@ -143,12 +143,12 @@ class Edit:
         return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
 
     def __hash__(self) -> int:
-        return hash(type(self))  # What it holds may be tensors and slices, which have no hash by value.
+        return hash(type(self))  # The fields may be tensors or slices, which have no hash by value.
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Zero(Edit):
-    """Nothing passes."""
+    """Replace the value with zeros."""
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
         return torch.zeros_like(tensor)
@@ -156,7 +156,7 @@ class Zero(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Set(Edit):
-    """Replace the value with ``value``."""
+    """Replace the value with ``value``: a number, a tensor that broadcasts to it, or a structure of the same form."""
 
     operand: ClassVar[str | None] = "value"
 
@@ -170,14 +170,14 @@ class Set(Edit):
     def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
         if not isinstance(given, Tensor):
             return torch.full_like(tensor, given)
-        # A tensor of its own, because what follows may change it in place, and the given one is not ours.
+        # Clone it: later operations may write to the value in place, and the given tensor belongs to the user.
         return fit(given, tensor, context, self).expand_as(tensor).clone()
 
     def _structure(self, value: Any, context: Context) -> Any:
         new, old = dict(tensors(self.value)), dict(tensors(value))
         if new.keys() != old.keys() or not old:
-            text = f"{context.address!r} passes {describe(value)}; th.set was given {describe(self.value)}"
-            raise EditError(f"{text}, which is built otherwise.")
+            text = f"the value at {context.address!r} is {describe(value)}; th.set got {describe(self.value)}"
+            raise EditError(f"{text}, which has another structure.")
         for path, tensor in new.items():
             value = replace_at(value, path, fit(tensor, old[path], context, self).expand_as(old[path]).clone())
         return value
@@ -185,7 +185,7 @@ class Set(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Add(Edit):
-    """Add ``value``, times ``scale``."""
+    """Add ``value``, multiplied by ``scale``."""
 
     operand: ClassVar[str | None] = "value"
 
@@ -211,7 +211,7 @@ class Scale(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Clamp(Edit):
-    """Nothing below ``min`` or above ``max`` passes."""
+    """Clamp the value to the range from ``min`` to ``max``."""
 
     min: float | None = None
     max: float | None = None
@@ -222,12 +222,13 @@ class Clamp(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Noise(Edit):
-    """Gaussian noise is added, from a generator of its own: the model's randomness is left alone.
+    """Add Gaussian noise with standard deviation ``std``.
 
-    The noise depends on ``seed`` and the call only, so that a recomputation of the same call sees the same noise.
+    The noise comes from a separate generator, so the model's own random numbers do not change. It depends on ``seed``
+    and the number of the call only, so a recomputation of the same call (checkpointing) gets the same noise.
     """
 
-    opaque: ClassVar[bool] = True  # A compiled graph cannot make a generator.
+    opaque: ClassVar[bool] = True  # A compiled graph cannot create a generator.
 
     std: float = 1.0
     seed: int = 0
@@ -240,7 +241,7 @@ class Noise(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Mean(Edit):
-    """Everything along ``dim`` becomes its mean; the batch, by default."""
+    """Replace each element with the mean along ``dim``. The default is the batch dimension."""
 
     dim: int | tuple[int, ...] = 0
 
@@ -254,9 +255,10 @@ class Mean(Edit):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Project(Edit):
-    """Only what lies in the span of ``directions`` passes, or, with ``remove``, only what does not.
+    """Project the value onto the span of ``directions``. With ``remove=True``, subtract that projection instead.
 
-    ``directions`` has one direction, or one in each row, as long as the last dimension of the value.
+    ``directions`` is one vector, or a matrix with one vector in each row. Its last dimension has the size of the last
+    dimension of the value.
     """
 
     directions: Tensor
@@ -265,7 +267,7 @@ class Project(Edit):
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         rows = self.directions.reshape(-1, self.directions.shape[-1])
         if rows.shape[-1] != tensor.shape[-1]:
-            text = f"{context.address!r} passes {describe(tensor)}; the directions have length {rows.shape[-1]}"
+            text = f"the value at {context.address!r} is {describe(tensor)}; directions have length {rows.shape[-1]}"
             raise EditError(f"{text} instead of {tensor.shape[-1]}.")
         _same_kind(rows, tensor, context, self)
         basis, _ = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))
@@ -275,7 +277,11 @@ class Project(Edit):
 
 
 def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
-    """``new``, if it has the kind of ``old`` and broadcasts to its shape; an error that names the point if not."""
+    """Return ``new`` if it has the dtype and device of ``old`` and broadcasts to its shape.
+
+    Raises:
+        EditError: it does not fit. The text names the point.
+    """
     _same_kind(new, old, context, edit)
     if new.shape == old.shape:
         return new
@@ -284,15 +290,15 @@ def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits:
-        text = f"{context.address!r} passes {describe(old)}; {type(edit).__name__.lower()} was given {describe(new)}"
-        raise EditError(f"{text}, which does not broadcast to it.")
+        text = f"the value at {context.address!r} is {describe(old)}; th.{type(edit).__name__.lower()} got"
+        raise EditError(f"{text} {describe(new)}, which does not broadcast to it.")
     return new
 
 
 def _same_kind(new: Tensor, old: Tensor, context: Context, edit: Any) -> None:
     if new.dtype == old.dtype and new.device == old.device:
         return
-    text = f"{context.address!r} passes {describe(old)} on {old.device}; {type(edit).__name__.lower()} was given"
+    text = f"the value at {context.address!r} is {describe(old)} on {old.device}; th.{type(edit).__name__.lower()} got"
     if new.dtype != old.dtype:
         raise EditError(f"{text} {describe(new)}.\nConvert it: .to({old.dtype})")
     raise EditError(f"{text} a tensor on {new.device}.\nMove it: .to({str(old.device)!r})")

@@ -1,16 +1,16 @@
-"""Ready edits in one file: text plus safetensors, no code, so that an intervention can be handed on.
+"""Files of ready edits: text and safetensors without code, so that an intervention can be shared.
 
-The header has these texts beside the tensors ``t0``, ``t1``, …:
+The header has these entries beside the tensors ``t0``, ``t1``, …:
 
 ``format``, ``format_version``
     ``tenterhook.edits`` and the version of this layout.
 ``edits``
-    JSON: for each address a list of edits, each the name of a ready edit and its fields; and the true types of tensors
-    that are stored under another one.
+    JSON: for each address a list of edits, each with the name of a ready edit and its fields. It also has the true
+    dtypes of tensors that are stored under another dtype.
 ``notes``
-    JSON: whatever its author has to say, such as the model that it was made for.
+    JSON: the author's notes, such as the name of the model.
 ``checksum``
-    Over all of it, as for a tape.
+    A checksum of the whole content, as in a tape file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READY: dict[str, type[Edit]] = {
     kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Zero)
 }
 NUMBER = (int, float, type(None))
-# What a field may be, where not anything can be; a file that says otherwise was not written here.
+# The types that a field may have, where they are restricted. A file with another type was not written by save_edits.
 FIELDS: dict[tuple[str, str], tuple[type, ...]] = {
     ("add", "scale"): (int, float),
     ("clamp", "max"): NUMBER,
@@ -54,17 +54,17 @@ ELLIPSIS = ["ellipsis"]
 SEQUENCES = (tuple, list)
 
 NO_CODE = (
-    "the edit at {address!r} is {what}, which is code, and a file of edits holds none.\n"
-    "Say it with ready edits ({ready}), or hand the function on as source."
+    "the edit at {address!r} is {what}, which is code. A file of edits cannot store code.\n"
+    "Use ready edits ({ready}), or share the function as source code."
 )
 NO_SELECTOR = (
-    "{key!r:.80} selects by an object of this process, and a file of edits holds text.\n"
-    "Give an address or a glob such as 'h.*.mlp', or what th.points(model, …) found."
+    "{key!r:.80} is an object of this process, and a file of edits stores text only.\n"
+    "Use an address, a glob such as 'h.*.mlp', or the result of th.points(model, …)."
 )
 
 
 class Edits(dict[str, Any]):
-    """Edits as ``th.edit`` takes them, with the notes that came with them."""
+    """A dict of edits in the form that ``th.edit`` takes, with the notes from the file as ``.notes``."""
 
     def __init__(self, edits: Mapping[str, Any] = {}, notes: Mapping[str, Any] = {}) -> None:
         super().__init__(edits)
@@ -74,7 +74,7 @@ class Edits(dict[str, Any]):
 def save_edits(
     path: str | os.PathLike[str], edits: Mapping[Any, Any], *, notes: Mapping[str, Any] | None = None
 ) -> None:
-    """Write ready edits to one file, whole or not at all.
+    """Write ready edits to one file. The file is complete, or it is not written.
 
     >>> import os, tempfile, torch, tenterhook as th
     >>> path = os.path.join(tempfile.mkdtemp(), "calm.edits")
@@ -83,11 +83,15 @@ def save_edits(
     {'h.6': th.add(value=float32[4], scale=3.0)}
 
     Args:
-        path: where to; a file that is there is replaced, or left as it was.
-        edits: as for ``th.edit``, with ready edits alone: address or glob to an edit, or to a list of them.
-        notes: what else should be known, in plain JSON; the notes of ``load_edits`` if they are not given.
+        path: the file to write. An existing file is replaced; if the write fails, it stays unchanged.
+        edits: a dict as for ``th.edit``, with ready edits only: address or glob to an edit or a list of edits.
+        notes: further information as a dict of plain JSON values. By default, the notes of ``edits`` if
+            ``load_edits`` returned them.
+
+    Raises:
+        EditFileError: an edit is a function or holds a value that the file cannot store, or the write failed.
     """
-    from tenterhook.record.encode_values import Encoder  # safetensors is loaded only when it is needed.
+    from tenterhook.record.encode_values import Encoder  # Loads safetensors only when needed.
     from tenterhook.record.tensor_file import target_of, write
 
     target = target_of(_kind(), path)
@@ -105,14 +109,20 @@ def save_edits(
 def load_edits(
     path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Edits:
-    """Read edits that ``th.save_edits`` wrote. Nothing in the file is run.
+    """Read edits that ``th.save_edits`` wrote. No code from the file is executed.
 
-    ``with th.edit(model, th.load_edits("calm.edits")): …`` applies them; ``.notes`` is what their author noted.
+    ``with th.edit(model, th.load_edits("calm.edits")): …`` applies them. ``.notes`` has the author's notes.
 
     Args:
         path: the file.
-        device: where the tensors go; the CPU if it is not given.
-        dtype: what floating-point tensors are converted to, such as the model's own.
+        device: the device for the tensors. The default is the CPU.
+        dtype: the dtype to convert floating-point tensors to, such as the model's own. By default they keep theirs.
+
+    Returns:
+        An :class:`Edits` dict for ``th.edit``.
+
+    Raises:
+        EditFileError: the file is missing, is not a file of edits, or is damaged.
     """
     from tenterhook.record.decode_values import Decoder, restore
     from tenterhook.record.tensor_file import MALFORMED, read
@@ -126,7 +136,7 @@ def load_edits(
         found = {_address(key): _made(edits, decode) for key, edits in described["edits"]}
         notes = json.loads(texts["notes"])
         if not isinstance(notes, dict):
-            raise TypeError("its notes are none")
+            raise TypeError("its notes are not a dict")
     except (*MALFORMED, RecursionError) as error:
         raise EditFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
     return Edits(found, notes)
@@ -135,11 +145,11 @@ def load_edits(
 def _kind() -> Any:
     from tenterhook.record.tensor_file import FileKind
 
-    one, no = "a set of edits", "no set of edits"
+    one, no = "a set of edits", "not a set of edits"
     return FileKind(FORMAT, FORMAT_VERSION, one, no, "run.edits", EditFileError)
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- write -------------------------------------------------------------------------------------------------------------
 
 
 def _items(edits: Any) -> Iterator[tuple[str, Any]]:
@@ -160,7 +170,7 @@ def _address(text: str) -> str:
     try:
         parse(text)
     except AddressError as error:
-        raise EditFileError(f"{text!r:.80} is no address: {error}") from error
+        raise EditFileError(f"{text!r:.80} is not an address: {error}") from error
     return text
 
 
@@ -175,8 +185,8 @@ def _described(edit: Any, address: str, encoder: Any) -> list[Any]:
     fields = {field.name: getattr(edit, field.name) for field in dataclasses.fields(edit)}
     for field, value in fields.items():
         for wrong in _opaque(value):
-            text = f"{field}= of the edit {name} at {address!r} holds a {type(wrong).__name__}"
-            raise EditFileError(f"{text}, which a file of edits cannot hold. Use a tensor or plain numbers.")
+            text = f"{field}= of the edit {name} at {address!r} has a {type(wrong).__name__}"
+            raise EditFileError(f"{text}, which a file of edits cannot store. Use a tensor or plain numbers.")
     try:
         return [name, {field: _written(value, address, encoder) for field, value in fields.items()}]
     except TapeFileError as error:
@@ -189,12 +199,12 @@ def _why_not(edit: Any, address: str) -> str:
     elif callable(edit):
         what = f"the function {getattr(edit, '__qualname__', type(edit).__name__)}"
     else:
-        return f"the edit at {address!r} is a {type(edit).__name__}, and no ready edit ({', '.join(READY)})."
+        return f"the edit at {address!r} is a {type(edit).__name__}, not a ready edit ({', '.join(READY)})."
     return NO_CODE.format(address=address, what=what, ready=", ".join(READY))
 
 
 def _opaque(value: Any, *, index: bool = True) -> Iterator[Any]:
-    """What in a value only this process understands; an ellipsis is understood in an index."""
+    """Yield the parts of a value that cannot be stored. An ellipsis can be stored inside an index."""
     if isinstance(value, slice):
         parts: Any = [(0, value.start), (1, value.stop), (2, value.step)]
     elif isinstance(value, (Tensor, *CONSTANTS)) or (index and value is Ellipsis):
@@ -208,7 +218,7 @@ def _opaque(value: Any, *, index: bool = True) -> Iterator[Any]:
 
 
 def _written(value: Any, address: str, encoder: Any) -> Any:
-    """A field as JSON. An ellipsis has no place in a tape, so that the sequences around one are written here."""
+    """Return a field as JSON. The tape encoder has no ellipsis, so this function writes the sequences around one."""
     if value is Ellipsis:
         return ELLIPSIS
     if type(value) in SEQUENCES:
@@ -220,11 +230,11 @@ def _noted(notes: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(notes), separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        text = f"notes hold what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+        text = f"notes= cannot be written as JSON: {error}. Use text, numbers, lists and dicts only."
         raise EditFileError(text) from None
 
 
-# -- what is read -----------------------------------------------------------------------------------------------------
+# -- read --------------------------------------------------------------------------------------------------------------
 
 
 def _made(described: Any, decode: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Edits of variables inside a ``forward``: which place is meant, and whether anything reads the edited value."""
+"""Checks for edits of variables inside a ``forward``: ambiguous places, and edited values that nothing reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DROPPED = (
 
 
 def refuse_several_places(point: Point) -> None:
-    """Raise if a name stands for several places in the source, and the address says neither which nor ``[*]``."""
+    """Raise AmbiguousCall if a name has several places in the source and the address has no index and no ``[*]``."""
     spot = point.spot
     if spot is None or len(spot.places) < 2 or point.call is not None:  # noqa: PLR2004
         return
@@ -44,7 +44,7 @@ def refuse_several_places(point: Point) -> None:
 
 
 def warn_if_never_read(model: nn.Module, point: Point) -> None:
-    """Warn if nothing reads the variable at a point after its edit, and name the point to edit instead."""
+    """Warn if nothing reads the variable at a point after its edit, and name a point to edit instead."""
     spot = point.spot
     if spot is None or not spot.places:
         return
@@ -62,9 +62,13 @@ def warn_if_never_read(model: nn.Module, point: Point) -> None:
 
 
 def _use(point: Point, tree: ast.FunctionDef, place: Place) -> str:
-    """The point that carries the value to where it is used: of the same name further down, or the call's result."""
+    """Return advice that names a point to edit instead.
+
+    It is the variable with the same name in a called function, the call that computes the value, or the module's
+    output.
+    """
     spot, path = point.spot, escape(point.path)
-    assert spot is not None  # noqa: S101  Only points inside a function come here.
+    assert spot is not None  # noqa: S101  Callers pass only points inside a function.
     if not spot.route:
         for name, callee in callees(spot.function, type(point.module)).items():
             several = _namesakes(callee.function, place.name)

@@ -1,4 +1,4 @@
-"""``th.edit``: change values and gradients on their way."""
+"""``th.edit``: replace values and gradients while a model runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenterhook.errors import AddressError, EditError
 __all__ = ["Editing", "edit"]
 
 Given = Edit | Callable[..., Any]
-Changes = Mapping[Any, Given | Sequence[Given]]  # By selector; a mapping does not take a narrower key.
+Changes = Mapping[Any, Given | Sequence[Given]]  # By selector. The key is Any because Mapping is invariant in its key.
 
 
 def edit(
@@ -32,7 +32,7 @@ def edit(
     check: bool = True,
     opaque: bool = False,
 ) -> Editing:
-    """Change what passes at points while the session is open.
+    """Replace values and gradients at points while the session is open.
 
     A change is a ready edit (``th.zero()``, ``th.set(v)``, …), a function of ``(value)`` or ``(value, ctx)``, or a list
     of these, applied in order. A function that returns None keeps the value.
@@ -45,13 +45,26 @@ def edit(
 
     Args:
         model: any ``nn.Module``.
-        changes: selector to change, for values: outputs, arguments (``"fc:in"``) and parameters (``"fc.weight"``).
-        grad: selector to change, for gradients as they pass back: of outputs, of arguments (through that module) and of
-            parameters before they are accumulated.
-        accumulated: parameter to change, for its ``.grad`` right after a gradient was accumulated into it.
-        check: whether shape, dtype and device must stay what they were.
-        opaque: on a compiled model, call the changes from the graph instead of compiling them into it: for those that
-            print, use numpy or decide by values. Each has to return a tensor of the same kind.
+        changes: a dict of selector to change. It edits values: outputs, arguments (``"fc:in"``) and parameters
+            (``"fc.weight"``).
+        grad: a dict of selector to change. It edits gradients during the backward pass: those of outputs, those of
+            arguments (only the part that flows through that module), and those of parameters before they are
+            accumulated.
+        accumulated: a dict of parameter to change. It edits the parameter's ``.grad`` right after a gradient is
+            accumulated into it.
+        check: whether to raise if a change returns another structure, shape, dtype or device.
+        opaque: on a compiled model, call the changes from the graph instead of compiling them into it. Use it for
+            changes that print, use numpy or branch on values. Each change must return a tensor with the same shape,
+            dtype and device.
+
+    Returns:
+        A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
+
+    Raises:
+        EditError: no changes were given, or a change does not fit.
+        AddressError: a selector matches nothing in the model, or names a call from the end (``#-1``).
+        AmbiguousCall: an address stands for several places in the source.
+        NeverReached: when the session ends, if an edited point did not run.
     """
     if not changes and not grad and not accumulated:
         raise EditError("nothing to edit: give a dict of changes, for example th.edit(model, {'h.3': th.zero()})")
@@ -72,7 +85,7 @@ def edit(
 
 
 class Editing(Session):
-    """A session that edits."""
+    """A session that edits values and gradients. :func:`edit` creates it."""
 
     verb = "edit"
 
@@ -84,7 +97,11 @@ class Editing(Session):
     def add(
         self, selector: Selector, given: Given | Sequence[Given], bind: Callable[[Point, Change], list[Binding]]
     ) -> None:
-        """Bind a change at every point of a selector: those named themselves must all be reached, of others one."""
+        """Bind changes at every point that a selector matches.
+
+        Every point that the selector names explicitly must be reached before the session ends. Of the points that it
+        matches by a pattern, at least one must be reached.
+        """
         changes = [as_change(one) for one in (given if isinstance(given, Sequence) else [given])]
         for change in changes:
             change.opaque = change.opaque or self._opaque
@@ -114,7 +131,7 @@ class Editing(Session):
 
 
 class ValueEdit:
-    """The action that replaces what passes."""
+    """An action that replaces the value at a point."""
 
     observes = False
     again = True
@@ -132,7 +149,7 @@ class ValueEdit:
         return new
 
     def mark(self) -> None:
-        """It was made in a compiled graph."""
+        """Mark this edit as reached, because a compiled graph contains it."""
         self.reached = True
 
 
@@ -148,7 +165,7 @@ def _items(changes: Changes | None, name: str) -> Any:
 
 def _parameter(point: Point) -> Point:
     if point.site is not Site.PARAMETER:
-        raise EditError(f"accumulated= edits the .grad of parameters, and {point.address!r} is none. Use grad=.")
+        raise EditError(f"accumulated= edits the .grad of parameters, and {point.address!r} is not one. Use grad=.")
     return point
 
 

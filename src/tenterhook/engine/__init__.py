@@ -1,4 +1,5 @@
-"""Plan, install, dispatch and undo: how actions get into a model's calls and out again.
+"""Planning, installation, dispatch and removal of the actions of a session.
 
-The engine knows the :class:`~tenterhook.engine.action.Action` protocol and nothing of tapes or edits.
+The engine depends on the :class:`~tenterhook.engine.action.Action` protocol only. It knows nothing about tapes or
+edits.
 """

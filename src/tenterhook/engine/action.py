@@ -1,4 +1,4 @@
-"""What happens at a point, as the engine sees it."""
+"""The protocols of the actions that the engine runs at a point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Action", "Binding", "Context", "Direct", "Guard"]
 
 
 class Context:
-    """What an action is told beside the value: where, which call, which module, and what is being recorded."""
+    """The information that an action gets with the value: address, call index, module, and the current tape."""
 
     __slots__ = ("_session", "address", "call", "module")
 
@@ -33,19 +33,20 @@ class Context:
 
 
 class Action(Protocol):
-    """What a session does at a point.
+    """One thing that a session does at a point.
 
-    ``observes``: it sees the value that flows on, after every edit, and returns nothing, or that same value under an
-    alias with a history of its own. Otherwise its return value takes the value's place. ``again``: it must be applied
-    anew when activation checkpointing recomputes the call. ``reached``: some call has passed it.
+    ``observes``: the action sees the final value, after all edits. It returns None, or an alias of the value that has
+    its own autograd history. An action that does not observe is an edit: its return value replaces the value.
+    ``again``: the action must run again when activation checkpointing recomputes the call. ``reached``: the action has
+    run at least once.
 
-    An action that can be part of a compiled graph says so by ``compiled``: "value", "gradient", "edit",
-    "gradient edit", or "nothing" where there is nothing to trace. What observes is told by ``taken`` when the graph has
-    run, with what was kept and the number of that run; what edits has a ``change`` and ``check``, and ``mark`` tells it
-    that it acted.
+    An action that can be part of a compiled graph has an attribute ``compiled``: "value", "gradient", "edit", "gradient
+    edit", or "nothing" if there is nothing to trace. For an observer, ``taken`` is called after the graph has run, with
+    the recorded value and the number of that run. An edit has ``change`` and ``check``, and ``mark`` is called after
+    the edit was applied.
 
-    An action at a module's output may also have a method ``enter``, which is told of each call as it begins: its index,
-    the sequence number of autograd's next operation, and the arguments.
+    An action at a module's output may also have a method ``enter``. It is called at the start of each call with the
+    call index, the sequence number of autograd's next operation, and the arguments.
     """
 
     observes: bool
@@ -58,11 +59,11 @@ class Action(Protocol):
 
 
 class Direct(Protocol):
-    """An observer that lets dispatch store a plain tensor itself, without a call.
+    """An observer whose plain tensors dispatch stores itself, without calling the observer.
 
-    ``kept_in`` takes ``(tensor, version)`` under ``base`` plus the call's index, or ``(tensor, version, 1)`` for
-    ``(tensor, None)``; at most ``keep`` of them stay, and none is stored
-    where that is zero and another observer watches the gradient.
+    Dispatch stores ``(tensor, version)`` in ``kept_in`` under the key ``base`` plus the call index. For a tuple such as
+    ``(tensor, None)`` it stores ``(tensor, version, 1)``: the last item is the number of Nones. Only the last ``keep``
+    entries stay. If ``keep`` is 0 and another observer watches the gradient, nothing is stored.
     """
 
     kept_in: dict[int, Any]
@@ -71,10 +72,11 @@ class Direct(Protocol):
 
 
 class Guard(Protocol):
-    """What stands around the calls of a module, between its arguments after the edits and its output before them.
+    """An object that can replace the forward of a module: a replay uses it to serve recorded values.
 
-    ``before`` gives a value to serve instead of the call, or ``MISSING``; ``after`` is told what the call gave, or
-    ``MISSING`` if it raised.
+    It runs after the edits of the arguments and before the edits of the output. ``before`` returns the value to use
+    instead of the call, or ``MISSING`` to make the call. ``after`` gets the result of the call, or ``MISSING`` if the
+    call raised.
     """
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -85,7 +87,8 @@ class Guard(Protocol):
 class Binding:
     """An action at a point.
 
-    ``numbers``: at a name with several places in the source, the number of the place by execution; None elsewhere.
+    ``numbers`` is for a name that is assigned at several places in the source: it maps each execution to the number of
+    the place that ran. It is None elsewhere.
     """
 
     __slots__ = ("action", "numbers", "point")

@@ -1,8 +1,10 @@
-"""A function bound to a module, for its ``__dict__``.
+"""Functions bound to a module, for the module's ``__dict__``.
 
-A copy of the module rebinds it to itself, and a pickle of it names the class's own method. That is what a method does.
-Only its ``repr`` shows the module, and a module whose own ``repr`` shows its ``__dict__``, as that of
-``nn.EmbeddingBag`` does, would never come to an end.
+They behave like methods: a copy of the module rebinds them to the copy, and a pickle refers to the class's own method
+by name.
+
+The ``repr`` of a normal bound method contains the ``repr`` of its module. If the ``repr`` of the module shows its
+``__dict__``, as that of ``nn.EmbeddingBag`` does, this recursion never ends. Such modules get a :class:`QuietMethod`.
 """
 
 from __future__ import annotations
@@ -22,28 +24,31 @@ __all__ = ["QuietMethod", "bind", "shows_attributes"]
 
 
 def bind(function: Callable[..., Any], module: nn.Module) -> Any:
-    """Return a method of the module, or what acts like one where the module shows its ``__dict__``."""
+    """Return the function as a bound method, with a safe ``repr`` if the module's ``repr`` shows its ``__dict__``."""
     kind: Any = type(module)
     return QuietMethod(function, module) if shows_attributes(kind) else MethodType(function, module)
 
 
 @functools.lru_cache(maxsize=4096)
 def shows_attributes(kind: Any) -> bool:
-    """Return whether the ``repr`` of modules of a class may show their ``__dict__``."""
+    """Return whether the ``repr`` of modules of this class may show their ``__dict__``."""
     functions = (inspect.unwrap(getattr(kind, name)) for name in ("extra_repr", "__repr__"))
     codes = [code_of(function) for function in functions if isinstance(function, FunctionType)]
     return any(_may_show_all(mentioned_names(code)) for code in codes)
 
 
 def _may_show_all(names: frozenset[str]) -> bool:
-    """Return whether code with these names may show every attribute; most give theirs to a format that names some."""
+    """Return whether code with these names may show every attribute.
+
+    Most code passes ``__dict__`` to a format string that names a few attributes; that is safe.
+    """
     if not names & {"__dict__", "vars"}:
         return False
     return "format" not in names or bool(names & {"items", "values"})
 
 
 class QuietMethod:
-    """A method whose ``repr`` does not show the module."""
+    """A bound method whose ``repr`` does not show the module."""
 
     __slots__ = ("__func__", "__self__")
 

@@ -1,4 +1,7 @@
-"""Edited parameters around the whole call of a module: hooks that run before its forward may read them too."""
+"""An override of a module's whole call that installs edited parameters before the module's pre-hooks run.
+
+Forward pre-hooks may read a parameter, for example to compute a normalised weight from it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ OWN_FILES.add(__file__)
 
 
 def _usual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call as PyTorch makes it, with its hooks, which comes to the forward in place."""
+    """Run PyTorch's usual call, with all hooks and the installed forward."""
     return call_with_hooks(module, args, kwargs, own_frame(2))
 
 
 def around(patch: ForwardPatch) -> Callable[..., Any]:
-    """A call of a module that has the edited parameters in place before its hooks run."""
+    """Return a replacement for a module's call that installs the edited parameters before its hooks run."""
 
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         swaps = recompute.swaps(patch) if self is patch.module else []
@@ -51,7 +54,7 @@ def around(patch: ForwardPatch) -> Callable[..., Any]:
 
 
 class HookedAttributes:
-    """The tensors that pre-hooks of a module set as plain attributes, as they were before the hooks ran."""
+    """The tensors that a module's pre-hooks set as plain attributes, with the values they had before the hooks ran."""
 
     __slots__ = ("_before", "_changed", "_module")
 
@@ -65,14 +68,14 @@ class HookedAttributes:
         return {name: value for name, value in self._module.__dict__.items() if isinstance(value, Tensor)}
 
     def compare(self) -> None:
-        """Note what has changed, when all pre-hooks have run and the forward has not."""
+        """Note the attributes that changed. Call this after all pre-hooks have run and before the forward."""
         if self._before is not None:
             before, self._before = self._before, None
             changed = [name for name, value in self._tensors().items() if before.get(name) is not value]
             self._changed = {name: before.get(name) for name in changed}
 
     def put_back(self) -> None:
-        """Restore the attributes that were changed, as the edited parameter is replaced by the original."""
+        """Restore the changed attributes when the original parameter is restored."""
         for name, value in self._changed.items():
             if value is None:
                 self._module.__dict__.pop(name, None)

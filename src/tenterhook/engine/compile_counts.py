@@ -1,4 +1,4 @@
-"""What a session can tell of the compiled code that ran in it."""
+"""Counts of the compiled code that ran in a session."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Compiled"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What ``torch.compile`` did while a session was open.
+    """Counts of what ``torch.compile`` did while a session was open.
 
-    ``calls``: runs of compiled graphs that the session took part in. ``graphs``: graphs that were made. ``breaks``:
-    places at which a graph had to be left. ``recompilations``: later calls for which something was compiled anew.
+    ``calls``: runs of compiled graphs in which the session took part. ``graphs``: compiled graphs. ``breaks``: graph
+    breaks. ``recompilations``: later calls that had to compile again.
     """
 
     calls: int = 0

@@ -1,4 +1,4 @@
-"""Support for compiled models, which :mod:`tenterhook.compiled` registers. The engine imports nothing of it."""
+"""The interface to :mod:`tenterhook.compiled`, which registers itself here. The engine does not import it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["CompiledSupport", "compiled_support", "register"]
 
 
 class CompiledSupport(Protocol):
-    """What the engine calls where ``torch.compile`` was used in this process."""
+    """The functions that the engine calls if ``torch.compile`` was used in this process."""
 
     def begin(self, session: Session) -> None:
-        """Prepare a session whose actions are planned."""
+        """Prepare a session after its actions are planned."""
 
     def dressed(self, patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
-        """Return a patched forward with the function that Dynamo traces in its place."""
+        """Return a patched forward that carries the function for Dynamo to trace in its place."""
 
     def end(self, session: Session) -> Compiled:
-        """End a session, and return its counts."""
+        """End a session and return its counts."""
 
     def explained(self, session: Session, error: BaseException) -> BaseException | None:
-        """Return the error to raise in place of one that leaves a session, or None to leave it as it is."""
+        """Return a clearer error to raise instead of this one, or None to keep it."""
 
     def told(self, session: Session) -> Compiled:
         """Return the counts of an open session."""
@@ -37,12 +37,12 @@ _registered: list[CompiledSupport] = []
 
 
 def register(support: CompiledSupport) -> None:
-    """Use this support from now on."""
+    """Register the support for compiled models."""
     _registered[:] = [support]
 
 
 def compiled_support() -> CompiledSupport:
-    """Return the registered support.
+    """Return the registered support for compiled models.
 
     Raises:
         RuntimeError: nothing is registered. A session would silently miss all calls inside compiled code.

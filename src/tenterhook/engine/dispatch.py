@@ -1,9 +1,9 @@
-"""What runs at each call of a module that a session has touched: the general way.
+"""The general path for a call of a module that a session has touched.
 
-A touched module carries an instance attribute ``forward`` that comes from here or, where little is asked, from
-:mod:`tenterhook.engine.fast_path`.
+Such a module has an instance attribute ``forward``. It comes from here, or from :mod:`tenterhook.engine.fast_path` if
+the session needs only simple things.
 
-The value is left to other libraries' forward hooks first, where there are any: see ``after_foreign_hooks``.
+If other libraries have forward hooks on the module, these hooks run first: see ``after_foreign_hooks``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Visit = tuple["ModuleActions", int]
 
 
 def general(patch: ForwardPatch) -> Forward:
-    """A forward that applies whatever the open sessions ask for."""
+    """Return a forward that applies the actions of all open sessions."""
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return dispatch(patch, self, args, kwargs)
@@ -54,7 +54,7 @@ def general(patch: ForwardPatch) -> Forward:
 
 
 def dispatch(patch: ForwardPatch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a touched module, whoever makes it."""
+    """Run one call of a touched module, from any caller."""
     if module is not patch.module:
         return patch.unbound(module, args, kwargs)
     if current_backward_id() != -1 or recompute.acting() is not None:
@@ -70,12 +70,12 @@ def dispatch(patch: ForwardPatch, module: nn.Module, args: tuple[Any, ...], kwar
 
 
 def visit(patch: ForwardPatch, visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply the visiting sets of actions to one call: edits in the order of the sessions, then what observes."""
+    """Apply the actions of several sessions to one call: all edits in the order of the sessions, then all observers."""
     entered: list[Exchange] = []
     try:
         for actions, _ in visits:
             for swap in actions.swaps:
-                entered.append(swap)  # First, so that an interrupt finds it.
+                entered.append(swap)  # Append before enter, so that an interrupt still undoes it.
                 swap.enter()
         if patch.attributes:
             patch.attributes[-1].compare()
@@ -94,7 +94,7 @@ def visit(patch: ForwardPatch, visits: list[Visit], args: tuple[Any, ...], kwarg
 def guarded(
     guards: list[Guard], module: nn.Module, body: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The call between its guards, or what one of them serves in its place."""
+    """Run the call between its guards, or return the value that a guard serves instead of the call."""
     value: Any = MISSING
     told = 0
     try:
@@ -114,13 +114,13 @@ def guarded(
 
 
 def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments that go in, after the edits; then the observers see them."""
+    """Apply the edits to the arguments, call the observers, and return the edited arguments."""
     for actions, call in visits:
         for place, binding in actions.edits_in:
             value = place.get(args, kwargs)
             if value is not MISSING:
                 new = apply(binding, value, actions, call)
-                if new is not value:  # A default stays unspoken unless it is changed.
+                if new is not value:  # An argument that has its default is passed on only if an edit changed it.
                     args, kwargs = place.put(args, kwargs, new)
     for actions, call in visits:
         for enter in actions.enters:
@@ -134,7 +134,7 @@ def income(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def leave(patch: ForwardPatch, visits: list[Visit], value: Any) -> Any:
-    """The way out: at once, or after other libraries' hooks where they are about to run."""
+    """Finish the call now, or after other libraries' forward hooks if these are about to run."""
     if forward_hooks_of(patch.module) or GLOBAL_FORWARD_HOOKS:
         require("hooks of other libraries")
         frame = frame_that_runs_hooks(own_frame(1), patch.module, OWN_FILES)
@@ -145,7 +145,7 @@ def leave(patch: ForwardPatch, visits: list[Visit], value: Any) -> Any:
 
 
 def outcome(visits: list[Visit], value: Any) -> Any:
-    """The value that flows on, after the edits; then the observers see it."""
+    """Apply the edits to the output, call the observers, and return the final value."""
     for actions, call in visits:
         for binding in actions.edits_out:
             value = apply(binding, value, actions, call)
@@ -172,26 +172,27 @@ def observe(binding: Any, value: Any, actions: ModuleActions, call: int) -> Any:
 
 
 def stop_at(actions: ModuleActions) -> None:
-    """The same, inside a forward."""
+    """Stop the run from inside a forward, if the session is done."""
     stop_if_done([(actions, 0)])
 
 
 def stop_if_done(visits: list[Visit]) -> None:
     for actions, _ in visits:
-        if actions.session.done and actions.whole is None:  # A recomputation goes no further than its first run did.
+        if actions.session.done and actions.whole is None:  # A recomputation stops where its first run stopped.
             run_clean_up(own_frame(1))
             raise Stopped(actions.session)
 
 
-OWN_FILES = {__file__}  # The files of our own that stand between PyTorch's call and this one.
+OWN_FILES = {__file__}  # Our own files, whose frames are between PyTorch's call and this code.
 
 
 def after_foreign_hooks(patch: ForwardPatch, visits: list[Visit], frame: FrameType | None) -> None:
-    """Finish this call in a native hook that runs last and takes itself away.
+    """Finish this call in a forward hook that runs last and then removes itself.
 
-    PyTorch collects a module's forward hooks only when its forward has returned, so a hook that is put there now still
-    runs in this call, after all the others. Until then other calls may meet it: those of other threads, those that a
-    foreign hook makes, and, if a foreign hook raised, all later ones. It knows its own call by the frame.
+    PyTorch collects a module's forward hooks after its forward has returned. A hook that is added now therefore still
+    runs in this call, after all others. Until it runs, other calls may also run it: calls from other threads, calls
+    that a foreign hook makes, and all later calls if a foreign hook raised. The hook recognises its own call by the
+    frame.
     """
     hooks = forward_hooks_of(patch.module)
     key, thread = patch.new_key(), current.token
@@ -203,7 +204,7 @@ def after_foreign_hooks(patch: ForwardPatch, visits: list[Visit], frame: FrameTy
         if mine or (current.token == thread and not is_running(frame, caller)):
             hooks.pop(key, None)
             patch.waiting.discard(key)
-            frame = None  # It holds this very function.
+            frame = None  # The frame refers to this function, so break the reference cycle.
         return outcome(visits, value) if mine else None
 
     patch.waiting.add(key)

@@ -1,8 +1,7 @@
-"""The hot path: what runs at most calls of a module that a session has touched.
+"""The fast path: the code that runs at most calls of a touched module.
 
-``watched`` keeps the output of a module and its gradient, or hands it to what keeps both, and ``within`` runs a
-rewritten forward. They leave a call to :mod:`tenterhook.engine.dispatch` whenever something is out of the ordinary:
-another thread, a recomputation, a copy of the module.
+``watched`` stores a module's output and watches its gradient. ``within`` runs a rewritten forward. Both leave a call to
+:mod:`tenterhook.engine.dispatch` if anything is unusual: another thread, a recomputation, or a copy of the module.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch: Watch) -> Forward:
-    """Return the forward of a module with two observers, of which the second watches the tensor's gradient.
+    """Return a forward for a module with two observers, where the second one watches the tensor's gradient.
 
-    Where the first keeps nothing (``keep`` is 0), the second keeps all that is kept, and nothing is stored here.
+    If the first observer stores nothing (``keep`` is 0), the second one stores everything, and this forward stores
+    nothing.
     """
     makers, keep = actions.session.makers, observer.keep
     make = makers.get(keep)
@@ -48,7 +48,7 @@ def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch
 
 
 def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
-    """Return what makes those of :func:`watched`, of all modules that a session treats alike."""
+    """Return a factory of :func:`watched` forwards for all modules that a session treats alike."""
 
     def make(
         patch: ForwardPatch, actions: ModuleActions, entries: dict[int, Any], watch: Watch, original: Forward
@@ -59,7 +59,7 @@ def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (
                 current.token != owner or current_backward_id() != -1 or self is not module
-                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be around it.
+                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be active.
             ):  # fmt: skip
                 return dispatch(patch, self, args, kwargs)
             key, since = next_key(), next_operation_number()
@@ -87,14 +87,14 @@ def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
 
 
 def lone_tensor(value: Any) -> Tensor | None:
-    """The tensor of a tuple with nothing but None behind it: what attention returns where nobody asked for weights."""
+    """Return the tensor of a tuple whose other items are all None, such as attention's output without weights."""
     if type(value) is not tuple or not value or type(value[0]) is not Tensor:
         return None
     return value[0] if all(part is None for part in value[1:]) else None
 
 
 def within(patch: ForwardPatch, actions: ModuleActions, body: Forward) -> Forward:
-    """For a set of actions that has nothing but places inside the forward: ``body`` is the rewritten one."""
+    """Return a forward for actions that are all inside the forward; ``body`` is the rewritten forward."""
     module, owner, next_key, again = patch.module, actions.owner, actions.next_key, actions.again
     observes = all(binding.action.observes for binding in actions.inner)
 

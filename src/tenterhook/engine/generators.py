@@ -1,4 +1,7 @@
-"""Generators and coroutines that a forward returns: edited parameters are in place while their body runs."""
+"""Edited parameters for generators and coroutines that a forward returns.
+
+Their body runs after the forward has returned, so the parameters are installed again for each step of the body.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LAZY = (map, filter, zip, enumerate)
 
 
 def stepwise(value: Any, action_sets: list[ModuleActions]) -> Any:
-    """What a forward returned; if its body is still to run, each step of that body has edited parameters in place."""
+    """Return the output of a forward; if it is a generator or coroutine, install the edited parameters at each step."""
     pairs = [(actions, swap) for actions in action_sets for swap in actions.swaps]
     if not pairs:
         return value
@@ -56,7 +59,7 @@ def _entered(swaps: list[Exchange]) -> Iterator[None]:
 
 
 def _steps(body: Any, inside: Inside) -> Generator[Any, Any, Any]:
-    """The same generator, with every step of it inside."""
+    """Return the same generator, with each step run inside the context manager."""
     resume, given = body.send, None
     while True:
         try:

@@ -1,8 +1,7 @@
-"""What runs when a rewritten ``forward`` passes a place that a session has touched.
+"""The code that a rewritten ``forward`` calls at each place that a session has touched.
 
-The sets of actions of a call are put together into a tree of :class:`RewrittenFunction`: one for ``forward`` and one
-for each function that it is followed into. A node is also the :class:`~tenterhook.sites.rewrite.Hands` of its rewritten
-function.
+The actions of a call form a tree of :class:`RewrittenFunction`: one node for ``forward`` and one for each function that
+it enters. A node is also the :class:`~tenterhook.sites.rewrite.PlaceCallbacks` object of its rewritten function.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Stop = Callable[["ModuleActions"], None]
 
 
 class RewrittenFunction:
-    """One function: what happens at its places, and the functions below it that are entered."""
+    """One function: the actions at its places, and the functions below it that are rewritten too."""
 
     __slots__ = (
         "_below",
@@ -55,12 +54,11 @@ class RewrittenFunction:
         self._below: dict[Any, dict[CodeType, RewrittenFunction]] = {}
         self._made: dict[tuple[RewrittenFunction, FunctionType], Any] = {}
         self.numbers: dict[Any, int] = {}
-        self._short: dict[
-            Any, tuple[ModuleActions, Binding, Any]
-        ] = {}  # Places where a tensor is kept and nothing else done.
+        # Places where the only action stores a tensor.
+        self._short: dict[Any, tuple[ModuleActions, Binding, Any]] = {}
 
     def add(self, actions: ModuleActions, binding: Binding) -> None:
-        """Let a binding act at the places of its point, in this function or below."""
+        """Add a binding at the places of its point, in this function or below."""
         spot = binding.point.spot
         assert spot is not None  # noqa: S101  Only points inside a function come here.
         nodes = [self]
@@ -76,7 +74,7 @@ class RewrittenFunction:
                 table.setdefault(spot.operation, []).append((actions, binding))
 
     def settle(self) -> None:
-        """Everything has been added: see which places have the shortest way."""
+        """Find the places that can use the fast path. Call this after all bindings were added."""
         for place, looks in self._looks.items():
             (actions, binding), *more = looks
             direct = getattr(binding.action, "direct", False) and binding.numbers is None
@@ -87,16 +85,19 @@ class RewrittenFunction:
                 child.settle()
 
     def watches(self, place: Any) -> bool:
-        """Whether anything happens at a place."""
+        """Return whether any action runs at a place."""
         return place in self._edits or place in self._looks
 
     @property
     def rewrites(self) -> bool:
-        """Whether there is anything to rewrite, and not only operations to watch."""
+        """Return whether this function must be rewritten; watched operations alone do not need that."""
         return bool(self._tapped or self._entered)
 
     def _children(self, function: FunctionType, at: tuple[Place, ...]) -> list[RewrittenFunction]:
-        """The nodes of a function that is entered at some places: one for all, unless some have theirs already."""
+        """Return the nodes of a function that is entered at some places.
+
+        The places share one new node, except those that already have a node for this function.
+        """
         new, found = RewrittenFunction(function, self._stop), dict[RewrittenFunction, None]()
         for place in at:
             self._entered.add(place)
@@ -104,16 +105,20 @@ class RewrittenFunction:
         return list(found)
 
     def made(self, function: FunctionType) -> Any:
-        """The function, or another one with the same code, rewritten.
+        """Return the function, or another one with the same code, rewritten.
 
-        It holds this node, so this node must not hold it: what it keeps would then wait for the garbage collector.
+        The rewritten function refers to this node. This node must not refer to it: the reference cycle would keep
+        recorded values alive until the garbage collector runs.
         """
         return rewritten(function, frozenset(self._tapped), frozenset(self._entered), self)
 
     # -- called by the rewritten code ---------------------------------------------------------------------------------
 
     def value(self, place: Any, value: Any) -> Any:
-        """Handle a value at a place. Actions are over if their session was closed while this call was running."""
+        """Run the actions at a place and return the value.
+
+        Actions whose session was closed during this call do not run.
+        """
         short = self._short.get(place)
         if short is not None and type(value) is Tensor:
             actions, binding, action = short
@@ -121,7 +126,7 @@ class RewrittenFunction:
                 if not shows_every_change(value):
                     return self._value(place, value)
                 entry = (value.detach() if value.requires_grad else value, value._version)
-            except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
+            except RuntimeError:  # Inference tensors have no version, and sparse tensors no storage of their own.
                 return self._value(place, value)
             if not actions.over:
                 executions, entries = actions.executions, action.kept_in
@@ -161,13 +166,14 @@ class RewrittenFunction:
         return value
 
     def enter(self, place: Any, function: Any) -> Any:
-        """A function is about to be called: if it is one that is entered, its rewritten self takes its place."""
+        """Return the rewritten form of a function that is about to be called, or the function itself if it has none."""
         below = self._below.get(place)
         target = plain(function) if below is not None else None
         child = below.get(target.__code__) if below is not None and target is not None else None
         if child is None or target is None:
             return function
-        # The code tells which function it is; the function itself may be another one, with other defaults or cells.
+        # The code object identifies the function. The function object may differ: it may have other defaults or closure
+        # cells.
         made = self._made.get((child, target))
         if made is None:
             made = self._made[child, target] = child.made(target)
@@ -181,7 +187,7 @@ def _next_execution(actions: ModuleActions, binding: Binding) -> int:
 
 
 def _context(actions: ModuleActions, binding: Binding) -> Context | None:
-    """The context of this execution, or None where another one is meant."""
+    """Return the context of this execution, or None if the binding is for another execution."""
     point, count = binding.point, _next_execution(actions, binding)
     if point.call is not None and point.call != count:
         return None
@@ -191,7 +197,7 @@ def _context(actions: ModuleActions, binding: Binding) -> Context | None:
 def inside(
     module: nn.Module, original: Callable[..., Any], action_sets: tuple[ModuleActions, ...], stop: Stop
 ) -> Callable[..., Any]:
-    """The module's forward, with everything inside it that these sets of actions ask for."""
+    """Return the module's forward, rewritten for all actions inside it."""
     function = forward_of(module)
     node = RewrittenFunction(function, stop)
     for actions in action_sets:

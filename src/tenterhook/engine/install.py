@@ -1,8 +1,8 @@
-"""Putting a session's sets of actions into modules and taking them out again.
+"""Installation and removal of a session's actions in modules.
 
-A :class:`ForwardPatch` stands in a touched module's ``__dict__["forward"]`` and serves every session that is open on
-that module; a :class:`ModuleActions` is one session's part of it. The attribute is a bound method, so that a copy of
-the module rebinds it to itself and a pickle of it names the class's own ``forward``.
+A :class:`ForwardPatch` is installed as the ``forward`` in a touched module's ``__dict__`` and serves all sessions that
+are open on the module. A :class:`ModuleActions` holds the actions of one session. The attribute is a bound method: a
+copy of the module rebinds it to the copy, and a pickle refers to the class's own ``forward`` by name.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ __all__ = [
 ]
 
 SHARED = (
-    "{kind} was called by another thread while a call with an edited parameter was running. A parameter is one for all "
-    "threads, so that this call uses the edited one too. Give each thread a model of its own, or edit outputs instead."
+    "{kind} was called by another thread while a call with an edited parameter was running. All threads share the "
+    "parameter, so this call uses the edited value too. Give each thread its own model, or edit outputs instead."
 )
 
 SCRIPTED = (
-    "{kind} was given to torch.jit.script while a session is open on it. The script would be made of tenterhook's code "
-    "in place of the model's. Close the session first."
+    "{kind} was passed to torch.jit.script while a session is open on it. The script would contain tenterhook's code "
+    "instead of the model's. Close the session first."
 )
 CALLED_OTHERWISE = (
-    "a parameter of {kind} cannot be edited: hooks that run before its forward may compute weights of it, and the call "
-    "was replaced, for example by Module.compile(), so that they would see the unedited parameter. Edit its output, or "
-    "open the session before the call is replaced."
+    "a parameter of {kind} cannot be edited: its forward pre-hooks may compute weights from the parameter. They would "
+    "read the unedited value, because the call of the module was replaced, for example by Module.compile(). Edit its "
+    "output, or open the session before the call is replaced."
 )
-OPEN = "a tenterhook session is open on this module, and was before anything was compiled"
-SCRIPT = "__prepare_scriptable__"  # What torch.jit.script calls, on every module, before it does anything else.
+OPEN = "a tenterhook session is open on this module, and it was opened before torch.compile was used"
+SCRIPT = "__prepare_scriptable__"  # torch.jit.script calls this on every module before anything else.
 
-locked = threading.RLock()  # Held while forwards go in and out.
+locked = threading.RLock()  # Held while forwards are installed and removed.
 _keys = itertools.count()
 
 
@@ -98,14 +98,14 @@ class ForwardPatch:
         self.module, self.own, self.original = module, own, original
         self.action_sets: tuple[ModuleActions, ...] = ()
         self.method: Any = None
-        self.next: Any = None  # What is being put in place of the method, noted because an interrupt may come.
-        self.call: Any = None  # What stands before it, for the whole call; see engine.around.
+        self.next: Any = None  # The replacement of ``method``, stored in case an interrupt comes during the exchange.
+        self.call: Any = None  # An override of the whole call; see call_override.around.
         self.waiting: set[str] = set()
-        self.attributes: list[HookedAttributes] = []  # Of the calls that are inside, with edited parameters.
+        self.attributes: list[HookedAttributes] = []  # Of the running calls that have edited parameters.
         self.bodies: dict[tuple[ModuleActions, ...], Callable[..., Any]] = {}
 
     def body(self, action_sets: tuple[ModuleActions, ...]) -> Callable[..., Any]:
-        """The module's own forward, with what these sets of actions ask for inside it."""
+        """Return the module's own forward, rewritten for the actions inside it."""
         inner = tuple(actions for actions in action_sets if actions.inner)
         if not inner:
             return self.original
@@ -115,7 +115,7 @@ class ForwardPatch:
         return made
 
     def refresh(self) -> None:
-        """Put in what the present sets of actions need."""
+        """Install the forward that the current actions need."""
         compiles = False
         for actions in self.action_sets:
             compiles = compiles or actions.session.graph_outputs is not None
@@ -125,7 +125,7 @@ class ForwardPatch:
         function: Any = general(self) if short is None else short
         if compiles:
             function = compiled_support().dressed(self, function, general)
-        # Callers such as transformers ask for the signature of a forward; inspect.signature follows __wrapped__.
+        # Callers such as transformers read the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
             _sign(function, self.original)
@@ -133,14 +133,14 @@ class ForwardPatch:
         self.next = bind(function, self.module)
         if self._has_edited_parameters(compiles=compiles):
             whole: Any = around(self)
-            # A pickle names a method, and that one does as it should.
+            # A pickle refers to the method by this name, and so unpickles to the module's usual call.
             whole.patch, whole.__name__ = self, USUAL_CALL.__name__
             disable(whole, OPEN)
             self.call = bind(whole, self.module)
         self.put_in()
 
     def _has_edited_parameters(self, *, compiles: bool) -> bool:
-        """Whether edited parameters have to be in place before the forward: pre-hooks may compute weights of them."""
+        """Return whether edited parameters must be installed before the forward, because pre-hooks may read them."""
         if not any(actions.before_hooks for actions in self.action_sets):
             return False
         if can_override_call(self.module):
@@ -151,7 +151,7 @@ class ForwardPatch:
         return False
 
     def put_in(self) -> None:
-        """Put the next forward in, and what stands before it; torch.jit.script finds an error from now on."""
+        """Install the next forward, the call override if there is one, and the method that refuses torch.jit.script."""
         state = self.module.__dict__
         state["forward"] = self.next
         self.method = self.next
@@ -161,7 +161,7 @@ class ForwardPatch:
             state[SCRIPT] = bind(refuse, self.module)
 
     def take_out(self, *, forward: bool = True) -> None:
-        """Undo that, where it is still as it was put in; the ``forward`` itself has to be."""
+        """Remove what :meth:`put_in` installed. With ``forward=True``, the forward must still be ours."""
         state, call = self.module.__dict__, self.call
         if call is not None and state.get(CALL_OVERRIDE) is call:
             del state[CALL_OVERRIDE]
@@ -174,7 +174,7 @@ class ForwardPatch:
             state["forward"] = self.own
 
     def _short(self) -> Any:
-        """The short one that is enough for the present sets of actions, if there is one."""
+        """Return a fast-path forward that serves the current actions, or None if they need the general one."""
         actions = self.action_sets[0]
         if len(self.action_sets) > 1:
             return None
@@ -189,12 +189,12 @@ class ForwardPatch:
 
     @property
     def in_place(self) -> bool:
-        """Whether our forward is where it was put, and nobody has put another one there."""
+        """True if the module's ``forward`` is still ours."""
         forward = self.module.__dict__.get("forward")
         return forward is not None and (forward is self.method or forward is self.next)
 
     def restore(self) -> None:
-        """Leave the module as it was. A forward that someone else has put in since is theirs to keep."""
+        """Restore the module. A forward that other code has installed since stays."""
         if self.waiting:
             for key in tuple(self.waiting):
                 forward_hooks_of(self.module).pop(key, None)
@@ -206,28 +206,28 @@ class ForwardPatch:
         self.method = self.next = self.call = None
 
     def silence(self) -> None:
-        """Make a ``direct`` forward that others may hold look up the present actions, as in a module's copy."""
+        """Make a fast-path forward that other code may still hold fall back to dispatch."""
         function: Any = self.method.__func__ if self.method is not None else None
         if function is not None:
             set_free_variable(function, "module", None)
 
     def outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is no session's business."""
+        """Run a call that belongs to no session."""
         if any(swap.changes and swap.active for actions in self.action_sets for swap in actions.swaps):
             warnings.warn(SHARED.format(kind=type(self.module).__name__), TenterhookWarning, stacklevel=2)
-        # Our own forward, that of a compiled entry, and dispatch, at most, stand between PyTorch's frame and this one.
+        # At most three frames are between PyTorch's frame and this one: our forward, a compiled entry's, and dispatch.
         module = module_being_called(own_frame(2), within=4)
-        # DataParallel copies a module's __dict__, so that a replica's forward is still bound to the original.
+        # DataParallel copies a module's __dict__, so a replica's forward is still bound to the original module.
         if module is not None and type(module) is type(self.module) and is_replica(module):
             return self.unbound(module, args, kwargs)
         return self.original(*args, **kwargs)
 
     def unbound(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of a copy of the module, which carries this patch because its original had it."""
+        """Run a call of a copy of the module. The copy has this patch because the original had it."""
         return self.let_go(module)(*args, **kwargs)
 
     def let_go(self, module: nn.Module) -> Any:
-        """Give a copy of the module the forward that it would have, had there been no session as it was made."""
+        """Remove this patch from a copy of the module. Return the forward that the copy has without a session."""
         state = module.__dict__
         carries = getattr(getattr(state.get("forward"), "__func__", None), "patch", None) is self
         if getattr(getattr(state.get(CALL_OVERRIDE), "__func__", None), "patch", None) is self:
@@ -242,37 +242,36 @@ class ForwardPatch:
         return own
 
     def new_key(self) -> str:
-        """A key in a module's dict of native hooks; PyTorch's own are integers."""
+        """Return a key for a module's dict of hooks. PyTorch's own keys are integers."""
         return f"tenterhook-{next(_keys)}"
 
 
 def attach_all(action_sets: Iterable[ModuleActions]) -> None:
-    """Let sets of actions see the calls of their modules, those of modules that are never called left out."""
+    """Install the actions of several modules, except modules that are never called."""
     with locked:
         for actions in action_sets:
-            if actions.patch is None and can_be_called(
-                actions.module
-            ):  # Another thread's session may have woken it already.
+            # Another thread's session may have attached it already.
+            if actions.patch is None and can_be_called(actions.module):
                 attach(actions)
 
 
 def attach(actions: ModuleActions) -> None:
-    """Let a set of actions see its module's calls."""
+    """Install the actions of one module."""
     with locked:
         module = actions.module
         patch = _patch_of(module)
         if patch is None:
             own = module.__dict__.get("forward")
             patch = ForwardPatch(module, own, own if own is not None else module.forward)
-        actions.patch = patch  # First: an interrupt finds what to detach.
+        actions.patch = patch  # Set this first, so that an interrupt finds what to detach.
         patch.action_sets = (*patch.action_sets, actions)
         patch.refresh()
         if actions.inner and not patch.bodies:
-            patch.body((actions,))  # What cannot be rewritten is said now, not in the middle of a run.
+            patch.body((actions,))  # Report code that cannot be rewritten now, not in the middle of a run.
 
 
 def put(actions: ModuleActions) -> None:
-    """Install the first actions of a module. The forward that the module has now is not called by them."""
+    """Install the first actions of a module. They call the class's forward, not the one that the module has now."""
     module = actions.module
     actions.patch = patch = ForwardPatch(module, None, MethodType(type(module).forward, module))
     patch.action_sets = (actions,)
@@ -280,7 +279,7 @@ def put(actions: ModuleActions) -> None:
 
 
 def detach(actions: ModuleActions) -> bool:
-    """Remove actions, and the patch with the last ones. Return False if the forward was replaced by others."""
+    """Remove actions, and the patch with the last of them. Return False if other code has replaced the forward."""
     with locked:
         patch, actions.over = actions.patch, True
         if patch is None or actions.borrowed:
@@ -295,12 +294,12 @@ def detach(actions: ModuleActions) -> bool:
             patch.refresh()
         else:
             patch.silence()
-        actions.patch = None  # Last: if an interrupt comes before, all this is done again.
+        actions.patch = None  # Set this last: if an interrupt comes before it, detach runs again.
         return in_place
 
 
 def borrow(actions: ModuleActions) -> None:
-    """Have a set of actions in place for a recomputation, whether its session is still open or not."""
+    """Install actions for a recomputation, even if their session is closed."""
     with locked:
         if actions.patch is None:
             attach(actions)
@@ -316,7 +315,7 @@ def give_back(actions: ModuleActions) -> None:
 
 
 def _patch_of(module: nn.Module) -> ForwardPatch | None:
-    """The patch in a module's forward; what a copy has brought along from its original is taken away."""
+    """Return the patch of a module's forward, or None. A patch that a copy has from its original module is removed."""
     forward = module.__dict__.get("forward")
     shared = getattr(getattr(forward, "__func__", None), "shared", None)
     if shared is not None:
@@ -332,14 +331,14 @@ def _patch_of(module: nn.Module) -> ForwardPatch | None:
 
 
 def allow_script(module: nn.Module) -> None:
-    """Let torch.jit.script have a module again that refused it because it was touched."""
+    """Let torch.jit.script accept the module again."""
     state = module.__dict__
     if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
         del state[SCRIPT]
 
 
 def refuse(module: nn.Module) -> Any:
-    """Refuse torch.jit.script. A copy that has brought this along is no session's business."""
+    """Raise for torch.jit.script. A copy of a touched module is not refused."""
     if _is_touched(module):
         raise SessionError(SCRIPTED.format(kind=type(module).__name__))
     allow_script(module)
@@ -348,7 +347,7 @@ def refuse(module: nn.Module) -> Any:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Whether a session has touched this module, or one inside it."""
+    """Return whether a session has touched this module or one of its descendants."""
     return any(_shared_of(each) or _patch_of(each) is not None for each in module.modules())
 
 
@@ -358,12 +357,12 @@ def _shared_of(module: nn.Module) -> bool:
     return shared is not None and module in shared.modules
 
 
-# A pickle names a method; of those that every module has, this one does nothing and gives the module, as it should.
+# A pickle refers to a method by name. ``Module.to`` exists on every module and, without arguments, returns the module.
 refuse.__name__ = "to"
 
 
 def _sign(function: Any, original: Callable[..., Any]) -> None:
-    """Give the signature of an original that is not bound, for a function that will be: it loses its first place."""
+    """Copy the signature of an unbound original, with ``self`` added because binding drops the first parameter."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):
@@ -371,5 +370,5 @@ def _sign(function: Any, original: Callable[..., Any]) -> None:
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     try:
         function.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
-    except ValueError:  # It has places of its own that can only stand first.
+    except ValueError:  # The original has positional-only parameters that conflict with it.
         return

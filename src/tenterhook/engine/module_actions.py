@@ -1,4 +1,4 @@
-"""A set of actions: what one session does at the calls of one module."""
+"""The actions of one session at the calls of one module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ModuleActions"]
 
 
 class ModuleActions:
-    """What one session does at the calls of one module."""
+    """The actions of one session at the calls of one module."""
 
     __slots__ = (
         "again",
@@ -56,9 +56,9 @@ class ModuleActions:
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
         self.session, self.module, self.path = session, module, path
         self.owner = session.owner
-        self.base = 0  # The key of the first call, where dispatch stores what one observer keeps.
+        self.base = 0  # The key of the first call, if dispatch stores values for an observer.
         self.next_key = itertools.count().__next__
-        # Tuples, because most of them stay empty and a session may have thousands of sets of actions.
+        # Tuples, because most stay empty and a session may have thousands of these objects.
         self.edits_in: tuple[tuple[Argument, Binding], ...] = ()
         self.looks_in: tuple[tuple[Argument, Binding], ...] = ()
         self.edits_out: tuple[Binding, ...] = ()
@@ -67,7 +67,7 @@ class ModuleActions:
         self.inner: tuple[Binding, ...] = ()
         self.executions: dict[Binding, int] = {}
         self.swaps: tuple[Exchange, ...] = ()
-        self.before_hooks = False  # Whether an edited parameter has to be in place before the module's hooks run.
+        self.before_hooks = False  # True if edited parameters must be installed before the module's hooks run.
         self.guard: Guard | None = None
         self.calls = 0
         self.strangers = 0
@@ -77,11 +77,11 @@ class ModuleActions:
         self.borrowed = 0
         self.over = False
         self.direct: Any = None
-        self.views: tuple[ModuleActions, ...] = ()  # The parts of it that checkpoints carry.
-        self.part: Any = None  # What is traced of it, where torch.compile is used.
+        self.views: tuple[ModuleActions, ...] = ()  # The parts of it that checkpoints hold.
+        self.part: Any = None  # The part of it that torch.compile traces, if it is used.
 
     def add(self, binding: Binding) -> None:
-        """Take a binding in, by its site."""
+        """Add a binding to the list for its site."""
         point, observes = binding.point, binding.action.observes
         self.again = self.again or binding.action.again
         if point.site is Site.RETURN:
@@ -105,22 +105,25 @@ class ModuleActions:
             self.edits_in += ((place, binding),)
 
     def begin_at(self, calls: int) -> None:
-        """Count on from a number of calls that were made before this actions was there."""
+        """Set the number of calls that were made before these actions were installed."""
         self.next_key = itertools.count(self.base + calls).__next__
 
     def next_call(self) -> int:
-        """Return the number of the call that begins."""
+        """Return the index of the call that begins now."""
         return self.next_key() - self.base
 
     def mine(self, thread: int) -> bool:
-        """Whether a call in this thread is the session's; others are only counted, for the error that explains."""
+        """Return whether a call in this thread belongs to the session.
+
+        Calls in other threads are counted, for the error message if a point is never reached.
+        """
         if thread == self.owner:
             return True
         self.strangers += 1
         return False
 
     def again_only(self) -> ModuleActions:
-        """Return the part of these actions that is needed in a recomputation, also after the session has ended."""
+        """Return the part of these actions that a recomputation needs, even after the session has ended."""
         view = ModuleActions(self.session, self.module, self.path)
         view.edits_in, view.edits_out, view.swaps = self.edits_in, self.edits_out, self.swaps
         view.looks_in = tuple(pair for pair in self.looks_in if pair[1].action.again)
@@ -132,7 +135,7 @@ class ModuleActions:
         return view
 
     def rest(self) -> None:
-        """Do nothing any more, not even in a call that is still running."""
+        """Disable the actions, including in calls that are still running."""
         self.calls = self.next_call()
         if self.views:
             self._part_from_tape()
@@ -144,7 +147,10 @@ class ModuleActions:
             self.direct = None
 
     def _part_from_tape(self) -> None:
-        """Have what a graph carries along hold no tape: a tape holds places in that graph, and both would stay."""
+        """Remove references to the tape from the parts that an autograd graph holds.
+
+        The tape refers to nodes of that graph, so the cycle would keep both alive.
+        """
         looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
         for binding in looks:
             rest = getattr(binding.action, "rest", None)
@@ -157,13 +163,13 @@ class ModuleActions:
 
     @property
     def only_inside(self) -> bool:
-        """Whether there is nothing at the module's own boundary."""
+        """True if all actions are inside the forward, and none at its arguments or output."""
         outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps
         return bool(self.inner) and not outside and self.guard is None
 
     @property
     def alone(self) -> Any:
-        """The observer that dispatch may serve directly, and what watches beside it, where they are all there is."""
+        """The pair (storing observer, gradient watch) for the fast path, or None if there are other actions."""
         if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.guard is not None:
             return None
         looks = self.looks_out

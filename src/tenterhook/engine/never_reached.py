@@ -1,4 +1,4 @@
-"""Why a point was never reached, in words."""
+"""The error for points that were never reached, with the likely reason for each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHOWN = 10
 
 
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
-    """The error for groups of bindings that no call passed."""
-    what = "edit took no effect" if session.verb == "edit" else "point was never reached"
+    """Return the error for groups of bindings of which none was reached."""
+    what = "edit had no effect" if session.verb == "edit" else "point was never reached"
     called = session.has_calls()
     count = len(missed) if session.verb == "edit" else sum(map(len, missed))
     lines = [f"{count} {what if count == 1 else what.replace(' ', 's ', 1).replace('was', 'were')}:"]
@@ -36,7 +36,7 @@ def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached
 
 
 def why(session: Session, binding: Binding, *, called: bool) -> str:
-    """The likeliest reason, from what the session saw; ``called`` says whether any of its modules was."""
+    """Return the likely reason. ``called`` is True if any module of the session was called."""
     point = binding.point
     kind = type(point.module).__name__
     if not can_be_called(point.module) and point.site is not Site.PARAMETER:
@@ -47,7 +47,7 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
     if (find(parent, name) if parent is not None else None) is not point.module:
         return f"the module {point.path!r} was replaced by another one while the session was open"
     if session.stopped:
-        return "the run was stopped before it"
+        return "the run was stopped before this point"
     actions = session._action_sets.get(point.module)
     calls = session.calls_of(point.module)
     if calls or (point.site is Site.PARAMETER and hasattr(binding.action, "why")):
@@ -69,21 +69,21 @@ def _called(binding: Binding, calls: int) -> str:
     if point.site in (Site.IN, Site.ARGUMENT):
         wanted = f"the argument {point.name!r}" if point.name else "any argument"
         return f"the module was called {_times(calls)}, never with {wanted}"
-    return f"the module was called {_times(calls)}, but no call came to its end"
+    return f"the module was called {_times(calls)}, but no call returned"
 
 
 def _not_called(parent: nn.Module | None, above: str, binding: Binding, *, called: bool) -> str:
     point = binding.point
     if isinstance(parent, torch.jit.ScriptModule) and point.path:
-        return "it is a part of a scripted module, which runs without Python and calls nothing that could be hooked"
+        return "it is part of a scripted module, which runs without Python, so its calls cannot be hooked"
     if isinstance(parent, nn.MultiheadAttention):
         return (
-            "nn.MultiheadAttention never calls its out_proj: it hands the weight to a function. "
-            f"Its output is that of {above!r}"
+            "nn.MultiheadAttention never calls its out_proj: it passes the weight to a function. "
+            f"Use the output of {above!r}"
         )
     if not called:
-        return "neither it nor any other point of the session was called; was the model called inside the session?"
-    return f"{type(point.module).__name__} was not called, while other points of the session were"
+        return "no module of the session was called; was the model called inside the session?"
+    return f"{type(point.module).__name__} was not called, but other modules of the session were"
 
 
 def _times(count: int) -> str:

@@ -1,8 +1,8 @@
-"""Calls inside a forward that has no source: PyTorch's operations, seen as they are made.
+"""Operations inside a forward that has no Python source.
 
-Where a function cannot be rewritten, the operations that it makes itself can still be told by their names. A torch
-function mode sees every operation while the module runs; those that come from the function's own frame are its own.
-This costs more than a rewritten function does, and knows PyTorch's operations only.
+A function that cannot be rewritten can still be observed: a torch function mode sees every PyTorch operation while the
+module runs. An operation whose caller is the function's own frame belongs to the function, and is identified by its
+name. This is slower than a rewritten function, and it sees PyTorch operations only.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = ["watched"]
 
-# Where functions such as F.softmax stand. A module's own forward, torch.nn.Softmax's for one, is none of them.
+# Modules that define wrappers such as F.softmax. A module's own forward, such as that of nn.Softmax, is not one of
+# them.
 OFFERED_BY = {"torch.nn.functional", "torch.functional", "torch.overrides", "torch._tensor", "torch._jit_internal"}
 
 
 def watched(node: RewrittenFunction, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, its own operations passing through the node."""
+    """Return ``original`` with its own operations passed to the node."""
     code = node.function.__code__
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _OperationMode(node, code):
-            return without_compiling(original, *args, **kwargs)  # In a graph no operation is seen.
+            return without_compiling(original, *args, **kwargs)  # A mode sees no operations inside a compiled graph.
 
     return forward
 
 
 class _OperationMode(TorchFunctionMode):
-    """Hands the results of operations that a function makes to its node."""
+    """A mode that passes the results of a function's operations to its node."""
 
     def __init__(self, node: RewrittenFunction, code: CodeType) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class _OperationMode(TorchFunctionMode):
 
 
 def operation_name(func: Any) -> str:
-    """The name by which an operation is addressed: ``softmax``, and ``matmul`` for ``@``.
+    """Return the name by which an operation is addressed: ``softmax``, and ``matmul`` for ``@``.
 
     >>> import torch
     >>> operation_name(torch.Tensor.softmax), operation_name(torch.Tensor.__matmul__)
@@ -63,7 +64,7 @@ def operation_name(func: Any) -> str:
 
 
 def _caller(frame: FrameType | None) -> CodeType | None:
-    """The code that made an operation, the functions through which PyTorch offers it left out."""
+    """Return the code that called an operation. Frames of PyTorch's own wrapper functions are skipped."""
     callers = (each for each in frames_from(frame) if each.f_globals.get("__name__") not in OFFERED_BY)
     found = next(callers, None)
     return found.f_code if found is not None else None

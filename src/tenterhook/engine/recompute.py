@@ -1,9 +1,9 @@
-"""Activation checkpointing: calls that PyTorch makes a second time, inside the backward pass.
+"""Activation checkpointing: calls that PyTorch repeats inside the backward pass.
 
-An edit must be applied again there, with the same call index, even if its session has been closed in between; what was
-recorded must not be recorded again; and a session that was opened later must not touch it at all. So the graph itself
-carries what is needed: the function that a checkpoint will run again is replaced, on that one checkpoint, by a
-:class:`CheckpointedFunction` that brings the sets of actions of the first run back for as long as it runs.
+In a recomputation, an edit must run again with the same call index, even if its session was closed in between. Recorded
+values must not be recorded again. A session that was opened later must not touch the call. The autograd graph therefore
+carries what is needed: the function that a checkpoint will run again is replaced, on that checkpoint, by a
+:class:`CheckpointedFunction`. It installs the actions of the first run again while it runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _local = _Running()
 
 
 class Recomputation:
-    """One recomputation: which sets of actions take part, and the call index that each has arrived at."""
+    """One recomputation: the actions that take part, and the current call index of each."""
 
     __slots__ = ("calls", "places", "views")
 
@@ -51,7 +51,7 @@ class Recomputation:
         self.places = {actions: place for place, actions in enumerate(views)}
 
     def visits(self, patch: ForwardPatch) -> list[tuple[ModuleActions, int]]:
-        """Who takes part at a module, in the order that the sessions had in the first run."""
+        """Return the actions that take part at a module, in the order of the sessions in the first run."""
         action_sets = sorted(
             (actions for actions in patch.action_sets if actions in self.calls), key=self.places.__getitem__
         )
@@ -62,17 +62,17 @@ class Recomputation:
 
 
 class CheckpointedFunction:
-    """The function of a checkpoint, with the sets of actions that were there when it first ran."""
+    """The function of a checkpoint, with the actions that were installed when it first ran."""
 
     def __init__(self, function: Callable[..., Any], *, compares: bool) -> None:
         self.function = function
-        self._compares = compares  # Whether autograd has to save the same again.
+        self._compares = compares  # True if autograd checks that the same tensors are saved again.
         self.views: dict[ModuleActions, ModuleActions] = {}
         self.first: dict[ModuleActions, int] = {}
         self.executions: dict[ModuleActions, dict[Binding, int]] = {}
 
     def add(self, actions: ModuleActions, call: int) -> None:
-        """Note that actions were here, and take what they need now: their session may end before."""
+        """Store the actions that a recomputation needs. Their session may end before the backward pass."""
         whole = actions.whole or actions
         if whole in self.views:
             return
@@ -83,7 +83,7 @@ class CheckpointedFunction:
             view.swaps = tuple(swap.apart() if swap.active else swap for swap in view.swaps)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from tenterhook.engine.install import borrow, give_back  # The two files need each other only while running.
+        from tenterhook.engine.install import borrow, give_back  # Circular import.
 
         before, _local.run = _local.run, Recomputation(self)
         borrowed: list[ModuleActions] = []
@@ -99,18 +99,18 @@ class CheckpointedFunction:
 
 
 def acting() -> Recomputation | None:
-    """The recomputation that this thread is in, if it is one of ours."""
+    """Return the recomputation of ours that this thread runs, or None."""
     return _local.run
 
 
 def visits(patch: ForwardPatch) -> list[tuple[ModuleActions, int]]:
-    """Who takes part in a call that is made inside a backward pass."""
+    """Return the actions that take part in a call inside a backward pass."""
     run = _local.run
     if run is not None:
         return run.visits(patch)
     if is_recomputing(own_frame(1)):
-        return []  # A checkpoint that ran before these sessions were opened.
-    # Not a checkpoint of PyTorch's: code of the model's own that calls modules in its backward.
+        return []  # This checkpoint ran before these sessions were opened.
+    # Not a PyTorch checkpoint: the model's own code calls modules in its backward.
     me = current.token
     return [
         (actions.again_only(), actions.next_call())
@@ -120,7 +120,7 @@ def visits(patch: ForwardPatch) -> list[tuple[ModuleActions, int]]:
 
 
 def swaps(patch: ForwardPatch) -> list[Exchange]:
-    """What is exchanged around a call that begins now; the call is not counted."""
+    """Return the parameter swaps for a call that begins now. The call is not counted."""
     run = _local.run
     if run is not None:
         action_sets = [
@@ -128,14 +128,14 @@ def swaps(patch: ForwardPatch) -> list[Exchange]:
             for actions in sorted((each for each in patch.action_sets if each in run.calls), key=run.places.__getitem__)
         ]
     elif current_backward_id() != -1:
-        return []  # The forward finds out whether this is a recomputation.
+        return []  # The forward checks whether this is a recomputation.
     else:
         action_sets = [actions for actions in patch.action_sets if actions.owner == current.token]
     return [swap for actions in action_sets for swap in actions.swaps if swap.changes]
 
 
 def carry(visiting: list[tuple[ModuleActions, int]]) -> None:
-    """Note on each checkpoint around this call that these sets of actions were here."""
+    """Store these actions on each checkpoint around this call."""
     action_sets = [(actions, call) for actions, call in visiting if actions.again]
     if not action_sets or not may_be_checkpointed():
         return

@@ -1,7 +1,7 @@
-"""Calls that only write down what a model does: by ``torch.export``, ``torch.jit.trace``, ``make_fx`` and the like.
+"""A check that refuses tracing: ``torch.export``, ``torch.jit.trace``, ``make_fx`` and similar.
 
-What an edit does there would become part of what is written down, and stay there when the session is over; and what
-passes is no value. So a session refuses them.
+In a traced call, an edit would become part of the traced program and stay after the session is closed, and there are no
+real values to record.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["refuse_traced"]
 
 TRACED = (
     "{kind} is being traced by {tracer} while a session is open on it. Edits would become part of the traced program "
-    "and stay in it, and what passes is no value to record. Close the session before tracing, or run the model itself."
+    "and stay in it, and there are no real values to record. Close the session before tracing, or run the model itself."
 )
 
 
 def refuse_traced(module: nn.Module) -> None:
-    """Raise if this call is traced."""
+    """Raise :class:`SessionError` if a tracer runs this call."""
     tracer = name_of_tracer()
     if tracer is not None:
         raise SessionError(TRACED.format(kind=type(module).__name__, tracer=tracer))

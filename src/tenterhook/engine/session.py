@@ -1,4 +1,4 @@
-"""A session: a set of actions that goes into a model whole, or not at all, and comes out whole by any way out."""
+"""A session: actions that are installed in a model all together or not at all, and all removed at the end."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from tenterhook.sites.threads import current
 __all__ = ["Session", "open_here"]
 
 REPLACED = (
-    "the forward of {path!r} was replaced by another while a session was open. The replacement was left in place, and "
-    "may go on calling through tenterhook, which now does nothing there. Close the session first, or put the "
-    "replacement in before it starts."
+    "the forward of {path!r} was replaced while a session was open. The replacement stays in place. It may still call "
+    "the forward of tenterhook, which now does nothing. Close the session before you replace a forward, or replace it "
+    "before the session starts."
 )
 OFFLOADED = (
-    "{address!r} is offloaded: its value is elsewhere and comes only for the time of a call, so that there is none to "
-    "record, edit or watch here. Use the outputs and arguments of its module, or a model that is not offloaded."
+    "{address!r} is offloaded: it is only materialised during a call, so nothing exists to record, edit or watch "
+    "here. Use the outputs and arguments of its module, or a model that is not offloaded."
 )
 REPLICAS = (
-    "nn.DataParallel runs copies of the model in threads of their own, and a session is one thread's. Open it on the "
-    "module inside and call that one, or use DistributedDataParallel."
+    "nn.DataParallel runs copies of the model in other threads, and a session acts in one thread only. Open the "
+    "session on the inner module and call that module, or use DistributedDataParallel."
 )
 
 
@@ -69,19 +69,19 @@ _local = _Local()
 
 
 def open_here() -> list[Session]:
-    """The sessions that are open in this thread, on whatever model, in the order in which they were opened."""
+    """Return the sessions that are open in this thread, on any model, in the order of opening."""
     return list(_local.open)
 
 
 class Session:
-    """Actions at points, installed for a while.
+    """Actions at points, installed until the session is closed.
 
-    ``required`` groups bindings of which at least one must be reached before the session ends.
+    ``required`` holds groups of bindings. In each group at least one binding must be reached before the session ends.
     """
 
     verb = "session"
     needs: tuple[str, ...] = ()
-    """the features of PyTorch that this session cannot do without, beyond those that all need"""
+    """The features of PyTorch that this kind of session needs, besides those that all sessions need."""
 
     def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
         self.model = model
@@ -94,13 +94,14 @@ class Session:
         self._shared_forwards: SharedForwards | None = None
         self._readers: Readers | None = None
         self._swaps: list[Exchange] = []
-        self.makers: dict[Any, Any] = {}  # Of forwards; see short.watched.
+        self.makers: dict[Any, Any] = {}  # Factories of forwards; see fast_path.watched.
         self._neighbours: list[Session] = []
         self._state = "new"
-        self.depth = 0  # Of `with` blocks.
-        self._planned: Structure | None = None  # What the model was like as its points were found, if that is known.
+        self.depth = 0  # The number of `with` blocks around.
+        self._planned: Structure | None = None  # The model's structure when its points were found, if known.
         self._structure: Structure | None = None
-        self.graph_outputs: Any = None  # Where compiled graphs leave what they record; see tenterhook.compiled.
+        # Compiled graphs store what they record here; see tenterhook.compiled.
+        self.graph_outputs: Any = None
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
         self._told = Compiled()
@@ -109,7 +110,7 @@ class Session:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Install everything, or nothing and raise."""
+        """Install everything, or raise and install nothing."""
         if self._state != "new":
             raise self._not_new()
         self.owner = current.token
@@ -124,7 +125,8 @@ class Session:
             attach_all(self._action_sets.values())
             self.on_start()
             self._state = "open"
-            self._neighbours = _local.open  # Of the thread that starts it; another one may close it.
+            # The list of the thread that starts the session; another thread may close it.
+            self._neighbours = _local.open
             self._neighbours.append(self)
         except BaseException:
             self._undo()
@@ -152,7 +154,7 @@ class Session:
                 raise UnsupportedModel(REPLICAS)
 
     def _check_model(self) -> None:
-        """Raise if the model is not any more what it was when the session was made."""
+        """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
         if not self.is_explicit:
             if self._structure is None:
                 self._structure = structure(self.model)
@@ -167,7 +169,7 @@ class Session:
             there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
             gone = [path for path, module in places if id(module) not in there]
         if gone:
-            message = f"{gone[0]!r} is not the module any more that it was when this session was made"
+            message = f"the module {gone[0]!r} was replaced or removed after this session was made"
             raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
 
     def _check_torch(self) -> None:
@@ -183,7 +185,7 @@ class Session:
 
     @property
     def action_sets(self) -> dict[nn.Module, ModuleActions]:
-        """What is done at each module."""
+        """The actions of the session at each module."""
         if self._shared_forwards is not None:
             self._shared_forwards.hand_over_all()
         return self._action_sets
@@ -197,7 +199,7 @@ class Session:
         return actions
 
     def _plan_parameter(self, binding: Binding) -> None:
-        """Exchange an edited parameter around every call of the modules that can read it."""
+        """Plan the swap of an edited parameter around every call of the modules that can read it."""
         point, action = binding.point, binding.action
         if is_offloaded(point.module, point.tensor):
             raise UnsupportedModel(OFFLOADED.format(address=point.address))
@@ -206,7 +208,8 @@ class Session:
         context = Context(point.address, 0, point.module, self)
         readers = self._readers = self._readers or Readers(self.model)
         name = str(point.name)
-        # FSDP2 puts a parameter together for the calls of its owner, and above that it is not what will be used.
+        # FSDP2 gathers a parameter for the calls of its owner; in outer calls, the parameter is not the one that is
+        # used.
         spread = is_spread(point.tensor)
         if isinstance(point.module, nn.RNNBase):
             require("parameters of recurrent layers")
@@ -222,10 +225,10 @@ class Session:
                 actions = self._actions_of(module, path)
                 actions.swaps += (swap, *own_update(swap, module))
                 actions.again = True
-                actions.before_hooks = actions.before_hooks or not spread  # FSDP puts it together in a hook.
+                actions.before_hooks = actions.before_hooks or not spread  # FSDP gathers it in a pre-hook.
 
     def _leave_fast_paths(self) -> None:
-        """Let fused layers call their children, where one of those is wanted."""
+        """Make fused layers call their children, if a point is inside them."""
         for path in facts(self.model).fused:
             layer = find(self.model, path)
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
@@ -238,7 +241,7 @@ class Session:
         for actions in self._action_sets.values():
             if actions.module is layer or not actions.path.startswith(inside):
                 continue
-            # The layers of an encoder are called on its fast path too; what is inside them is not.
+            # On its fast path an encoder still calls its layers, but not the modules inside them.
             if not isinstance(layer, nn.TransformerEncoder) or not isinstance(
                 actions.module, nn.TransformerEncoderLayer
             ):
@@ -246,36 +249,36 @@ class Session:
         return False
 
     def needs_action_sets(self) -> bool:
-        """Return whether each module needs a set of actions.
+        """Return whether every module needs its own actions.
 
-        Compiled code, and layers that may bypass their children, have to know of all points beforehand.
+        Compiled code, and fused layers that may bypass their children, must know all points before the run.
         """
         return has_compiled_anything() or bool(facts(self.model).fused)
 
     def make_shared_forwards(self) -> SharedForwards | None:
-        """Return the modules that one forward for each class can serve, for a verb that has such."""
+        """Return the modules that a shared forward can serve, or None. A verb can override this."""
 
     @property
     def is_explicit(self) -> bool:
-        """Whether every point was named itself."""
+        """True if every point was named directly, without a pattern."""
         return all(binding.point.explicit for binding in self.bindings)
 
     def has_calls(self) -> bool:
-        """Return whether any call was seen to begin."""
+        """Return whether the session has seen any call."""
         return any(actions.calls for actions in self._action_sets.values())
 
     def calls_of(self, module: nn.Module) -> int:
-        """Return how many calls of a module the session has seen begin."""
+        """Return the number of calls of a module that the session has seen."""
         actions = self._action_sets.get(module)
         return actions.calls if actions is not None else 0
 
     def on_start(self) -> None:
-        """For a verb that has more to put in; what it raises undoes the start."""
+        """Install more. A verb can override this; an error in it undoes the start."""
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take everything out; any number of times. Then say what was never reached."""
+        """Remove everything, and raise if a required point was never reached. Closing again does nothing."""
         if self._state == "open":
             replaced = self._undo()
             try:
@@ -286,43 +289,44 @@ class Session:
         self._state = "closed"
 
     def _let_go(self) -> None:
-        """Drop what refers back to this session, so that it and its tape go when the last reference does."""
+        """Drop the references to this session, so that it and its tape are freed without the garbage collector."""
         self._action_sets, self.bindings, self.required, self.entries, self.graph_outputs = {}, [], [], {}, None
         self._shared_forwards, self._readers, self._swaps = None, None, []
 
     def _undo(self) -> list[str]:
-        """Take everything out, and give the paths of the modules whose forward someone else has replaced since."""
+        """Remove everything. Return the paths of modules whose forward other code has replaced."""
         if self in self._neighbours:
             self._neighbours.remove(self)
         replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
         try:
-            with (
-                locked
-            ):  # Another thread that makes a forward for all sets of actions of a module finds none half gone.
+            # Another thread may be building a forward for all actions of a module; it must not see some of them half
+            # removed.
+            with locked:
                 for actions in reversed(self._action_sets.values()):
                     actions.rest()
                     if not detach(actions):
                         replaced.append(actions.path or ":return")
         finally:
-            for swap in reversed(self._swaps):  # Of a call that was interrupted as it put them in or back.
+            for swap in reversed(self._swaps):  # In case a call was interrupted while it swapped or restored them.
                 swap.put_back()
             self.on_close()
-        self._told = compiled_support().end(self)
+        if self.graph_outputs is not None:
+            self._told = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
     def on_close(self) -> None:
-        """For a verb that has more to take out."""
+        """Remove more. A verb can override this."""
 
     def _say_what_was_replaced(self, paths: list[str]) -> None:
-        # Only now, because a warning may be an error, and by then everything has to be out.
+        # Warn last: a warning may be turned into an error, and everything must be removed by then.
         for path in paths:
             warnings.warn(REPLACED.format(path=path), TenterhookWarning, stacklevel=4)
 
     def _say_what_was_missed(self) -> None:
         if self.graph_outputs is not None and self.graph_outputs.error is not None:
             raise self.graph_outputs.error
-        if self._structure is not None and structure(self.model) is not self._structure:
+        if self._structure is not None and self._structure.still_has(self.model) is None:
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
                 "open on it: new modules were not part of it, and lost ones may have been missed."
@@ -333,13 +337,13 @@ class Session:
             raise never_reached(self, missed)
 
     def missed(self) -> list[list[Binding]]:
-        """Return the required groups of which no point was reached."""
+        """Return the required groups of which no binding was reached."""
         return [group for group in self.required if not any(binding.action.reached for binding in group)]
 
     # -- as a context manager -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        self.depth += 1  # First: the end of the block looks at it, should an interrupt come.
+        self.depth += 1  # Increment first: the end of the block reads it if an interrupt comes.
         if self.depth == 1:
             try:
                 self.start()
@@ -352,7 +356,7 @@ class Session:
     __exit__ = BlockEnd()
 
     def leave(self, error: BaseException | None) -> bool:
-        """Leave a ``with`` block; return whether its error was this session's own stop."""
+        """Leave a ``with`` block. Return whether its error was this session's own stop."""
         if self.depth > 1:
             self.depth -= 1
             return False
@@ -371,10 +375,10 @@ class Session:
         return mine
 
     def drop(self) -> None:
-        """Take everything out that is still in, without a word: an interrupt came as the session began or ended."""
+        """Remove everything that is still installed, without warnings. This is for an interrupt at the start or end."""
         try:
             self._undo()
-        except BaseException:  # noqa: BLE001  Another interrupt; what was done is not done twice.
+        except BaseException:  # noqa: BLE001  A second interrupt. Steps that are done are not repeated.
             self._undo()
         self._let_go()
 
@@ -382,16 +386,16 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether the session acts now."""
+        """True while the session is open."""
         return self._state == "open"
 
     @property
     def compiled(self) -> Compiled:
-        """What torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
+        """Counts of what torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
         return compiled_support().told(self) if self.is_open else self._told
 
     def without_tape(self) -> Self:
-        """What stands for a session that is over, in recomputations of what ran in it."""
+        """Return a stand-in for this closed session, without its tape, for recomputations of calls that ran in it."""
         if self.tape is None:
             return self
         if self._rest is None:
@@ -401,7 +405,7 @@ class Session:
         return self._rest
 
     def nearest_tape(self) -> Any:
-        """The tape of the innermost open session of this thread on the same model that records."""
+        """Return the tape of the innermost recording session that is open on the same model in this thread, or None."""
         mine, around = unwrapped(self.model), reversed(_local.open)
         tapes = (each.tape for each in around if each.tape is not None and unwrapped(each.model) is mine)
         return next(tapes, None)

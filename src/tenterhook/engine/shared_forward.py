@@ -1,9 +1,9 @@
 """One ``forward`` for all modules of a class, for a session that does the same simple thing at each of them.
 
-Most sessions only record what modules return. Nothing has to be made for each module then: every touched module gets
-the same function, bound to it, and the function knows the module by its ``self``. What it cannot do itself, because
-another session or another library's hook is there too, it hands over: the module then gets a set of actions and a patch
-of its own (see :mod:`tenterhook.engine.install`) for the rest of the session.
+Most sessions only record module outputs. They need no function per module: every touched module of a class gets the
+same function, bound to the module. If another session or another library's hook is on a module too, the shared function
+is not enough. The module then gets its own actions and its own patch (see :mod:`tenterhook.engine.install`) for the
+rest of the session.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _signature(function: Forward) -> inspect.Signature:
 class SharedForwards:
     """The modules of one session that have a shared ``forward``.
 
-    ``make`` makes the function for a class, from that class's own ``forward`` and this object; ``bindings`` gives what
-    the session does at a module, and how many calls of it have begun, where a set of actions takes over.
+    ``make`` builds the function for a class from the class's own ``forward`` and this object. ``bindings`` returns the
+    bindings of a module and the number of its calls so far; it is used when the module gets its own actions.
     """
 
     __slots__ = ("_bindings", "_make", "_methods", "_scripted", "_session", "modules")
@@ -55,14 +55,14 @@ class SharedForwards:
         make: Make,
         bindings: Callable[[nn.Module], tuple[list[Binding], int]],
     ) -> None:
-        self._session: Session | None = session  # Until it ends.
+        self._session: Session | None = session  # None after the session has ended.
         self._make, self._bindings = make, bindings
-        self.modules = modules  # With their paths.
-        self._methods: list[Any] = []  # In the order in which they were put in.
+        self.modules = modules  # Maps modules to their paths.
+        self._methods: list[Any] = []  # In the order of installation.
         self._scripted: nn.Module | None = None
 
     def install(self) -> None:
-        """Put the functions in; a module that has a forward of its own, perhaps another session's, is handed over."""
+        """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
         add, functions = self._methods.append, dict[type, Any]()
         with locked:
             for module in tuple(self.modules):
@@ -75,12 +75,15 @@ class SharedForwards:
                     self._hand_over(module)
                     continue
                 method = MethodType(function, module)
-                add(method)  # First, because an interrupt may come, and all that is noted is undone.
+                add(method)  # Append first, so that an interrupt still undoes it.
                 state["forward"] = method
             self._refuse_script()
 
     def _refuse_script(self) -> None:
-        """Have torch.jit.script refuse the model; a part of it alone fails there, because it takes no ``*args``."""
+        """Make torch.jit.script refuse the model.
+
+        A submodule alone fails anyway, because a script cannot have ``*args``.
+        """
         if self._session is not None and SCRIPT not in self._session.model.__dict__:
             model = self._scripted = self._session.model
             model.__dict__[SCRIPT] = bind(refuse, model)
@@ -90,7 +93,7 @@ class SharedForwards:
         if type(own) is not FunctionType or own is nn.Module.forward or shows_attributes(kind):
             return None
         made: Any = self._make(own, self)
-        # Not __wrapped__: torch.jit.script would read the source of the class's own.
+        # Not __wrapped__: torch.jit.script would then read the source of the class's own forward.
         made.__signature__, made.shared = _signature(own), self
         disable(made, OPEN)
         return made
@@ -98,7 +101,10 @@ class SharedForwards:
     # -- what the functions ask for -----------------------------------------------------------------------------------
 
     def other(self, module: nn.Module) -> Forward:
-        """Give a module actions of its own; return the forward to call now, for a copy of a module its own."""
+        """Give a module its own actions and return the forward to call now.
+
+        A copy of a module gets no actions; the forward of its class is returned.
+        """
         with locked:
             if module in self.modules:
                 self._hand_over(module)
@@ -106,7 +112,7 @@ class SharedForwards:
             if actions is not None and actions.patch is not None and actions.patch.method is not None:
                 method: Forward = actions.patch.method
                 return method
-            # A copy of the module has brought this along, or somebody has kept it beyond the session's end.
+            # This is a copy of the module, or someone kept the function after the session ended.
             state = module.__dict__
             if getattr(getattr(state.get("forward"), "__func__", None), "shared", None) is self:
                 del state["forward"]
@@ -114,7 +120,7 @@ class SharedForwards:
             return MethodType(type(module).forward, module)
 
     def finish(self, module: nn.Module, call: int, value: Any) -> Any:
-        """Hand a module over in the middle of a call, whose forward has returned; return what the call returns."""
+        """Give a module its own actions after the forward of a call has returned, and return that call's output."""
         with locked:
             if module in self.modules:
                 self._hand_over(module)
@@ -129,37 +135,37 @@ class SharedForwards:
     def _hand_over(self, module: nn.Module) -> None:
         path = self.modules.pop(module)
         method = next((method for method in self._methods if method.__self__ is module), None)
-        assert self._session is not None  # noqa: S101  There are no modules after its end.
+        assert self._session is not None  # noqa: S101  After the end of the session there are no modules.
         bindings, calls = self._bindings(module)
         actions = self._session._actions_of(module, path)
         for binding in bindings:
             actions.add(binding)
         actions.begin_at(calls)
-        if method is None:  # Nothing is in place yet; the session attaches the actions.
+        if method is None:  # Nothing is installed yet; the session attaches the actions.
             return
         self._methods.remove(method)
         state = module.__dict__
         theirs = state.get("forward")
-        put(actions)  # At once in place of the shared one: another thread may be calling the module now.
+        put(actions)  # Replace the shared forward at once: another thread may be calling the module now.
         if theirs is None:
             del state["forward"]
-        elif theirs is not method:  # Somebody has put this one around ours, which is reached through it alone.
+        elif theirs is not method:  # Other code has wrapped our forward; only the wrapper calls it.
             state["forward"] = theirs
 
     def hand_over(self, module: nn.Module) -> None:
-        """Hand a module over, if it is here."""
+        """Give a module its own actions, if it has a shared forward."""
         with locked:
             if module in self.modules:
                 self._hand_over(module)
 
     def hand_over_all(self) -> None:
-        """Hand every module over."""
+        """Give every module its own actions."""
         with locked:
             for module in tuple(self.modules):
                 self._hand_over(module)
 
     def remove(self) -> list[str]:
-        """Take the functions out; return the paths of modules whose forward someone else has replaced since."""
+        """Remove the functions. Return the paths of modules whose forward other code has replaced."""
         replaced = []
         with locked:
             for method in self._methods:

@@ -1,7 +1,7 @@
-"""Other libraries' clean-up when a run is stopped.
+"""Clean-up hooks of other libraries when a run is stopped.
 
-``Stopped`` is no ``Exception``, and PyTorch runs hooks that were registered with ``always_call=True`` only for an
-``Exception``. They run here instead, from the innermost module outwards, before the stop is raised.
+``Stopped`` is not an ``Exception``, and PyTorch runs hooks that were registered with ``always_call=True`` only for an
+``Exception``. This file runs them, from the innermost module outwards, before the stop is raised.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The end of a ``with`` block, which closes its session even if an interrupt comes before ``__exit__`` runs.
+"""The ``__exit__`` of a session, which closes the session even if an interrupt comes before ``__exit__`` runs.
 
-An interrupt can come after a session was started and before the block begins, or at the first instruction of
-``__exit__``. The interpreter looks ``__exit__`` up before it calls ``__enter__``, and drops what it found when it
-leaves the block. Here it finds an object that closes the session when it is dropped, unless it is closed already.
+An interrupt can come between the start of the session and the ``with`` body, or at the first instruction of
+``__exit__``. Python looks up ``__exit__`` before it calls ``__enter__``, and drops the result when it leaves the block.
+The lookup returns an object that closes the session when it is garbage-collected, unless the session is already closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["BlockEnd"]
 
 
 class BlockEnd:
-    """The ``__exit__`` of a session."""
+    """A descriptor for the ``__exit__`` of a session."""
 
     def __get__(self, session: Session | None, owner: type[Session]) -> Any:
         return _leave if session is None else _End(_leave, session)
@@ -28,9 +28,10 @@ def _leave(session: Session, _kind: Any, error: BaseException | None, _traceback
 
 
 class _End(functools.partial[bool]):
-    """The end of one block.
+    """The ``__exit__`` of one ``with`` block.
 
-    A call of a partial has no frame of its own: a traceback would keep such a frame, and it would keep this object.
+    It is a ``functools.partial`` because a call of a partial has no Python frame. A traceback would keep such a frame
+    alive, and the frame would keep this object alive.
     """
 
     depth: int

@@ -1,6 +1,6 @@
-"""Where tenterhook meets other libraries. Each module here is a leaf: nothing imports it but those who use it.
+"""Integrations with other libraries. No other part of tenterhook imports these modules, except on use.
 
-``transformers``: names that hold for many architectures, and generation. ``loop``: a tape every so many steps of a
+``transformers``: the same names for many architectures, and recorded generation. ``loop``: a tape every few steps of a
 training loop; ``lightning``: the same as a callback. ``tensorboard``: tapes as histograms. ``datasets``: features as
-columns.
+columns of a data set. ``ray``: harvesting with Ray Data. ``parquet`` and ``zarr``: export of stores.
 """

@@ -1,7 +1,7 @@
-"""Lightning: a tape every so many training steps, as a callback.
+"""Lightning: a callback that records a tape every few training steps.
 
-``Trainer(callbacks=[sampling("model.*", every=100, then=TensorBoard(writer))])``. It is for ``lightning`` and for
-``pytorch_lightning``, whichever the process has loaded.
+``Trainer(callbacks=[sampling("model.*", every=100, then=TapeWriter(writer))])``. It works with ``lightning`` and with
+``pytorch_lightning``, whichever the process has imported.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ MISSING = 'the callback needs Lightning: pip install "tenterhook[lightning]"'
 def sampling(
     *points: Any, every: int = 100, then: Callable[[int, th.Tape], Any], grad: bool = True, keep: Any = "last"
 ) -> Any:
-    """A callback that records points of the module in every ``every``-th training step.
+    """Return a Lightning callback that records points of the module in every ``every``-th training step.
 
     Args:
-        *points: as for ``th.record``; names are those in the ``LightningModule``.
-        every: so many steps.
-        then: is given the trainer's ``global_step`` and the tape. It goes on where a checkpoint left off.
-        grad: whether gradients are recorded too.
+        *points: as for ``th.record``, with names as in the ``LightningModule``.
+        every: the number of steps between two tapes.
+        then: a function that is called with the trainer's ``global_step`` and the tape. After a restart from a
+            checkpoint, the step continues from there.
+        grad: record gradients too.
         keep: as for ``th.record``.
+
+    Raises:
+        ModuleNotFoundError: Lightning is not installed.
     """
     kind = _callback(_library())
     return kind(points, every, then, {"grad": grad, "keep": keep})
 
 
 class Steps:
-    """What the callback does, in the trainer's own words."""
+    """The methods of the callback, without Lightning's base class."""
 
     def __init__(
         self, points: tuple[Any, ...], every: int, then: Callable[[int, th.Tape], Any], options: dict[str, Any]
@@ -47,25 +51,25 @@ class Steps:
         self._step = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Look the points up, once, before the first step."""
+        """Resolve the points once, before the first step."""
         del trainer
         self._sampled = Sampled(module, *self._points, every=self._every, then=self._hand_on, **self._options)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         del module, batch, batch_idx
         if self._sampled is not None:
             self._step = trainer.global_step
             self._sampled.begin()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A step ends."""
+        """End a step."""
         del trainer, module, outputs, batch, batch_idx
         if self._sampled is not None:
             self._sampled.end()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """A step failed: the model is left as it was."""
+        """End a failed step. The model is restored, and its tape is discarded."""
         del trainer, module
         if self._sampled is not None:
             self._sampled.end(exception)
@@ -75,7 +79,7 @@ class Steps:
 
 
 def _library() -> Any:
-    """Lightning, under the name that this process uses."""
+    """Return Lightning, under the name that this process has imported."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:

@@ -1,4 +1,4 @@
-"""A tape every so many steps of a training loop.
+"""A tape every few steps of a training loop.
 
 >>> import torch, tenterhook as th
 >>> from tenterhook.integrations.loop import Sampled
@@ -26,10 +26,10 @@ __all__ = ["Sampled"]
 
 
 class Sampled:
-    """Records some points in every ``every``-th step, and hands the tape to ``then(step, tape)``.
+    """A recorder that records some points in every ``every``-th step, and calls ``then(step, tape)``.
 
-    A step is a ``with`` block, or what lies between :meth:`begin` and :meth:`end`. In between the steps that are
-    recorded, nothing is on the model. A step that fails is counted, and its tape not handed on.
+    A step is a ``with`` block, or the code between :meth:`begin` and :meth:`end`. In other steps, nothing is installed
+    on the model. A step that fails is counted, but its tape is discarded.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class Sampled:
     ) -> None:
         if type(every) is not int or every < 1:
             raise th.SessionError(f"every= is a number of steps, 1 or more; got {every!r}")
-        th.points(model, *points)  # Says what is wrong with them now, not in the middle of a training.
+        th.points(model, *points)  # Raises an error for a wrong point now, not in the middle of training.
         self.model, self.points, self.every, self.then = model, points, every, then
         self.grad, self.keep = grad, keep
         self.count = 0
         self._session: Any = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step. Raise ``SessionError`` if the previous step has not ended."""
         if self._session is not None:
-            raise th.SessionError("the last step has not ended: end() it first")
+            raise th.SessionError("the previous step has not ended: call end() first")
         if self.count % self.every == 0:
             session = th.record(self.model, *self.points, grad=self.grad, keep=self.keep)
             session.__enter__()
             self._session = session
 
     def end(self, error: BaseException | None = None) -> None:
-        """A step ends, by an error if one is given."""
+        """End a step. Pass the exception if the step failed."""
         session, self._session = self._session, None
         step, self.count = self.count, self.count + 1
         if session is None:

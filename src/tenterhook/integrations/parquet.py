@@ -1,7 +1,7 @@
-"""Stored rows as Parquet, for those who read tables: one file for each shard, a row for each row.
+"""Export of a store to Parquet: one file for each shard, with one table row for each stored row.
 
-A point's row is a list of numbers. Parquet has neither bf16 nor fp8: they become float32, which holds them exactly. The
-shape of a row with several dimensions stands in the file's metadata, and its numbers in their order.
+The row of a point is a list of numbers. Parquet has neither bf16 nor fp8, so these become float32, which is exact. Rows
+with several dimensions are flattened, and their shape is in the file's metadata.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ INSTALL = 'Parquet needs pyarrow: pip install "tenterhook[parquet]"'
 
 
 def to_parquet(store: Store, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write what a store has into a directory, and give the files. Those that are there already are left as they are.
+    """Write a store to a directory of Parquet files. Existing files are not written again.
 
     Args:
-        store: what ``th.open`` gives.
+        store: a store, from ``th.open``.
         folder: the directory; ``pyarrow.parquet.read_table(folder)`` reads all of it.
+
+    Returns:
+        The paths of all files.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
     """
     try:
         import pyarrow as pa

@@ -1,11 +1,11 @@
-"""Harvesting with Ray Data. Numbers of shards travel, and nothing else: rows go from the worker to the store.
+"""Harvesting with Ray Data. Only shard numbers pass through Ray; rows go directly from the worker to the store.
 
-A worker is an actor that holds the model. It makes shards under fixed names and commits each before it says so. If it
-dies, Ray starts another and gives it the shards that were not reported; those that were committed it passes over, and
-the others it makes to the same bytes.
+A worker is an actor that holds the model. It writes shards under fixed names and commits each one before it reports it.
+If a worker dies, Ray starts another one with the shards that were not reported. The new worker skips those that were
+committed, and writes the others again with the same bytes.
 
-A worker has two tasks at a time. One runs the model; the other waits until the disk has what it made before. So the
-model does not wait for a commit, nor for Ray to hand out the next task, however few shards a task has.
+A worker has two tasks at a time. One runs the model; the other waits until the previous shards are on disk. So the
+model waits neither for a commit nor for Ray's next task, even if a task has few shards.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["run"]
 
 INSTALL = 'engine="ray" needs Ray: pip install "tenterhook[ray]"'
 KNOWN = (
-    'engine="ray" hands out shards by number, so the batches must be known beforehand: give a list, a tensor, a data '
-    "set or a DataLoader in its own order, or a function that makes one."
+    'engine="ray" assigns shards by number, so the batches must be known beforehand: give a list, a tensor, a data set '
+    "or a DataLoader that does not shuffle, or a function that makes one."
 )
 OTHER_MODEL = (
-    "a worker's model has other weights than the one that the harvest was begun with ({now}, not {then}): the function "
-    "that makes it must make the same one each time. Load its weights, or seed it."
+    "a worker's model has other weights than the model that started the harvest ({now}, not {then}): the function must "
+    "make the same model each time. Load its weights, or set a seed."
 )
 TASKS = 16
-"""Tasks for each worker, about: who is faster makes more of them, and the last one ends soon after the first."""
+"""Approximate tasks per worker. Faster workers take more of them, so that all workers end at about the same time."""
 QUIET = {
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
@@ -57,9 +57,9 @@ QUIET = {
     "RAY_enable_timeline": "0",
     "RAY_event_stats": "0",
 }
-"""For a cluster that is started here: workers as urgent as any process, and no figures for a dashboard that is not."""
+"""Settings for a cluster that is started here: normal priority for workers, and no metrics for a dashboard."""
 AT_ONCE = 2
-"""Tasks in a worker: one that runs the model, and one whose shards are on their way to the disk."""
+"""Concurrent tasks in a worker: one runs the model, and one waits until its shards are on disk."""
 
 
 class _Maker:
@@ -82,14 +82,14 @@ class _Maker:
         import numpy as np
 
         try:
-            with self.place.alone(self._options.holder()):  # The driver may be dead, and another job begun.
+            with self.place.alone(self._options.holder()):  # The driver may be dead, and another job running.
                 facts: dict[str, Any] = self._made([int(shard) for shard in task["item"]])
-        except TenterhookError as error:  # Ray would pass its text on, and nothing else.
+        except TenterhookError as error:  # Ray would only transfer the text of the error.
             facts = {"error": pickle.dumps(error).hex()}
         return {name: np.array([fact]) for name, fact in facts.items()}
 
     def _made(self, shards: list[int]) -> dict[str, float]:
-        """Make shards and wait until they are committed. What came of it, and the seconds that the writer was busy."""
+        """Make shards and wait until they are committed. Return counts, and the seconds that the writer was busy."""
         meter = Progress()
         with self._running:  # One model, one thread at a time.
             writer, before = self.writer, dict(self.writer.seconds)
@@ -97,7 +97,7 @@ class _Maker:
                 self._check_model()
                 made = sum(self._make(shard, meter) for shard in shards)
             except BaseException:
-                # It holds a part of a shard, to which a second attempt must not add.
+                # The writer holds a partial shard. A second attempt must not append to it.
                 self.writer = Writer(self.place, self.memory)
                 writer.close(quiet=True)
                 raise
@@ -108,7 +108,7 @@ class _Maker:
         return {**counts, "peak": writer.budget.peak, **spent}
 
     def _check_model(self) -> None:
-        """Refuse a model that differs from the driver's: the function must make the same one everywhere."""
+        """Raise ``HarvestError`` if the worker's weights differ from the driver's."""
         if self._is_checked:
             return
         then, now = read_manifest(self.place)["harvest"]["model"]["weights"], weights_of(self.job.model)
@@ -117,7 +117,7 @@ class _Maker:
         self._is_checked = True
 
     def _make(self, shard: int, meter: Progress) -> bool:
-        """Make a shard, unless it is there."""
+        """Make a shard, unless it is committed. Return True if it was made."""
         if self.place.size(commit_name(shard)) is not None:
             return False
         self.place.sweep([shard])
@@ -128,7 +128,7 @@ class _Maker:
 
 
 def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harvest:
-    """Settle the plan here, and have the missing shards made by workers."""
+    """Make the plan in this process, and let workers make the missing shards."""
     place = place_of(options.to)
     batches = _to_send(batches)
     options.job = f"ray {secrets.token_hex(8)}"
@@ -140,7 +140,7 @@ def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harves
         found = committed(place)
         todo = sorted(set(range(plan.shards or 0)) - set(found))
         on_gpu, points = here.device.type == "cuda", here.found or ()
-        del here  # A model that was made for the plan alone takes no memory from the workers.
+        del here  # Free the memory: this model was only needed for the plan.
         workers = min(options.workers or _as_many_as_fit(ray.cluster_resources(), on_gpu=on_gpu), max(1, len(todo)))
         meter, made, peak = Progress(len(todo) * plan.per_shard, workers), 0, 0
         meter.spent = dict.fromkeys(("copy", "disk"), 0.0)
@@ -164,7 +164,10 @@ def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harves
 
 
 def _to_send(batches: Any) -> Any:
-    """The batches as a worker gets them: it stands elsewhere, and each part of a large tensor would bring all of it."""
+    """Return the batches in a form for workers, which may have another working directory.
+
+    Tensors that share a large storage are copied, because pickling a view sends the whole storage.
+    """
     if isinstance(batches, str | os.PathLike):
         return Path(batches).absolute()
     return map_tensors(_of_its_own, batches) if isinstance(batches, list | tuple) else batches
@@ -176,7 +179,7 @@ def _of_its_own(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _ray(address: str | None) -> Iterator[Any]:
-    """Ray, connected, and quiet about what is not wrong; if it was not connected before, it is not afterwards."""
+    """Connect to Ray, and reduce its log output. Disconnect afterwards if Ray was not connected before."""
     try:
         import ray
         import ray.data
@@ -198,7 +201,7 @@ def _ray(address: str | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _set_unless_set(settings: dict[str, str]) -> Iterator[None]:
-    """Variables of the environment, for those who are started meanwhile; what the user has set stays."""
+    """Set environment variables for processes that start inside the block, unless the user has set them."""
     ours = settings.keys() - os.environ.keys()
     os.environ.update({name: settings[name] for name in ours})
     try:
@@ -209,7 +212,7 @@ def _set_unless_set(settings: dict[str, str]) -> Iterator[None]:
 
 
 def _as_many_as_fit(resources: dict[str, float], *, on_gpu: bool) -> int:
-    """One worker for each GPU, or one for each CPU but one, which is left to those who hand out the work."""
+    """Return one worker for each GPU, or one for each CPU except one, which is left for Ray's own processes."""
     return max(1, int(resources.get("GPU", 1)) if on_gpu else int(resources.get("CPU", 1)) - 1)
 
 
@@ -219,10 +222,10 @@ def _results(
     if not todo:
         return
     size = max(1, len(todo) // (workers * TASKS))
-    # Not ray.data.range: with an actor on every CPU there would be none left to read it with.
+    # Not ray.data.range: it needs a CPU to read, and the actors may use all of them.
     ids = ray.data.from_items(todo, override_num_blocks=-(-len(todo) // size))
-    ids.context.enable_progress_bars = False  # There is one of our own.
-    ids.context.memory_usage_poll_interval_s = None  # A thread in each task, for statistics that nobody reads.
+    ids.context.enable_progress_bars = False  # tenterhook shows its own.
+    ids.context.memory_usage_poll_interval_s = None  # Disables a thread in each task that collects unused statistics.
     made = ids.map_batches(
         _Maker,
         fn_constructor_args=made_of,
@@ -237,5 +240,5 @@ def _results(
     )
     for row in made.iter_rows():
         if row.get("error") is not None:
-            raise pickle.loads(bytes.fromhex(row["error"]))  # noqa: S301  # A worker of ours wrote it.
+            raise pickle.loads(bytes.fromhex(row["error"]))  # noqa: S301  # Written by our own worker.
         yield {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}

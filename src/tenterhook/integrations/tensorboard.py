@@ -1,6 +1,6 @@
-"""TensorBoard: what is on a tape, as histograms, numbers and images.
+"""TensorBoard: the values and gradients on a tape, as histograms, scalars and images.
 
-``Sampled(model, "*", every=100, then=TensorBoard(writer))`` writes them in the course of a training.
+``Sampled(model, "*", every=100, then=TapeWriter(writer))`` writes them during training.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 import tenterhook as th
 from tenterhook._tree import show_path, tensors
 
-__all__ = ["TensorBoard", "write_tape"]
+__all__ = ["TapeWriter", "TensorBoard", "write_tape"]
 
 TAG = re.compile(r"[^\w./#-]+")
-MAPS = 16  # channels that are drawn of a value
+MAPS = 16  # channels drawn for each value
 
 
-class TensorBoard:
-    """Writes each tape that it is called with, ``(step, tape)``, to a ``SummaryWriter``."""
+class TapeWriter:
+    """A callable ``(step, tape)`` that writes each tape to a ``SummaryWriter``."""
 
     def __init__(self, writer: Any, *, histograms: bool = True, images: bool = False) -> None:
         self.writer, self.histograms, self.images = writer, histograms, images
@@ -30,15 +30,18 @@ class TensorBoard:
         write_tape(self.writer, tape, step, histograms=self.histograms, images=self.images)
 
 
+TensorBoard = TapeWriter  # The documented name until now; ``th.TensorBoard`` is another class.
+
+
 def write_tape(writer: Any, tape: th.Tape, step: int, *, histograms: bool = True, images: bool = False) -> None:
-    """Write values and gradients: a histogram of each, its root mean square, and how many of it are not finite.
+    """Write the values and gradients of a tape: histograms, root mean squares, and counts of non-finite elements.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
-        tape: what was recorded.
-        step: where on the axis.
-        histograms: whether to write them; numbers alone are small.
-        images: whether the maps of the first example of ``[batch, channels, height, width]`` values are drawn.
+        tape: the tape.
+        step: the global step.
+        histograms: write histograms; scalars alone are small.
+        images: write the maps of the first example, for values of ``[batch, channels, height, width]``.
     """
     for kind, view in (("value", tape), ("grad", tape.grad)):
         for address in view:
@@ -62,7 +65,7 @@ def _write(writer: Any, tag: str, value: Tensor, step: int, *, histograms: bool,
 
 
 def _sheet(maps: Tensor) -> Tensor:
-    """Maps side by side, each on its own scale: ``[1, height, all widths]``."""
+    """Return maps side by side, each scaled separately: ``[1, height, all widths]``."""
     maps = maps.nan_to_num()
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     scaled = (maps - low) / (high - low).clamp_min(1e-12)

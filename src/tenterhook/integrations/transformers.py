@@ -1,4 +1,4 @@
-"""Transformers: the same names for the same parts of many architectures, and generation that is recorded.
+"""Hugging Face Transformers: the same names for the parts of many architectures, and recorded generation.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> from tenterhook.integrations.transformers import aliases
@@ -22,8 +22,8 @@ from tenterhook.address.grammar import escape
 
 __all__ = ["Aliases", "Generated", "aliases", "generate", "model_of"]
 
-# Where a layer keeps what its attention, and its MLP, write; the first that is there. What BERT calls attention has the
-# residual and the norm in it already, so that its dense layer is meant.
+# Names of the attention and the MLP in a layer; the first that exists is used. BERT's `attention` already includes the
+# residual and the norm, so its dense layer is used instead.
 ATTENTION = (
     "self_attn", "attn", "self_attention", "attention.output.dense", "attention.o_proj", "attention",
     "layer.0.SelfAttention", "mixer",
@@ -36,11 +36,11 @@ COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 @dataclass(frozen=True)
 class Aliases:
-    """Addresses by what they mean.
+    """Addresses of the parts of a model, by meaning.
 
-    ``layers``: the output of each layer. ``attn`` and ``mlp``: what each layer's attention and MLP write. ``resid``:
-    the stream before each layer, and after the last: one more than there are layers. ``embed``, ``norm`` and ``head``
-    are single addresses, empty where a model has none.
+    ``layers``: the output of each layer. ``attn`` and ``mlp``: the output of each layer's attention and MLP. ``resid``:
+    the residual stream before each layer and after the last, one more than there are layers. ``embed``, ``norm`` and
+    ``head``: single addresses, empty if the model has none.
     """
 
     family: str
@@ -53,12 +53,12 @@ class Aliases:
     head: str
 
     def __getitem__(self, name: str) -> tuple[str, ...] | str:
-        """An alias by its name; ``names["attn.3"]`` is one of them."""
+        """Return an alias by name. ``names["attn.3"]`` is the address for one layer."""
         alias, dot, index = name.partition(".")
         if alias.startswith("_") or alias not in self.__dataclass_fields__ or alias == "family":
             known = ", ".join(field for field in self.__dataclass_fields__ if field != "family")
             raise th.AddressError(
-                f"{name!r} is no alias. There are {known}, and {known.split(', ')[0]}.3 is one of many."
+                f"{name!r} is not an alias. The aliases are {known}; {known.split(', ')[0]}.3 is a single one."
             )
         found: tuple[str, ...] | str = getattr(self, alias)
         if not dot:
@@ -70,7 +70,7 @@ class Aliases:
 
 
 def model_of(thing: Any) -> nn.Module:
-    """The model of a pipeline; a model itself."""
+    """Return the model of a pipeline, or the model itself. Raise ``UnsupportedModel`` for anything else."""
     found = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
     if not isinstance(found, nn.Module):
         raise th.UnsupportedModel(f"a model or a pipeline is needed; got a {type(thing).__name__}")
@@ -78,11 +78,14 @@ def model_of(thing: Any) -> nn.Module:
 
 
 def aliases(model: Any, *, part: Literal["decoder", "encoder"] | None = None) -> Aliases:
-    """The aliases of a model, or of a pipeline's; each is looked up in the model before it is given out.
+    """Return the aliases of a model or of a pipeline's model. Every address is checked to exist.
 
     Args:
-        model: a transformers model, as it is, in a pipeline, or wrapped (by peft, by ``DistributedDataParallel``).
-        part: which half of an encoder-decoder.
+        model: a transformers model, plain, in a pipeline, or wrapped (by peft, by ``DistributedDataParallel``).
+        part: the half of an encoder-decoder model.
+
+    Raises:
+        UnsupportedModel: the layers, attention or MLP cannot be found, or ``part`` is needed.
     """
     model = model_of(model)
     config = _config(model)
@@ -104,32 +107,39 @@ def aliases(model: Any, *, part: Literal["decoder", "encoder"] | None = None) ->
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What was generated: the tokens, and the tape of it, with one call for each step."""
+    """The result of :func:`generate`: the tokens, and a tape with one call for each step."""
 
     tokens: Tensor
     tape: th.Tape
 
     def joined(self, point: str) -> Tensor:
-        """The values of all steps at a point along the positions, as one run of the whole sequence would have them.
+        """Return the values of all steps at a point, joined along the positions.
 
-        The last token is not among them: it was generated, and never read.
+        The result equals that of one run of the whole sequence, without the last token, which was generated but never
+        an input.
         """
         steps = [_single(value, point) for value in self.tape.calls(point)]
         if len({step.shape[0] for step in steps}) > 1 or any(step.dim() < 2 for step in steps):  # noqa: PLR2004
             shapes = ", ".join(str(list(step.shape)) for step in steps[:4])
-            raise th.TapeError(f"{point!r} has no positions in its second dimension that could be joined: {shapes}, …")
+            raise th.TapeError(f"{point!r} has no positions in its second dimension to join: {shapes}, …")
         return torch.cat(steps, 1)
 
 
 def generate(model: Any, inputs: Any, *points: Any, keep: Any = "all", **kwargs: Any) -> Generated:
-    """Generate, with some points recorded at every step.
+    """Generate tokens, and record some points at every step.
 
     Args:
-        model: a model with ``generate``, or a pipeline's.
-        inputs: token ids, or what a tokenizer gives.
+        model: a model with ``generate``, or a pipeline of one.
+        inputs: token ids, or the output of a tokenizer.
         *points: as for ``th.record``.
-        keep: ``"all"`` steps, the ``"last"``, or the last so many; then memory does not grow with the length.
-        **kwargs: for ``model.generate``.
+        keep: ``"all"`` steps, the ``"last"``, or a number of last steps, which limits the memory.
+        **kwargs: options of ``model.generate``.
+
+    Returns:
+        A :class:`Generated` with the tokens and the tape.
+
+    Raises:
+        UnsupportedModel: the model has no ``generate``.
     """
     model = model_of(model)
     if not callable(getattr(model, "generate", None)):
@@ -148,11 +158,11 @@ def _config(model: nn.Module) -> Any:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "model_type") and hasattr(config, "get_text_config"):
             return config
-    raise th.UnsupportedModel(f"{type(model).__name__} has no config of transformers, so that its parts have no names")
+    raise th.UnsupportedModel(f"{type(model).__name__} has no transformers config, so its parts cannot be found")
 
 
 def _stack(model: nn.Module, config: Any, part: str | None) -> str:
-    """The name of the list of layers."""
+    """Return the name of the list of layers."""
     text = config.get_text_config(decoder=part != "encoder") if hasattr(config, "get_text_config") else config
     counts = {getattr(each, name, None) for each in (config, text) for name in (*COUNTS, "decoder_layers")}
     found = [
@@ -164,7 +174,7 @@ def _stack(model: nn.Module, config: Any, part: str | None) -> str:
         wanted = [name for name in found if part is not None and part in name.split(".")]
         if len(wanted) != 1:
             shown = ", ".join(found) or "none"
-            raise th.UnsupportedModel(f"{type(model).__name__} has the stacks {shown}. Say which: part='decoder'.")
+            raise th.UnsupportedModel(f"{type(model).__name__} has the stacks {shown}. Choose one: part='decoder'.")
         found = wanted
     if not found:
         shown = ", ".join(str(count) for count in counts if count is not None)
@@ -173,7 +183,7 @@ def _stack(model: nn.Module, config: Any, part: str | None) -> str:
 
 
 def _inside(model: nn.Module, layers: Sequence[str], candidates: Sequence[str]) -> tuple[str, ...]:
-    """The same part of every layer."""
+    """Return the address of the same part in every layer, for the first candidate that exists."""
     for path in candidates:
         found = tuple(f"{layer}.{path}" for layer in layers)
         if all(_has(model, name) for name in found):
@@ -190,7 +200,7 @@ def _has(model: nn.Module, address: str) -> bool:
 
 
 def _asked(model: nn.Module, question: str) -> str:
-    """The name of the module that a model tells about."""
+    """Return the name of the module that a method of the model returns, or an empty string."""
     for module in model.modules():
         ask = getattr(module, question, None)
         if not callable(ask):
@@ -206,7 +216,7 @@ def _asked(model: nn.Module, question: str) -> str:
 
 
 def _last_norm(model: nn.Module, stack: str) -> str:
-    """The norm beside the list of layers that comes after it."""
+    """Return the address of the last norm that follows the list of layers, or an empty string."""
     front, _, last = stack.rpartition(".")
     parent = model.get_submodule(front)
     names = [name for name, _ in parent.named_children()]
@@ -227,14 +237,14 @@ def _validate(model: nn.Module, found: Aliases) -> None:
         inside = [name for name, _ in model.get_submodule(found.layers[0].replace("\\", "")).named_children()]
         raise th.UnsupportedModel(
             f"{layer} has no {' and no '.join(missing)} under a known name; it has {', '.join(inside)}.\n"
-            "Its points can be named as they are: print th.points(model)."
+            "Use the addresses directly: print th.points(model)."
         )
 
 
 def _single(value: Any, point: str) -> Tensor:
     found = [tensor for _, tensor in tensors(value)]
     if len(found) != 1:
-        raise th.TapeError(f"{point!r} passes {len(found)} tensors, and one can be joined")
+        raise th.TapeError(f"{point!r} has {len(found)} tensors, but only one can be joined")
     return found[0]
 
 

@@ -1,4 +1,7 @@
-"""Stored rows as Zarr (version 3), by TensorStore: one array for each column, whole or not at all."""
+"""Export of a store to Zarr (version 3) with TensorStore: one array for each column.
+
+The group is written completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,26 @@ from tenterhook.store.read import Store
 __all__ = ["to_zarr"]
 
 INSTALL = 'Zarr is written by TensorStore: pip install "tenterhook[zarr]"'
-CHUNK = 16 << 20  # bytes, about
+CHUNK = 16 << 20  # bytes, approximately
 
 
 def to_zarr(store: Store, folder: str | os.PathLike[str]) -> Path:
-    """Write what a store has as a Zarr group, and give its directory, which must be new.
+    """Write a store as a Zarr group in a new directory.
 
-    Each column is an array ``[rows, …]`` under the name that its files have in a shard: that of its point (a gradient's
-    ends in ``.grad``), with ``_`` for what does not go into the name of a file. bf16 stays bf16; fp8, which Zarr does
-    not name, becomes float32, which holds it exactly.
+    Each column is an array ``[rows, …]``. Its name is that of its files in a shard: the name of the point, with
+    ``.grad`` for a gradient, and ``_`` for characters that a file name cannot have. bf16 stays bf16. Zarr has no fp8,
+    so it becomes float32, which is exact.
+
+    Args:
+        store: a store, from ``th.open``.
+        folder: the directory, which must not exist.
+
+    Returns:
+        The directory.
+
+    Raises:
+        StoreError: the directory exists.
+        ModuleNotFoundError: tensorstore is not installed.
     """
     try:
         import tensorstore
@@ -35,7 +49,7 @@ def to_zarr(store: Store, folder: str | os.PathLike[str]) -> Path:
         raise ModuleNotFoundError(INSTALL) from error
     target = Path(folder)
     if target.exists():
-        raise StoreError(f"{target} is there already; give a new directory.")
+        raise StoreError(f"{target} already exists; give a new directory.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
@@ -63,7 +77,7 @@ def _write(tensorstore: Any, store: Store, column: StoredColumn, folder: Path) -
         },
     }
     array = tensorstore.open(spec, create=True).result()
-    for start in range(0, len(store), chunk):  # By whole chunks: each is written once.
+    for start in range(0, len(store), chunk):  # Whole chunks, so that each is written once.
         stop = min(start + chunk, len(store))
         array[start:stop].write(_numbers(rows[start:stop], array.dtype.numpy_dtype)).result()
 

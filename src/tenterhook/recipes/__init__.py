@@ -1,11 +1,13 @@
-"""What people use hooks for, each in one line. Built on the public names alone.
+"""Ready-made functions for common uses of hooks. They use only tenterhook's public names.
 
 Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
 ``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
 ``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
-``lrp``, ``attention_rollout``. ``probe``: linear probes.
-``side_by_side``: several attributions in one picture.
-``patching``: activation, attribution and path patching.
+``lrp``, ``attention_rollout``. ``side_by_side`` draws several attributions in one figure.
+
+Linear probes: ``probe``.
+
+Patching: the module ``patching``, with activation, attribution and path patching.
 
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
@@ -83,7 +85,7 @@ __all__ = [
     "tuned_lens",
 ]
 
-# A recipe is loaded when it is first asked for, so that those that nobody uses cost nothing.
+# Each recipe's module is imported on first use, so that `import tenterhook` stays fast.
 MODULES = {
     "ablation": ("ablate",),
     "adversarial": ("bim", "deepfool", "feature_attack", "fgsm", "pgd"),

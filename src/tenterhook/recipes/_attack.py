@@ -1,4 +1,4 @@
-"""What an attack found, and how it is drawn."""
+"""The result of an adversarial attack, and its figure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ SHOWN = 6
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attack:
-    """What an attack found.
+    """The result of an adversarial attack.
 
-    ``examples``: the changed images. ``success``: for each, whether the model is now wrong, or gives the class that was
-    aimed at. ``distance``: how far each was moved, in the attack's norm. ``before`` and ``after``: what the model said.
+    ``examples``: the changed images. ``success``: for each image, True if the model is now wrong, or predicts the
+    target class if there is one. ``distance``: how far each image moved, in the attack's norm. ``before`` and
+    ``after``: the model's predictions for the images and for the examples.
     """
 
     method: str
@@ -35,16 +36,16 @@ class Attack:
 
     @property
     def rate(self) -> float:
-        """The share of the images for which it worked."""
+        """The fraction of the images for which the attack succeeded."""
         return float(self.success.double().mean())
 
     @property
     def accuracy(self) -> tuple[float, float]:
-        """The share of the images that the model reads right, before and after."""
+        """The accuracy of the model before and after the attack."""
         return tuple(float((each == self.labels).double().mean()) for each in (self.before, self.after))  # type: ignore[return-value]
 
     def show(self, count: int = SHOWN) -> Any:
-        """A matplotlib figure: the image, what was added, enlarged, and the result, for the first few."""
+        """Return a matplotlib figure of the first ``count`` images: image, scaled change, and result."""
         count = min(count, len(self.images))
         figure = new_figure(1.5 * count, 4.6)
         axes: Any = figure.subplots(3, count, squeeze=False)
@@ -66,7 +67,7 @@ class Attack:
 
     def __repr__(self) -> str:
         was, now = self.accuracy
-        aim = "reach the class aimed at" if self.target is not None else "deceive the model"
+        aim = "reached the target class" if self.target is not None else "succeeded"
         moved = (
             f"moved by {_short(float(self.distance.mean()))} on average, {_short(float(self.distance.max()))} at most"
         )

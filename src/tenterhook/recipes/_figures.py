@@ -1,4 +1,4 @@
-"""Matplotlib figures of what recipes found; a grid of numbers as one: points down, places along."""
+"""Matplotlib figures shared by the recipes. A heat map has points as rows and places as columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, that pyplot does not know. Matplotlib is loaded when a picture is wanted."""
+    """Return an empty figure with a size in inches, not registered with pyplot.
+
+    Matplotlib is imported here, so that it is only needed for figures.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,7 +35,7 @@ def heatmap(
     signed: bool = True,
     words: Sequence[Sequence[str]] | None = None,
 ) -> Any:
-    """A heat map; ``words`` stand in its cells."""
+    """Return a heat map. ``words`` are texts written into its cells."""
     values = grid.detach().float().cpu()
     width = 0.75 if words is not None else 0.38
     figure = new_figure(max(4.6, 2.8 + width * values.shape[1]), 1.4 + 0.28 * values.shape[0])

@@ -1,4 +1,4 @@
-"""What lies between a score and an input: which operations can be followed, and the first that cannot."""
+"""Checks of the autograd graph between an input and a score: the first operation that a rule does not cover."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 __all__ = ["LINEAR", "ROUTES", "first_stranger"]
 
-# Operations that hand each element on as it is, or not at all: what comes back goes where it came from.
+# Operations that copy, move or drop elements: a gradient goes back to the element that it belongs to.
 _ROUTES = """
     View UnsafeView ReshapeAlias Permute Transpose T Slice Select Squeeze Unsqueeze Expand Cat Stack Clone Alias
     ConstantPadNd Index IndexSelect Gather Split SplitWithSizes Unbind Flip Roll CopyBackwards CopySlices AsStrided
     MaxPool2DWithIndices MaxPool3DWithIndices Relu AccumulateGrad ToCopy SqueezeDims Narrow Detach
     """
 ROUTES = frozenset(_ROUTES.split())
-# And operations that are linear in what comes from the input, if they do not multiply it with itself.
+# Operations that are linear in the input, unless both factors of a product depend on it.
 _LINEAR = """
     Add Sub Neg Mean Sum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D Repeat
     UpsampleNearest2D UpsampleBilinear2D ReflectionPad2D ReplicationPad2D NativeBatchNorm CudnnBatchNorm Rsub
@@ -30,12 +30,15 @@ HINTS = {
     "Softmax": "Explain logits and not probabilities; attention has no such rule.",
     "LogSoftmax": "Explain logits and not probabilities.",
     "NativeBatchNorm": "Fold it into the layer before it (torch.nn.utils.fusion.fuse_conv_bn_eval), in eval mode.",
-    "Add": "Two branches meet there (a residual connection), and how they share is no module's rule.",
+    "Add": "Two branches meet there (a residual connection), and no module's rule divides the result between them.",
 }
 
 
 def first_stranger(scores: Tensor, leaf: Tensor, allowed: frozenset[str], own: str) -> tuple[str, str] | None:
-    """The first operation between the scores and the leaf that is not allowed, and a hint; None if there is none."""
+    """Return the first operation between the leaf and the scores that is not allowed, and a hint; None if all are.
+
+    ``own`` is the prefix of the names of nodes that already have a rule.
+    """
     leads = _leading(scores.grad_fn, leaf)
     for node, yes in leads.items():
         name = _short(node)
@@ -43,14 +46,14 @@ def first_stranger(scores: Tensor, leaf: Tensor, allowed: frozenset[str], own: s
             continue
         operands = [before for before, _ in node.next_functions if before is not None and leads.get(before)]
         if name not in allowed or (name in PRODUCTS and _multiplies(node, name, operands, leads)):
-            return _words(name, len(operands)), HINTS.get(name, "Give it a module of its own that has a rule.")
+            return _words(name, len(operands)), HINTS.get(name, "Use a module that has a rule instead.")
         if name in ("NativeBatchNorm", "CudnnBatchNorm") and getattr(node, "_saved_training", True):
             return "a batch norm in training mode", HINTS["NativeBatchNorm"]
     return None
 
 
 def _multiplies(node: Any, name: str, operands: list[Any], leads: dict[Any, bool]) -> bool:
-    """Whether what comes from the input is multiplied with, or divides, what comes from it."""
+    """Return True if a node multiplies or divides two values that both depend on the input."""
     if name == "Div":
         return len(node.next_functions) > 1 and bool(leads.get(node.next_functions[1][0]))
     factors = node.next_functions[1:] if name in ("Addmm", "Baddbmm") else node.next_functions
@@ -58,7 +61,7 @@ def _multiplies(node: Any, name: str, operands: list[Any], leads: dict[Any, bool
 
 
 def _leading(top: Any, leaf: Tensor) -> dict[Any, bool]:
-    """Of every operation of a graph, from the top: whether it leads to the leaf."""
+    """Return, for every node of the graph, True if the leaf is among its ancestors."""
     leads: dict[Any, bool] = {}
     todo: list[tuple[Any, bool]] = [(top, False)]
     while todo:

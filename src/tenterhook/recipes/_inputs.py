@@ -1,4 +1,4 @@
-"""What recipes are given, looked at once: inputs, points, and the tensor that passes at one."""
+"""Checks and conversions of the recipes' arguments: inputs, points, and the tensor at a point."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def arguments(given: Any) -> Given:
-    """An input as a call takes it: a tensor, a tuple of arguments, or a dict of named ones."""
+    """Return the args and kwargs of a call.
+
+    An input is a tensor, a tuple of arguments, or a dict of keyword arguments.
+    """
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
 
 
 def each(inputs: Any) -> list[Given]:
-    """Inputs one after the other: a list, or anything else that gives them in turn, or a single one."""
+    """Return the args and kwargs of every input. ``inputs`` is one input or an iterable of inputs."""
     if isinstance(inputs, Tensor | Mapping | tuple):
         return [arguments(inputs)]
     if not isinstance(inputs, Iterable):
         raise th.RecipeError(
-            f"an input is a tensor, a tuple of arguments or a dict of named ones, or a list of these; got a "
+            f"an input is a tensor, a tuple of arguments or a dict of keyword arguments, or a list of these; got a "
             f"{type(inputs).__name__}"
         )
     found = [arguments(given) for given in inputs]
@@ -50,7 +53,7 @@ def each(inputs: Any) -> list[Given]:
 
 
 def selected(model: nn.Module, points: Any) -> tuple[str, ...]:
-    """The addresses of some points."""
+    """Return the addresses of the selected points. Raise ``RecipeError`` if there is none."""
     found = tuple(str(point) for point in th.points(model, points))
     if not found:
         raise th.RecipeError(f"{points!r:.80} selects no point. Print th.points(model) to see every name.")
@@ -58,12 +61,12 @@ def selected(model: nn.Module, points: Any) -> tuple[str, ...]:
 
 
 def everywhere(points: Any, change: Any) -> dict[Any, Any]:
-    """The same change at every point of a selector, or of a list of them, as ``th.edit`` takes it."""
+    """Return edits for ``th.edit`` that apply the same change at every selector."""
     return dict.fromkeys(points if isinstance(points, list | set) else [points], change)
 
 
 def one_point(model: nn.Module, point: Any) -> str:
-    """The address of a single point."""
+    """Return the address of the selected point. Raise ``RecipeError`` if the selector matches several."""
     found = selected(model, point)
     if len(found) > 1:
         shown = ", ".join(found[:3])
@@ -72,19 +75,19 @@ def one_point(model: nn.Module, point: Any) -> str:
 
 
 def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> Tensor:
-    """The tensor in a value, where there is one; by default only floating-point ones count."""
+    """Return the only tensor in a value. By default, only floating-point tensors count."""
     found = list(floats(value) if floating else tensors_of(value))
     if len(found) == 1:
         return found[0]
     what = f"no {'floating-point ' if floating else ''}tensor" if not found else f"{len(found)} tensors"
-    text = f"{recipe + ': ' if recipe else ''}{point!r} passes {what}, and one is needed"
+    text = f"{recipe + ': ' if recipe else ''}{point!r} has {what}, but exactly one is needed"
     raise th.RecipeError(f"{text}. Choose a point with one, such as a variable: th.points(model, '{point}:*')")
 
 
 def reader(model: nn.Module, point: str) -> Callable[..., Tensor]:
-    """A function of the model's arguments that gives the value at a point, with its graph, and runs no further.
+    """Return a function that runs the model up to a point and returns the value there, with its graph.
 
-    Its first run goes on, to see whether the point is passed several times.
+    The first run is complete, to detect a point that is reached several times.
     """
     body = th.features(model, {point: "value"})
 
@@ -92,23 +95,23 @@ def reader(model: nn.Module, point: str) -> Callable[..., Tensor]:
         try:
             return lone(body(*args, **kwargs)["value"], point)
         except th.AmbiguousCall as error:
-            text = f"{point!r} is passed several times in one run. Say which call is meant: {point + '#0'!r}, …"
+            text = f"{point!r} is reached several times in one run. Name the call: {point + '#0'!r}, …"
             raise th.AmbiguousCall(text) from error
 
     return read
 
 
 def output_scores(output: Any) -> Tensor:
-    """The scores in a model's output: the output itself, or its ``logits``."""
+    """Return the scores in a model's output: the output itself, or its ``logits``."""
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        text = f"the model gives a {type(output).__name__}; scores are a tensor, or an output with .logits"
-        raise th.RecipeError(f"{text}. Wrap the model in one that gives the scores.")
+        text = f"the model returns a {type(output).__name__}; a tensor, or an output with .logits, is needed"
+        raise th.RecipeError(f"{text}. Wrap the model in one that returns the scores.")
     return found
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a value."""
+    """Return an iterator over the floating-point tensors in a value."""
     return (tensor for tensor in tensors_of(value) if tensor.is_floating_point())
 
 
@@ -125,12 +128,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def restful(model: nn.Module) -> None:
-    """Raise if a run would change the model, or would not be the same a second time."""
+    """Raise ``RecipeError`` if a run would change the model's statistics, or would use random numbers."""
     for name, module in model.named_modules():
         learns = isinstance(module, BATCH_NORMS) and module.track_running_stats
         draws = isinstance(module, DROPOUTS) and module.p > 0
         if module.training and (learns or draws):
-            does = "would learn its statistics from what is tried" if learns else "would draw at random"
+            does = "would update its running statistics" if learns else "would use random numbers"
             raise th.RecipeError(
                 f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
                 "Call model.eval() first."

@@ -1,4 +1,4 @@
-"""Layers that behave differently in training, and convolution with another weight."""
+"""Types of layers that behave differently in training, and convolution with a replaced weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def convolve(layer: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve as a layer does, with its padding and strides, but with another weight and bias."""
+    """Apply a convolution layer, with its padding and strides, but with another weight and bias."""
     function = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}[_kind(layer)]
     padding: str | tuple[int, ...] | int = layer.padding
     if layer.padding_mode != "zeros":
@@ -28,7 +28,7 @@ def _kind(layer: Convolution) -> type[Convolution]:
 
 
 def _pads(layer: Convolution) -> Iterator[int]:
-    """Yield the padding before and after each dimension, the last dimension first, as ``F.pad`` takes it."""
+    """Yield the padding before and after each dimension, last dimension first, as ``F.pad`` takes it."""
     for place in reversed(range(len(layer.kernel_size))):
         if isinstance(layer.padding, str):
             total = layer.dilation[place] * (layer.kernel_size[place] - 1) if layer.padding == "same" else 0

@@ -1,4 +1,4 @@
-"""What the attributions are given: inputs, targets and points, checked before anything runs, and errors that teach."""
+"""Checks of the attribution recipes' arguments: inputs, targets and baselines."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 __all__ = ["Given", "Score", "Target", "baseline_like", "differentiable", "prepared"]
 
 Target = int | Tensor | tuple[int, ...] | Callable[[Any], Tensor] | None
-"""a class, one for each example, an index into each example's output, a function of the output, or the highest score"""
+"""a class, one for each example, an index into each example's output, a function of the output, or None"""
 
 NO_FLOAT = (
-    "{recipe} needs a floating-point input, because it follows gradients to it; got {dtype}.\n"
-    "For whole numbers such as token ids, attribute to the point where they have become vectors: "
+    "{recipe} needs a floating-point input, because it computes gradients of it; got {dtype}.\n"
+    "For integers such as token ids, attribute to their embeddings instead: "
     "th.recipes.layer_integrated_gradients(model, ids, point='embed', target=...)."
 )
 NO_GRADIENT = (
-    "{recipe} needs a target that depends on {what} by differentiable operations, and no gradient leads from the one "
-    "to the other.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
+    "{recipe} needs a target that depends on {what} by differentiable operations, but there is no gradient "
+    "between them.\nLook for argmax, round, .item(), .detach() or no_grad in the model or in the target function."
 )
 TRAINING = (
-    "the model is in training mode and has {kind}: it will give another answer each time, or mix the examples of a "
+    "the model is in training mode and has {kind}: its results are random, or depend on the other examples of the "
     "batch. Call model.eval() first."
 )
 
 
 @dataclass(frozen=True)
 class Given:
-    """A model, its input, and what else it takes, checked for one recipe."""
+    """A model, its input and its other arguments, checked for one recipe."""
 
     recipe: str
     model: nn.Module
@@ -46,16 +46,16 @@ class Given:
 
     @property
     def examples(self) -> int:
-        """The length of the batch."""
+        """The size of the batch."""
         return self.x.shape[0]
 
     def run(self, x: Tensor, rows: Tensor | None = None) -> Any:
-        """Run the model on ``x``; where its rows are repetitions, ``rows`` says of which example each is."""
+        """Run the model on ``x``. If ``x`` repeats examples, ``rows`` is the index of the example for each row."""
         args, kwargs = self.repeated(rows)
         return self.model(x, *args, **kwargs)
 
     def repeated(self, rows: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other arguments, for these rows."""
+        """Return the other arguments, with their rows repeated like the input's."""
 
         def one(value: Any) -> Any:
             fits = isinstance(value, Tensor) and value.dim() and value.shape[0] == self.examples
@@ -65,7 +65,7 @@ class Given:
 
 
 class Score:
-    """The number that is explained, for each example: what ``target`` makes of an output."""
+    """The function from an output to the number that is explained, for each example."""
 
     def __init__(self, given: Given, target: Target) -> None:
         self._recipe, self._examples, self.target = given.recipe, given.examples, target
@@ -78,14 +78,14 @@ class Score:
             )
 
     def settle(self, output: Any) -> None:
-        """Without a target, the class of the highest score of this output is it."""
+        """If there is no target, set it to the class with the highest score in this output."""
         if self.target is None:
             scores = self._tensor(output)
             if scores.dim() == 2:  # noqa: PLR2004
                 self.target = scores.detach().argmax(1)
 
     def __call__(self, output: Any, rows: Tensor | None = None) -> Tensor:
-        """One number for each row; ``rows`` says of which example each row is."""
+        """Return one number for each row. ``rows`` is the index of the example for each row."""
         if callable(self.target):
             return self._checked(self.target(output), rows)
         scores = self._tensor(output)
@@ -121,23 +121,21 @@ class Score:
         try:
             found = scores[(slice(None), *index)]  # type: ignore[index]
         except (IndexError, TypeError) as error:
-            text = f"{self._recipe}: target={index} is no index into an example's output, {list(scores.shape[1:])}"
+            text = f"{self._recipe}: target={index} is not an index into an example's output, {list(scores.shape[1:])}"
             raise th.RecipeError(text) from error
         if found.dim() != 1:
-            text = f"{self._recipe}: target={index} leaves {list(found.shape[1:])} numbers of {list(scores.shape[1:])}"
+            text = f"{self._recipe}: target={index} selects {list(found.shape[1:])} of {list(scores.shape[1:])}"
             raise th.RecipeError(f"{text}; give an index for each dimension, or a function of the output")
         return found
 
     def _tensor(self, output: Any) -> Tensor:
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor):
-            text = (
-                f"{self._recipe}: the model returns a {type(output).__name__}, and target= has to say what of it counts"
-            )
-            raise th.RecipeError(f"{text}: a function, such as target=lambda output: output[0][:, 3]")
+            text = f"{self._recipe}: the model returns a {type(output).__name__}, so target= must be a function of it"
+            raise th.RecipeError(f"{text}, such as target=lambda output: output[0][:, 3]")
         if not output.dim():
-            text = f"{self._recipe}: the model returns a single number for the whole batch"
-            raise th.RecipeError(f"{text}, and it needs one for each example, in front")
+            text = f"{self._recipe}: the model returns one number for the whole batch"
+            raise th.RecipeError(f"{text}, but one for each example is needed")
         return output
 
     def _checked(self, found: Any, rows: Tensor | None) -> Tensor:
@@ -146,12 +144,12 @@ class Score:
             found = found[None]
         if not isinstance(found, Tensor) or found.shape != (count,):
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            text = f"{self._recipe}: the target function gives one number for each example, a tensor of [{count}]"
+            text = f"{self._recipe}: the target function must return one number for each example, a tensor of [{count}]"
             raise th.RecipeError(f"{text}; got {got}")
         return found
 
     def _which(self, scores: Tensor) -> th.RecipeError:
-        text = f"{self._recipe}: each example's output is {list(scores.shape[1:])}, and one number of it is explained."
+        text = f"{self._recipe}: each example's output is {list(scores.shape[1:])}, but one number is needed."
         index = (0,) * (scores.dim() - 1)
         return th.RecipeError(
             f"{text}\nGive an index, such as target={index}, or a function: target=lambda output: ..."
@@ -159,18 +157,18 @@ class Score:
 
 
 def prepared(recipe: str, model: nn.Module, inputs: Any, more: Any = (), *, floating: bool = True) -> Given:
-    """Check the input of a recipe."""
+    """Check the model and input of a recipe, and warn if the model is in training mode."""
     if not isinstance(model, nn.Module):
         raise th.RecipeError(f"{recipe}: the model is an nn.Module; got a {type(model).__name__}")
     if not isinstance(inputs, Tensor):
         text = f"{recipe}: the input is a tensor with the examples in front; got a {type(inputs).__name__}"
-        if isinstance(inputs, Mapping):  # As a tokenizer gives it.
+        if isinstance(inputs, Mapping):  # A tokenizer's output.
             fix = (
                 "Tokens have no gradient: give their embeddings as the tensor, and a model that takes embeddings; "
-                "or attribute to a point, as integrated_gradients(..., point=) does, with the tokens as the tensor"
+                "or use layer_integrated_gradients(..., point=), with the token ids as the tensor"
             )
             text = f"{text} with {', '.join(map(repr, inputs))}.\n{fix}"
-        raise th.RecipeError(f"{text}.\nWhat else the model takes is given by more=, a tuple or a dict.")
+        raise th.RecipeError(f"{text}.\nPass other arguments of the model with more=, a tuple or a dict.")
     if not inputs.dim() or not inputs.shape[0]:
         raise th.RecipeError(f"{recipe}: the input has the examples in front; got the shape {list(inputs.shape)}")
     if floating and not inputs.is_floating_point():
@@ -192,7 +190,7 @@ def _unsteady(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def differentiable(given: Given, what: str = "the input") -> Iterator[None]:
-    """Gradients are on inside, whatever is around; an autograd error for want of a graph is told in words."""
+    """Enable gradients inside the block. Raise ``RecipeError`` if autograd finds no graph."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         try:
             yield
@@ -204,7 +202,7 @@ def differentiable(given: Given, what: str = "the input") -> Iterator[None]:
 
 
 def baseline_like(given: Given, baseline: Any, x: Tensor) -> Tensor:
-    """A baseline for ``x``: a number, or what broadcasts to it; zeros if there is none."""
+    """Return a baseline with the shape of ``x``: zeros by default, or a number or tensor that broadcasts to it."""
     if baseline is None:
         return torch.zeros_like(x)
     found = torch.as_tensor(baseline, dtype=x.dtype, device=x.device).detach()

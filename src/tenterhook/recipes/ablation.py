@@ -1,7 +1,7 @@
-"""Ablation: what a model does without a part of itself.
+"""Ablation: the effect of removing a part of a model.
 
-What passes at a point is taken out, in one of three ways: nothing in its place, what usually passes there, or what
-passes there for another input. The last two leave the rest of the model with values that it knows.
+The value at a point is replaced by zeros, by the mean over a reference, or by values from other inputs. The last two
+keep the rest of the model within its usual range of values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ How = Literal["zero", "mean", "resample"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablation:
-    """What ablation found: the metric without each point and place, ``[points, places]``, and ``base``, with all of it.
+    """The result of an ablation. ``values``: the metric without each point and place, ``[points, places]``.
 
-    ``effect`` is the difference. ``spread`` is the standard deviation over the draws of ``resample``.
+    ``base`` is the metric of the unchanged model and ``effect`` the difference to it. ``spread`` is the standard
+    deviation over the draws of ``"resample"``.
     """
 
     points: tuple[str, ...]
@@ -40,17 +41,17 @@ class Ablation:
 
     @property
     def effect(self) -> Tensor:
-        """How much the metric changes without each."""
+        """The change of the metric without each point and place."""
         return self.values - self.base
 
     def best(self, count: int = 5) -> list[tuple[str, str, float]]:
-        """The points and places with the largest effect, whatever its sign."""
+        """Return the points and places with the largest absolute effect."""
         flat, width = self.effect.flatten(), len(self.places)
         order = flat.abs().argsort(descending=True)[:count].tolist()
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
     def show(self) -> Any:
-        """A matplotlib figure of the effect: points down, places along."""
+        """Return a matplotlib figure of the effect, with points as rows and places as columns."""
         return heatmap(self.effect, self.points, self.places, title=f"{self.how} ablation, base {self.base:.3g}")
 
     def __repr__(self) -> str:
@@ -74,7 +75,7 @@ def ablate(  # noqa: PLR0913
     batch: int | None = None,
     progress: bool | None = None,
 ) -> Ablation:
-    """Take out what passes at each point and place, one after the other, and measure.
+    """Replace the value at each point and place, one at a time, and measure the effect on a metric.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -84,17 +85,24 @@ def ablate(  # noqa: PLR0913
 
     Args:
         model: any ``nn.Module``.
-        inputs: a tensor, a tuple of arguments or a dict of named ones.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
         points: the points, as for ``th.points``.
-        metric: one number from the model's output.
-        how: ``"zero"``; ``"mean"`` of the reference's examples; or ``"resample"``, examples of it drawn at random.
-        reference: inputs whose values take the place, shaped alike but for the number of examples; ``inputs`` itself
-            if it is not given.
-        at: positions along the second dimension, or a dict of name to index; the whole value if it is not given.
-        samples: how many draws are averaged, for ``"resample"``.
-        seed: of the draws, which leave PyTorch's own generator alone.
+        metric: a function from the model's output to one number.
+        how: the replacement: ``"zero"``; ``"mean"``, the mean over the examples of the reference; or ``"resample"``,
+            examples of the reference drawn at random.
+        reference: inputs that provide the replacement values. Their values have the same shape as those of ``inputs``,
+            except for the number of examples. Default: ``inputs``.
+        at: positions along the second dimension, or a dict of name to index. Default: the whole value.
+        samples: the number of draws to average for ``"resample"``.
+        seed: the seed of the draws. PyTorch's global generator is not used.
         batch: as for ``th.sweep``.
         progress: as for ``th.sweep``.
+
+    Returns:
+        An :class:`Ablation` with the metric for every point and place.
+
+    Raises:
+        RecipeError: an option is wrong, or the reference's values do not have the shape of the input's.
     """
     if how not in ("zero", "mean", "resample"):
         raise th.RecipeError(f'how= is "zero", "mean" or "resample"; got {how!r}')
@@ -135,7 +143,7 @@ def _places(at: Any) -> dict[str, Any]:
 
 
 def _values(model: nn.Module, inputs: Any, points: tuple[str, ...]) -> dict[str, Tensor]:
-    """What passes at the points for every example of some inputs."""
+    """Return the values at the points for every example of the inputs."""
     found: dict[str, list[Tensor]] = {point: [] for point in points}
     for args, kwargs in given.each(inputs):
         with torch.no_grad(), th.record(model, *points) as tape:
@@ -146,14 +154,12 @@ def _values(model: nn.Module, inputs: Any, points: tuple[str, ...]) -> dict[str,
         shapes = {tuple(row.shape[1:]) for row in rows}
         if len(shapes) > 1:
             shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            raise th.RecipeError(f"the reference has values of the shapes {shown} at {point!r}; they must be alike")
+            raise th.RecipeError(f"the reference has values of the shapes {shown} at {point!r}; they must be equal")
     return {point: torch.cat(rows) for point, rows in found.items()}
 
 
 def _instead(known: Tensor, own: Tensor, point: str, rows: Tensor | None) -> Tensor:
     if known.shape[1:] != own.shape[1:]:
-        text = (
-            f"the reference has {list(known.shape[1:])} at {point!r} for each example, the input {list(own.shape[1:])}"
-        )
+        text = f"the reference has {list(known.shape[1:])} at {point!r} per example, the input {list(own.shape[1:])}"
         raise th.RecipeError(f"{text}. Cut or pad them to one length.")
     return known.mean(0, keepdim=True).expand_as(own).clone() if rows is None else known[rows[: len(own)]]

@@ -1,6 +1,6 @@
-"""Adversarial examples: images changed by so little that nobody sees it, and by enough for the model to be wrong.
+"""Adversarial examples: images with a change too small to see that makes the model wrong.
 
-The budget holds to the last bit: no image leaves its ball or its bounds, also where rounding would have it so.
+The budget is exact: no image leaves its norm ball or its bounds, in spite of rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,20 @@ def fgsm(
     bounds: tuple[float, float] = (0.0, 1.0),
     loss: Loss = F.cross_entropy,
 ) -> Attack:
-    """One step along the sign of the gradient (Goodfellow et al. 2015)."""
+    """Fast gradient sign method: take one step along the sign of the gradient (Goodfellow et al. 2015).
+
+    Args:
+        model: a classifier from images to scores, ``[batch, classes]``, or to an output with ``.logits``.
+        images: floating-point images, with the batch in front, within ``bounds``.
+        labels: the correct class of each image.
+        eps: the size of the step.
+        target: as for :func:`pgd`.
+        bounds: the smallest and the largest value of a pixel.
+        loss: as for :func:`pgd`.
+
+    Returns:
+        An :class:`Attack` with the changed images.
+    """
     ball = Ball(images, eps, "inf", bounds)
     case = _Case(model, images, labels, target, loss, bounds)
     return case.attack("fgsm", ball.step(images, case.uphill(images), eps), "inf", {"eps": eps})
@@ -51,9 +64,9 @@ def bim(  # noqa: PLR0913
     bounds: tuple[float, float] = (0.0, 1.0),
     loss: Loss = F.cross_entropy,
 ) -> Attack:
-    """Small steps from the image itself (Kurakin et al. 2017): PGD without a random start.
+    """Basic iterative method: take small steps from the image itself (Kurakin et al. 2017).
 
-    The arguments are those of :func:`pgd`; ``step`` is ``eps / steps`` if it is not given.
+    This is PGD without a random start. The arguments are those of :func:`pgd`. ``step`` is ``eps / steps`` by default.
     """
     ball = Ball(images, eps, norm, bounds)
     case = _Case(model, images, labels, target, loss, bounds)
@@ -77,7 +90,7 @@ def pgd(  # noqa: PLR0913
     seed: int = 0,
     loss: Loss = F.cross_entropy,
 ) -> Attack:
-    """Projected gradient descent (Madry et al. 2018): small steps, each taken back into the ball.
+    """Projected gradient descent: take small steps, and project each into the ball (Madry et al. 2018).
 
     >>> import torch, tenterhook as th
     >>> _ = torch.manual_seed(0)
@@ -88,19 +101,25 @@ def pgd(  # noqa: PLR0913
     (tensor(8), True)
 
     Args:
-        model: a classifier: images to scores, ``[batch, classes]``, or an output with ``.logits``.
-        images: floating-point images, the batch in front, within ``bounds``.
-        labels: the right class of each.
+        model: a classifier from images to scores, ``[batch, classes]``, or to an output with ``.logits``.
+        images: floating-point images, with the batch in front, within ``bounds``.
+        labels: the correct class of each image.
         eps: the radius of the ball.
-        steps: how many steps.
-        step: their size; ``2.5 * eps / steps`` if it is not given.
-        target: a class, or one for each image, that the model should be brought to; if it is not given, any wrong one.
-        norm: ``"inf"``, every pixel by at most ``eps``; or ``2``, the length of the whole change.
+        steps: the number of steps.
+        step: the size of a step. Default: ``2.5 * eps / steps``.
+        target: the class that the model should predict, or one for each image. Default: any wrong class.
+        norm: ``"inf"`` limits the change of every pixel; ``2`` limits the Euclidean length of the whole change.
         bounds: the smallest and the largest value of a pixel.
-        start: a random place in the ball, or the image itself.
-        seed: of the random start, which leaves PyTorch's own generator alone.
-        loss: what is climbed (descended, with a target): a function of scores and classes that takes
+        start: begin at a random place in the ball, or at the image itself.
+        seed: the seed of the random start. PyTorch's global generator is not used.
+        loss: the loss to increase, or to decrease if there is a target. A function of scores and classes that accepts
             ``reduction="sum"``.
+
+    Returns:
+        An :class:`Attack` with the changed images.
+
+    Raises:
+        RecipeError: an argument is wrong, the model is in training mode, or the loss has no gradient at the images.
     """
     if start not in ("random", "image"):
         raise th.RecipeError(f'start= is "random" or "image"; got {start!r}')
@@ -122,9 +141,20 @@ def deepfool(
     overshoot: float = 0.02,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Attack:
-    """The shortest way over the nearest boundary, as if all were flat, until the class changes (Moosavi-Dezfooli 2016).
+    """Move each image across the nearest linearised class boundary until its class changes (Moosavi-Dezfooli 2016).
 
-    It has no budget: ``.distance`` tells how far each image had to go, and one that the model reads wrongly stays.
+    There is no budget: ``.distance`` has how far each image moved. An image that the model gets wrong does not move.
+
+    Args:
+        model: a classifier from images to scores, ``[batch, classes]``, or to an output with ``.logits``.
+        images: floating-point images, with the batch in front, within ``bounds``.
+        labels: the correct class of each image.
+        steps: the largest number of steps.
+        overshoot: the fraction by which each step goes beyond the boundary.
+        bounds: the smallest and the largest value of a pixel.
+
+    Returns:
+        An :class:`Attack` with the changed images.
     """
     case = _Case(model, images, labels, None, F.cross_entropy, bounds)
     found, low, high = images.clone(), *bounds
@@ -154,28 +184,32 @@ def feature_attack(  # noqa: PLR0913
     bounds: tuple[float, float] = (0.0, 1.0),
     seed: int = 0,
 ) -> Attack:
-    """Move what passes at an inner point, towards that of ``guide`` or as far away as possible (Sabour et al. 2016).
+    """Change the value at an inner point: towards that of ``guide``, or as far away as possible (Sabour et al. 2016).
 
-    The model runs no further than the point while it is attacked; a point that is passed several times has to be told
-    apart, as in ``point="relu#1"``. ``settings`` has the mean distance of the features
-    before and after. Success is, with a guide, that an example's features lie nearer to the guide's than to those of
-    its own image; without one, that the model's answer changed.
+    The attack runs the model only up to the point. If the point is reached several times, name the call, as in
+    ``point="relu#1"``. ``settings`` has the mean distance of the features before and after.
+
+    With a guide, the attack succeeds if an example's features are nearer to the guide's than to those of its own image.
+    Without one, it succeeds if the model's prediction changes.
 
     Args:
         model: a classifier.
         images: as for :func:`pgd`.
-        point: where the features are: one address.
-        guide: images of the same shape, whose features are aimed at.
+        point: the address of the features.
+        guide: images of the same shape whose features are the target.
         eps: the radius of the ball.
-        steps: how many steps.
-        step: their size; ``2.5 * eps / steps`` if it is not given.
+        steps: the number of steps.
+        step: the size of a step. Default: ``2.5 * eps / steps``.
         norm: as for :func:`pgd`.
         bounds: the smallest and the largest value of a pixel.
-        seed: of the random start, which there is without a guide.
+        seed: the seed of the random start, which is used without a guide.
+
+    Returns:
+        An :class:`Attack` with the changed images.
     """
     address, ball = given.one_point(model, point), Ball(images, eps, norm, bounds)
     if guide is not None and guide.shape != images.shape:
-        raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, and the images {list(images.shape)}")
+        raise th.RecipeError(f"guide= has the shape {list(guide.shape)}, but the images have {list(images.shape)}")
     given.restful(model)
     read = given.reader(model, address)
     with torch.no_grad():
@@ -192,7 +226,7 @@ def feature_attack(  # noqa: PLR0913
         return _gradient(value, leaf, f"the value at {address!r}")
 
     size = 2.5 * eps / _counted(steps) if step is None else step
-    # At the image itself the distance has no slope, so that a way out has to be chosen at random.
+    # At the image itself the gradient of the distance is zero, so the attack starts at a random place.
     found = _climb(uphill, ball, ball.random(seed) if aim is None else images, steps, size)
     with torch.no_grad():
         after = given.output_scores(model(found)).argmax(1)
@@ -211,7 +245,7 @@ def feature_attack(  # noqa: PLR0913
 
 
 class _Case:
-    """A model, images and classes, checked; and the slope of the loss."""
+    """A model, images and classes, checked, with the gradient of the loss."""
 
     def __init__(
         self,
@@ -227,8 +261,8 @@ class _Case:
         with torch.no_grad():
             scores = given.output_scores(model(images))
         if scores.dim() != 2 or len(scores) != len(images):  # noqa: PLR2004
-            text = f"a classifier gives one row of scores for each image: [{len(images)}, classes]"
-            raise th.RecipeError(f"{text}; this model gives {list(scores.shape)}")
+            text = f"a classifier returns one row of scores for each image: [{len(images)}, classes]"
+            raise th.RecipeError(f"{text}; this model returns {list(scores.shape)}")
         self.classes = scores.shape[1]
         self.before = scores.argmax(1)
         self.labels = self._checked(labels, "labels")
@@ -237,7 +271,7 @@ class _Case:
     def _checked(self, classes: Any, name: str) -> Tensor:
         found = torch.as_tensor(classes, device=self.images.device)
         if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-            raise th.RecipeError(f"{name}= are the numbers of classes, whole ones; got {found.dtype}")
+            raise th.RecipeError(f"{name}= are class indices, as integers; got {found.dtype}")
         found = found.expand(len(self.images)) if not found.dim() and name == "target" else found
         if found.shape != (len(self.images),):
             text = f"{name}= has the shape {list(found.shape)}; there are {len(self.images)} images"
@@ -249,18 +283,18 @@ class _Case:
         return found.long()
 
     def uphill(self, images: Tensor) -> Tensor:
-        """The gradient along which the loss grows; towards the target, where there is one."""
+        """Return the gradient along which the loss increases, or decreases if there is a target."""
         leaf = images.detach().requires_grad_()
         with torch.enable_grad():
             scores = given.output_scores(self.model(leaf))
             aim = self.labels if self.target is None else self.target
-            # A sum, so that the slope of an image does not depend on how many others there are.
+            # A sum, so that the gradient of an image does not depend on the size of the batch.
             value = self.loss(scores, aim, reduction="sum")  # type: ignore[call-arg]
         slope = _gradient(value, leaf, "the loss")
         return slope if self.target is None else -slope
 
     def slopes(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores, and the gradient of every one of them: ``[batch, classes, ...]``."""
+        """Return the scores, and the gradient of each: ``[batch, classes, ...]``."""
         leaf = images.detach().requires_grad_()
         with torch.enable_grad():
             scores = given.output_scores(self.model(leaf))
@@ -271,7 +305,7 @@ class _Case:
         return scores.detach(), torch.stack(rows, 1)
 
     def attack(self, method: str, examples: Tensor, norm: Norm, settings: dict[str, Any]) -> Attack:
-        """The result, with what the model makes of it."""
+        """Return the result, with the model's predictions for the examples."""
         with torch.no_grad():
             after = given.output_scores(self.model(examples)).argmax(1)
         success = after != self.labels if self.target is None else after == self.target
@@ -291,9 +325,9 @@ def _climb(uphill: Callable[[Tensor], Tensor], ball: Ball, start: Tensor, steps:
 def _over_the_nearest(
     images: Tensor, scores: Tensor, slopes: Tensor, labels: Tensor, bounds: tuple[float, float]
 ) -> Tensor:
-    """The step to the nearest boundary, for each image, by the pixels that can still go there.
+    """Return the step to the nearest boundary for each image, using only pixels that are free to move.
 
-    Pixels at their bound are left out. Were they only clamped, every step would fall short of the boundary.
+    Pixels at their bound are left out. If they were only clamped, every step would stop short of the boundary.
     """
     rows = torch.arange(len(scores), device=scores.device)
     gap = (scores - scores[rows, labels][:, None]).abs()
@@ -315,11 +349,11 @@ def _gradient(value: Tensor, leaf: Tensor, what: str, *, retain_graph: bool = Fa
             return found
     raise th.RecipeError(
         f"{what} does not depend on the images in a way that can be differentiated.\n"
-        "Something between them detaches, rounds or takes an argmax; attack a model without it."
+        "An operation between them detaches, rounds or takes an argmax; use a model without it."
     )
 
 
 def _counted(steps: int) -> int:
     if type(steps) is not int or steps < 1:
-        raise th.RecipeError(f"steps= is how many steps are taken, 1 or more; got {steps!r}")
+        raise th.RecipeError(f"steps= is the number of steps, 1 or more; got {steps!r}")
     return steps

@@ -1,4 +1,4 @@
-"""Class activation maps: where in the image the maps of a layer speak for the target."""
+"""Class activation maps: the places of an image where a layer's feature maps support the target."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorec
 
 Reshape = Callable[[Tensor], Tensor] | None
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""a map for each example, from the values and their gradients"""
+"""returns a map for each example, from the values and their gradients"""
 
-LEAST = 4  # dimensions of a value with a map: examples, channels, height, width
+LEAST = 4  # dimensions: examples, channels, height, width
 NO_MAP = (
-    "{recipe} needs a layer with a spatial map, [examples, channels, height, width], and {point!r} passes {shape}.\n"
-    "{hint}"
+    "{recipe} needs a layer with a spatial map, [examples, channels, height, width], but the value at {point!r} is "
+    "{shape}.\n{hint}"
 )
-UNBATCHED = "The input has no batch in front: give image[None]."
+UNBATCHED = "The input has no batch dimension: give image[None]."
 TOKENS = (
-    "For tokens along a second dimension, say how they lie: reshape=lambda v: v[:, 1:].unflatten(1, (14, 14))"
+    "For tokens along the second dimension, convert them to a map: reshape=lambda v: v[:, 1:].unflatten(1, (14, 14))"
     ".permute(0, 3, 1, 2). Otherwise choose an earlier point, before the map is flattened or averaged."
 )
 
@@ -36,7 +36,7 @@ TOKENS = (
 def gradcam(
     model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
-    """Grad-CAM: the maps of a layer, weighted by the mean of their gradients, as far as they speak for the target.
+    """Grad-CAM: sum the feature maps of a layer, weighted by their mean gradients, and keep the positive part.
 
     >>> import torch, tenterhook as th
     >>> from torch import nn
@@ -46,16 +46,23 @@ def gradcam(
     >>> cam.attribution.shape, cam.map.shape
     (torch.Size([1, 4, 4]), torch.Size([1, 8, 8]))
 
-    ``.attribution`` has the size of the layer's maps and ``.map`` that of the image. A layer that is called several
-    times has to be told apart, as in ``point="relu#1"``. Selvaraju et al., *Grad-CAM*, 2016.
+    Selvaraju et al., *Grad-CAM*, 2016.
 
     Args:
         model: any ``nn.Module``.
         inputs: the images, with the batch in front.
-        point: the layer, or any other point, whose value is ``[examples, channels, height, width]``.
+        point: the layer, or another point, with a value of ``[examples, channels, height, width]``. If it is called
+            several times, name the call, as in ``point="relu#1"``.
         target: as for :func:`tenterhook.recipes.saliency`.
-        reshape: makes such a value of what passes at the point, for example of the tokens of a vision transformer.
+        reshape: a function that converts the value at the point to that shape, for example the tokens of a vision
+            transformer.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution`. ``.attribution`` has the size of the layer's maps and ``.map`` that of the image.
+
+    Raises:
+        RecipeError: the value at the point is not a spatial map, or the score does not depend on it.
     """
 
     def combine(value: Tensor, slope: Tensor) -> Tensor:
@@ -68,10 +75,10 @@ def gradcam(
 def gradcam_plus_plus(
     model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
-    """Grad-CAM++: as :func:`gradcam`, with weights that count every place where a map speaks for the target.
+    """Grad-CAM++: like :func:`gradcam`, with weights that count every place where a map supports the target.
 
-    The score is taken to be the exponent of the target, for which higher derivatives are powers of the first one.
-    Chattopadhay et al., *Grad-CAM++*, 2017.
+    The score is assumed to be the exponential of the target. Its higher derivatives are then powers of the first.
+    Chattopadhay et al., *Grad-CAM++*, 2017. The arguments are those of :func:`gradcam`.
     """
 
     def combine(value: Tensor, slope: Tensor) -> Tensor:
@@ -88,9 +95,10 @@ def gradcam_plus_plus(
 def layercam(
     model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
-    """LayerCAM: each place of a map is weighted by its own gradient, where that is positive; sharp at early layers.
+    """LayerCAM: weight each place of a map by its own gradient, where that is positive.
 
-    Jiang et al., *LayerCAM*, 2021. Arguments as for :func:`gradcam`.
+    The maps are sharp even for early layers. Jiang et al., *LayerCAM*, 2021. The arguments are those of
+    :func:`gradcam`.
     """
 
     def combine(value: Tensor, slope: Tensor) -> Tensor:
@@ -102,9 +110,9 @@ def layercam(
 def guided_gradcam(
     model: nn.Module, inputs: Tensor, *, point: str, target: Target = None, reshape: Reshape = None, more: Any = ()
 ) -> Attribution:
-    """Guided backprop, times the map of Grad-CAM: fine, and only where the class is.
+    """Return guided backprop multiplied by the Grad-CAM map: fine detail, limited to the region of the class.
 
-    Arguments as for :func:`gradcam`.
+    The arguments are those of :func:`gradcam`.
     """
     cam = gradcam(model, inputs, point=point, target=target, reshape=reshape, more=more)
     fine = guided_backprop(model, inputs, target=cam.target, more=more)
@@ -121,22 +129,25 @@ def scorecam(
     batch: int | None = None,
     more: Any = (),
 ) -> Attribution:
-    """Score-CAM: each map of a layer is laid over the image as a mask, and weighted by the score that it leaves.
+    """Score-CAM: mask the image with each map of a layer, and weight the map by the score that remains.
 
-    It takes no gradients: one run for each channel, as a sweep. Wang et al., *Score-CAM*, 2019.
+    It needs no gradients. The model runs once for each channel, as a sweep. Wang et al., *Score-CAM*, 2019.
 
     Args:
         model: any ``nn.Module``.
-        image: one image, with a batch of one in front.
+        image: one image, as a batch of one.
         point: as for :func:`gradcam`.
         target: as for :func:`tenterhook.recipes.saliency`.
         reshape: as for :func:`gradcam`.
-        batch: how many masks run at once; as for ``th.sweep``.
+        batch: the number of masks to run at once, as for ``th.sweep``.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution`, as from :func:`gradcam`.
     """
     given = prepared("scorecam", model, image, more)
     if given.examples != 1:
-        text = f"scorecam takes one image, because each has masks of its own; got a batch of {given.examples}"
+        text = f"scorecam takes one image, because each has its own masks; got a batch of {given.examples}"
         raise th.RecipeError(f"{text}. Give them one by one: image[0:1].")
     score = Score(given, target)
     with torch.no_grad():
@@ -166,7 +177,7 @@ def _cam(  # noqa: PLR0913, PLR0917
     given = prepared(recipe, model, inputs, more)
     score = Score(given, target)
     with differentiable(given, f"{point!r}"), th.record(model, point, grad=True) as tape:
-        # Where what comes before the point is frozen, there is a graph only if the input has one.
+        # If all parameters before the point are frozen, only an input that requires gradients makes a graph.
         scores = score(given.run(given.x.clone().requires_grad_().clone()))
         value = _with_map(given, lone(tape[point], point, recipe, floating=False), point, reshape)
         try:
@@ -184,14 +195,14 @@ def _with_map(given: Given, value: Tensor, point: str, reshape: Reshape) -> Tens
     shape = list(value.shape)
     value = value if reshape is None else reshape(value)
     if value.dim() < LEAST or value.shape[0] != given.examples or not value.is_floating_point():
-        shown = f"{shape}" if reshape is None else f"{shape}, of which reshape= makes {list(value.shape)}"
+        shown = f"{shape}" if reshape is None else f"{shape}, which reshape= converts to {list(value.shape)}"
         hint = UNBATCHED if given.x.dim() == LEAST - 1 and value.dim() == LEAST - 1 else TOKENS
         raise th.RecipeError(NO_MAP.format(recipe=given.recipe, point=point, shape=shown, hint=hint))
     return value
 
 
 def _masks(value: Tensor, size: Sequence[int]) -> Tensor:
-    """The maps in the size of the image, each from 0 to 1."""
+    """Return the maps resized to the image, each scaled to 0 to 1."""
     large = F.interpolate(value.float(), tuple(size), mode="bilinear" if len(size) == 2 else "trilinear")[0]  # noqa: PLR2004
     flat = large.flatten(1)
     low, high = (each.reshape(-1, *[1] * len(size)) for each in (flat.amin(1), flat.amax(1)))
@@ -199,7 +210,7 @@ def _masks(value: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _weights(given: Given, score: Score, masks: Tensor, batch: int | None) -> tuple[Tensor, tuple[str, ...]]:
-    """The share of each mask: the softmax of the score that is left when all else is dimmed."""
+    """Return the softmax over the scores of the masked images, and notes on how the sweep ran."""
     x = given.x
     cases: list[dict[str, Any]] = [{":in": th.set(x * mask, at=th.at[:])} for mask in masks]
     swept = th.sweep(given.model, cases, score, x, *given.args, batch=batch, progress=False, **given.kwargs)

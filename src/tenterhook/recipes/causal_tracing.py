@@ -1,7 +1,7 @@
-"""Causal tracing: where in a model, and at which position, a fact is recalled.
+"""Causal tracing: the layer and position where a model recalls a fact.
 
-The subject is drowned in noise, so that the model no longer knows the answer. Then single values of the clean run are
-put back, one after the other: where that brings the answer back, it had passed.
+Noise is added to the subject, so that the model no longer knows the answer. Then single values of the clean run are
+restored, one at a time. Where this restores the answer, the fact passed through.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Trace", "causal_trace"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """What was found: the metric with each value restored, by point and position.
+    """The result of causal tracing: the metric with each value restored, by point and position.
 
-    ``clean`` and ``corrupt`` are those of the clean run and of the drowned one. ``effect`` is what a restored value
-    brings back, ``share`` the part of all that was lost.
+    ``clean`` and ``corrupt`` are the metrics of the clean run and of the run with noise. ``effect`` is the gain from
+    restoring a value, and ``share`` is that gain relative to the whole loss.
     """
 
     points: tuple[str, ...]
@@ -40,31 +40,31 @@ class Trace:
 
     @property
     def effect(self) -> Tensor:
-        """What each restored value brings back."""
+        """The gain of the metric from restoring each value."""
         return self.values - self.corrupt
 
     @property
     def share(self) -> Tensor:
-        """The part of what was lost that each brings back; 1 is all of it."""
+        """The effect as a fraction of what the noise removed; 1 is all of it."""
         return self.effect / (self.clean - self.corrupt)
 
     def best(self, count: int = 5) -> list[tuple[str, int, float]]:
-        """The points and positions that bring back most."""
+        """Return the points and positions with the largest effect."""
         flat, width = self.effect.flatten(), len(self.positions)
         order = flat.argsort(descending=True)[:count].tolist()
         return [(self.points[i // width], self.positions[i % width], float(flat[i])) for i in order]
 
     def show(self, *, labels: Sequence[str] | None = None) -> Any:
-        """A matplotlib figure of the effect; the drowned positions carry a star."""
+        """Return a matplotlib figure of the effect. Positions with noise are marked with a star."""
         names = list(labels) if labels is not None else [str(place) for place in self.positions]
         names = [
             f"{name}*" if place in self.subject else name for name, place in zip(names, self.positions, strict=True)
         ]
-        title = f"restored: clean {self.clean:.3f}, drowned {self.corrupt:.3f}"
+        title = f"restored: clean {self.clean:.3f}, with noise {self.corrupt:.3f}"
         return heatmap(self.effect, self.points, names, title=title)
 
     def __repr__(self) -> str:
-        lines = [f"causal trace: clean {self.clean:.4f}, drowned {self.corrupt:.4f}"]
+        lines = [f"causal trace: clean {self.clean:.4f}, with noise {self.corrupt:.4f}"]
         return "\n".join(
             [*lines, *(f"  {printable(point):<28} {place:>4}  {effect:+.4f}" for point, place, effect in self.best())]
         )
@@ -86,22 +86,28 @@ def causal_trace(  # noqa: PLR0913
     metric: Callable[[Any], Any] | None = None,
     batch: int | None = None,
 ) -> Trace:
-    """Find where a fact passes (Meng et al. 2022).
+    """Find the points and positions that carry a fact (Meng et al. 2022).
 
     Args:
-        model: a language model, or anything with positions in the second dimension.
-        inputs: one example: a tensor, a tuple of arguments or a dict of named ones, with 1 in front.
-        subject: the positions that are drowned in noise.
-        points: where values are restored, such as ``"transformer.h.*"``.
-        embedding: where the noise is added; a transformers model tells its own.
-        target: the token whose probability at the end is measured; the model's own answer if it is not given.
-        positions: at which positions; all if they are not given.
-        noise: its standard deviation, in units of that of the values at ``embedding``.
-        samples: how many draws of the noise are averaged; the same ones for every case.
-        window: how many points in a row are restored together, the one named in the middle.
-        seed: of the noise, which leaves PyTorch's own generator alone.
-        metric: one number from the model's output, instead of the probability of the target.
+        model: a language model, or any model with positions in the second dimension.
+        inputs: one example, with a batch of one: a tensor, a tuple of arguments or a dict of keyword arguments.
+        subject: the positions to add noise to.
+        points: the points to restore, such as ``"transformer.h.*"``.
+        embedding: the point where the noise is added. Default: the input embeddings of a transformers model.
+        target: the token whose probability at the last position is measured. Default: the model's own prediction.
+        positions: the positions to restore. Default: all.
+        noise: the standard deviation of the noise, relative to that of the values at ``embedding``.
+        samples: the number of draws of the noise to average. Every case uses the same draws.
+        window: the number of consecutive points to restore together, centered on the named one.
+        seed: the seed of the noise. PyTorch's global generator is not used.
+        metric: a function from the model's output to one number, instead of the probability of the target.
         batch: as for ``th.sweep``.
+
+    Returns:
+        A :class:`Trace` with the metric for every point and position.
+
+    Raises:
+        RecipeError: an argument is wrong, the model is in training mode, or the noise does not change the metric.
     """
     given.restful(model)
     _check(noise, samples, window)
@@ -161,14 +167,16 @@ def _embedding(model: nn.Module) -> str:
     ask = getattr(model, "get_input_embeddings", None)
     found = name_of(model, ask()) if callable(ask) else None
     if found is None:
-        text = f"{type(model).__name__} does not tell which module embeds its tokens"
+        text = f"the module that embeds the tokens of {type(model).__name__} is unknown"
         raise th.RecipeError(f"{text}. Name it: embedding='transformer.wte'.")
     return found
 
 
 def _length(embedded: Tensor, where: str) -> int:
     if embedded.dim() != 3 or embedded.shape[0] != 1:  # noqa: PLR2004
-        text = f"one example is traced at a time, and {where!r} passes {list(embedded.shape)} instead of [1, positions"
+        text = (
+            f"one example is traced at a time, but the value at {where!r} is {list(embedded.shape)}, not [1, positions"
+        )
         raise th.RecipeError(f"{text}, width]")
     return embedded.shape[1]
 
@@ -178,7 +186,7 @@ def _positions(asked: Iterable[int], length: int, name: str) -> tuple[int, ...]:
     wrong = [place for place in found if not -length <= place < length]
     if wrong or not found:
         got = f"{wrong[0]}" if wrong else "none"
-        raise th.RecipeError(f"{name}= are positions of the {length} that there are, 0 to {length - 1}; got {got}")
+        raise th.RecipeError(f"{name}= are positions from 0 to {length - 1}; got {got}")
     return tuple(place % length for place in found)
 
 

@@ -1,7 +1,8 @@
-"""Direct logit attribution: how much each part that writes into the stream says for a token.
+"""Direct logit attribution: the contribution of each part of a model to a token's score.
 
-The stream at its end is a sum of what was written into it, and the readout is linear once the scale of the last norm is
-held. So a score is a sum of contributions. That holds for some architectures only: it is checked, to the score itself.
+The final residual stream is a sum of everything written to it. The readout is linear if the scale of the last norm is
+held constant. So a score is a sum of contributions. This holds for some architectures only, and is checked against the
+score itself.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from tenterhook.recipes._readout import TOLERANCE, Readout, readout
 __all__ = ["DirectLogits", "direct_logits"]
 
 LAST = (slice(None), -1)
-SHOWN = 40  # bars in a picture
+SHOWN = 40  # bars in a figure
 Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DirectLogits:
-    """Contributions to a score: ``[points, examples]``, and ``bias``, what the readout adds by itself.
+    """Contributions to a score, ``[points, examples]``, and ``bias``, the constant part of the readout.
 
-    ``contributions.sum(0) + bias`` is ``score``, up to ``error``. ``heads`` has those of single heads, ``[heads,
-    examples]``, by the projection that they leave through.
+    ``contributions.sum(0) + bias`` equals ``score``, up to ``error``. ``heads`` has the contributions of single
+    attention heads, ``[heads, examples]``, for each output projection.
     """
 
     points: tuple[str, ...]
@@ -43,12 +44,12 @@ class DirectLogits:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, count: int = 5) -> list[tuple[str, float]]:
-        """The points with the largest contribution on average, whatever its sign."""
+        """Return the points with the largest absolute contribution, averaged over the examples."""
         mean = self.contributions.mean(1)
         return [(self.points[i], float(mean[i])) for i in mean.abs().argsort(descending=True)[:count].tolist()]
 
     def show(self) -> Any:
-        """A matplotlib figure: a bar for each contribution, averaged over the examples; of many, the largest."""
+        """Return a matplotlib figure with a bar for each of the largest contributions, averaged over the examples."""
         named = dict(zip(self.points, self.contributions.mean(1).tolist(), strict=True))
         shown = {point for point, _ in self.best(SHOWN)}
         bars = {point: value for point, value in named.items() if point in shown} | {"bias": float(self.bias.mean())}
@@ -79,26 +80,29 @@ def direct_logits(  # noqa: PLR0913
     head: str | None = None,
     heads: Mapping[Any, int] | None = None,
 ) -> DirectLogits:
-    """Split a token's score into what each point wrote for it.
+    """Split a token's score into the contributions of the points that write to the residual stream.
 
-    Raises ``th.RecipeError`` where the points do not add up to the stream, or the readout is not linear: then there is
-    no such split.
-
-    With ``heads``, what attention writes is split further, into what each head wrote and the bias of the projection.
-    That projection takes the place of the attention in ``points``.
+    With ``heads``, the output of attention is split further, into the contribution of each head and the bias of the
+    projection. That projection replaces the attention in ``points``.
 
     Args:
-        model: a language model, or anything whose stream is read by one head.
-        inputs: a tensor, a tuple of arguments or a dict of named ones.
-        points: everything that writes into the stream: embeddings, attention, MLP. In GPT-2
+        model: a language model, or any model with one head that reads the stream.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+        points: everything that writes to the stream: embeddings, attention, MLP. In GPT-2
             ``["transformer.wte", "transformer.wpe", "transformer.h.*.attn", "transformer.h.*.mlp"]``.
         target: the token whose score is split.
-        against: a token whose score is taken off, for the difference of the two.
-        at: the position, with the examples in front; the last if it is not given.
+        against: a token whose score is subtracted, to split the difference of the two.
+        at: the position, as an index with the examples in front. Default: the last.
         norm: as for ``logit_lens``.
-        head: the same.
-        heads: the projections by which heads write into the stream, and how many heads each has: in GPT-2
+        head: as for ``logit_lens``.
+        heads: the output projections of attention, and the number of heads of each: in GPT-2
             ``{"transformer.h.*.attn.c_proj": 12}``, in Llama ``{"model.layers.*.self_attn.o_proj": 32}``.
+
+    Returns:
+        A :class:`DirectLogits`.
+
+    Raises:
+        RecipeError: the score cannot be split: the points do not add up to the stream, or the readout is not linear.
     """
     reads = readout(model, inputs, norm=norm, head=head)
     split = {each: count for where, count in (heads or {}).items() for each in given.selected(model, where)}
@@ -122,7 +126,7 @@ def direct_logits(  # noqa: PLR0913
     score = scores[..., target].double() - (0 if against is None else scores[..., against].double())
     error = float((found.sum(0) + bias - score).abs().max())
     if error > limit * max(1.0, float(scores.double().abs().max())) * 10:
-        raise th.RecipeError(f"the contributions add up to something else than the score, off by {error:.3g}")
+        raise th.RecipeError(f"the contributions do not add up to the score: off by {error:.3g}")
     settings = {"target": target, "against": against, "at": at, "norm": reads.norm, "head": reads.head}
     single, first = dict[str, Tensor](), len(addresses) - sum(count + 1 for count in split.values())
     for projection, count in split.items():
@@ -132,28 +136,35 @@ def direct_logits(  # noqa: PLR0913
 
 
 def _by_head(model: nn.Module, projection: str, heads: int, tape: Any, at: Any) -> list[Tensor]:
-    """What each head wrote through a projection, and what the projection adds by itself; by trying, and checked."""
+    """Return what each head writes through a projection, and the projection's bias.
+
+    The parts are computed by running the projection on one head's input at a time, and their sum is checked.
+    """
     module, came = model.get_submodule(projection), given.lone(tape[f"{projection}:in"], f"{projection}:in")
     gave = given.lone(tape[projection], projection)
     if type(heads) is not int or heads < 1 or came.shape[-1] % heads:
-        text = f"what comes to {projection!r} is {came.shape[-1]} wide, and cannot be of {heads!r} heads of one width"
-        raise th.RecipeError(f"{text}. The number is that of query heads: config.num_attention_heads.")
+        text = (
+            f"the input of {projection!r} has {came.shape[-1]} features, which cannot be divided into {heads!r} heads"
+        )
+        raise th.RecipeError(f"{text}. Give the number of query heads: config.num_attention_heads.")
     owner = torch.arange(came.shape[-1], device=came.device) // (came.shape[-1] // heads)
     with torch.no_grad():
         own = module(torch.zeros_like(came))
         each = [module(came.where(owner == head, 0)) - own for head in range(heads)]
     gap = float((torch.stack([*each, own]).double().sum(0) - gave.double()).abs().max())
     if gap > TOLERANCE.get(gave.dtype, 1e-4) * max(1.0, float(gave.double().abs().max())) * 10:
-        text = f"what the heads write through {projection!r} does not add up to what it gives: off by {gap:.3g}"
-        raise th.RecipeError(f"{text}. A projection is linear, such as attn.c_proj, self_attn.o_proj, attention.dense.")
+        text = f"the outputs of the heads through {projection!r} do not add up to its output: off by {gap:.3g}"
+        raise th.RecipeError(
+            f"{text}. The projection must be linear, such as attn.c_proj, self_attn.o_proj, attention.dense."
+        )
     return [part[at].double() for part in (*each, own)]
 
 
 def _written(value: Any, point: str, stream: Tensor) -> Tensor:
-    """What a point wrote: the tensor in its value that has the stream's shape."""
+    """Return the tensor in a point's value that has the shape of the stream."""
     found = [each for each in given.floats(value) if _fits(each, stream)]
     if len(found) != 1:
-        text = f"{point!r} passes {len(found)} tensors of the stream's shape, {list(stream.shape)}, and one is needed"
+        text = f"{point!r} has {len(found)} tensors of the stream's shape, {list(stream.shape)}, but one is needed"
         raise th.RecipeError(text)
     return found[0].expand_as(stream)
 
@@ -171,15 +182,18 @@ def _check_sum(parts: Sequence[Tensor], stream: Tensor, limit: float) -> None:
         return
     share = gap / float(stream.abs().max())
     raise th.RecipeError(
-        f"what these points write does not add up to the stream: off by {gap:.3g}, {share:.0%} of its largest value.\n"
-        "Give everything that is added to it (embeddings, positions, attention, MLP), each as it is added: after a "
-        "norm that follows it, where the architecture has one.\n"
-        "Where values are scaled on the way, there is no such sum."
+        f"the outputs of these points do not add up to the stream: off by {gap:.3g}, {share:.0%} of its maximum.\n"
+        "Give everything that is added to it (embeddings, positions, attention, MLP), in the form that is added: "
+        "if the architecture has a norm after a layer, give the norm.\n"
+        "If values are scaled before they are added, there is no such sum."
     )
 
 
 def _normed(reads: Readout, value: Tensor, limit: float) -> tuple[Linear, Tensor]:
-    """The norm as a linear map with its scale held at this value, and what it adds; found by trying, and checked."""
+    """Return the norm as a linear map, with its scale held at this value, and its bias.
+
+    The form of the norm is found by trying the known ones, and checked.
+    """
     if not reads.norm:
         return lambda part: part, torch.zeros(value.shape[-1], dtype=torch.float64, device=value.device)
     module = reads.model.get_submodule(reads.norm)
@@ -194,7 +208,7 @@ def _normed(reads: Readout, value: Tensor, limit: float) -> tuple[Linear, Tensor
             gap = ((wide - middle) * scale * weight + offset - truth).abs().max()
             if float(gap) <= limit * max(1.0, float(truth.abs().max())):
                 return _held(scale, weight, centred=centred), offset
-    text = f"{reads.norm!r} is a {type(module).__name__}, which is not linear even with its scale held"
+    text = f"{reads.norm!r} is a {type(module).__name__}, which is not linear even with a constant scale"
     raise th.RecipeError(f"{text}: the score cannot be split into contributions")
 
 
@@ -217,7 +231,7 @@ def _direction(head: nn.Module, target: int, against: int | None, vocabulary: in
             raise th.RecipeError(f"a token is 0 to {vocabulary - 1}; got {token}")
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or len(weight) != vocabulary:  # noqa: PLR2004
-        raise th.RecipeError(f"the head is a {type(head).__name__}, and a linear one is needed")
+        raise th.RecipeError(f"the head is a {type(head).__name__}, but a linear layer is needed")
     rows = weight.detach().double()
     added = bias.detach().double() if isinstance(bias, Tensor) else torch.zeros(vocabulary).to(rows)
     if against is None:

@@ -1,7 +1,7 @@
-"""Attribution by the gradient at the input: how the score changes with each element of it.
+"""Attribution by the gradient at the input.
 
-Nothing of the model is touched: its parameters get no gradient, and in-place operations, reused modules and calls of
-functions are as right as the gradient itself.
+The model is not changed and its parameters get no gradient. In-place operations, reused modules and function calls need
+no special treatment, because only autograd's own gradient is used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoo
 
 RELU = "ReluBackward0"
 HIDDEN = (
-    "{recipe} changes the gradient of every ReLU, and there is none between the score and the input{hint}.\n"
+    "{recipe} changes the gradient of every ReLU, but there is none between the score and the input{hint}.\n"
     "For other activations it is not defined: use integrated_gradients or saliency."
 )
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""what a ReLU hands back, from what PyTorch would hand back and from what came"""
+"""returns the gradient of a ReLU's input, from PyTorch's own gradient of it and from the gradient of its output"""
 
 
 def saliency(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
-    """How strongly the score reacts to each element of the input: the size of its gradient.
+    """Return the absolute gradient of the score with respect to each element of the input.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Linear(3, 2)
@@ -42,10 +42,16 @@ def saliency(model: nn.Module, inputs: Tensor, *, target: Target = None, more: A
     Args:
         model: any ``nn.Module``.
         inputs: the examples, with the batch in front.
-        target: what is explained: a class, or a tensor of one for each example; a tuple, an index into each example's
-            output; a function that makes one number for each example of the output; by default each example's highest
-            class.
-        more: what else the model takes, for which nothing is attributed: a tuple, or a dict of names.
+        target: the number to explain: a class, or a tensor with one class for each example; a tuple, an index into each
+            example's output; or a function from the output to one number for each example. Default: each example's
+            highest class.
+        more: other arguments of the model, which get no attribution: a tuple, or a dict of keyword arguments.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input.
+
+    Raises:
+        RecipeError: an argument is wrong, or the score has no gradient at the input.
     """
     given = prepared("saliency", model, inputs, more)
     score = Score(given, target)
@@ -54,9 +60,9 @@ def saliency(model: nn.Module, inputs: Tensor, *, target: Target = None, more: A
 
 
 def input_x_gradient(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
-    """The input times its gradient: for a linear model, what each element adds to the score.
+    """Return the input times its gradient. For a linear model, this is each element's contribution to the score.
 
-    Arguments as for :func:`saliency`.
+    The arguments are those of :func:`saliency`.
     """
     given = prepared("input_x_gradient", model, inputs, more)
     score = Score(given, target)
@@ -65,10 +71,13 @@ def input_x_gradient(model: nn.Module, inputs: Tensor, *, target: Target = None,
 
 
 def guided_backprop(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
-    """The gradient, of which every ReLU lets only the positive part pass back.
+    """Return the gradient at the input, with negative gradients set to zero at every ReLU in the backward pass.
 
-    All ReLUs between the score and the input take part: modules, reused ones, in place or not, and functions.
-    Springenberg et al., *Striving for Simplicity*, 2014. Arguments as for :func:`saliency`.
+    This applies to all ReLUs between the score and the input: modules, reused modules, in-place ones, and functions.
+    Springenberg et al., *Striving for Simplicity*, 2014. The arguments are those of :func:`saliency`.
+
+    Raises:
+        RecipeError: there is no ReLU between the score and the input, or a compiled or checkpointed region hides it.
     """
     return _ruled(
         "guided_backprop", "guided backprop", model, inputs, target, more, lambda own, _came: own.clamp(min=0)
@@ -76,10 +85,10 @@ def guided_backprop(model: nn.Module, inputs: Tensor, *, target: Target = None, 
 
 
 def deconvnet(model: nn.Module, inputs: Tensor, *, target: Target = None, more: Any = ()) -> Attribution:
-    """The gradient, with a ReLU of what comes back in place of every ReLU's own gradient.
+    """Return the gradient at the input, with the backward of every ReLU replaced by a ReLU of the gradient.
 
-    Zeiler and Fergus, *Visualizing and Understanding Convolutional Networks*, 2013. What takes part, and the arguments,
-    are as for :func:`guided_backprop`.
+    Zeiler and Fergus, *Visualizing and Understanding Convolutional Networks*, 2013. It applies to the same ReLUs, and
+    takes the same arguments, as :func:`guided_backprop`.
     """
     return _ruled("deconvnet", "deconvnet", model, inputs, target, more, lambda _own, came: came.clamp(min=0))
 
@@ -96,20 +105,23 @@ def smoothgrad(  # noqa: PLR0913
     batch: int = 50,
     more: Any = (),
 ) -> Attribution:
-    """The gradient, averaged over copies of the input with noise.
+    """Return the gradient at the input, averaged over copies of the input with noise.
 
-    Smilkov et al., *SmoothGrad*, 2017. The noise comes from a generator of its own: torch's stays as it is.
+    Smilkov et al., *SmoothGrad*, 2017.
 
     Args:
         model: any ``nn.Module``.
         inputs: the examples, with the batch in front.
-        target: as for :func:`saliency`; without one, the highest class of the input without noise.
-        samples: copies of each example.
-        noise: the standard deviation, as a share of the distance between an example's smallest and largest value.
-        kind: the mean of the gradients, of their squares, or their variance.
-        seed: of the noise.
-        batch: how many copies run at once.
+        target: as for :func:`saliency`. Default: the highest class of the input without noise.
+        samples: the number of copies of each example.
+        noise: the standard deviation of the noise, as a fraction of the range of an example's values.
+        kind: return the mean of the gradients, the mean of their squares, or their variance.
+        seed: the seed of the noise. PyTorch's global generator is not used.
+        batch: the number of copies to run at once.
         more: as for :func:`saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input.
     """
     if kind not in ("plain", "squared", "variance"):
         raise th.RecipeError(f'smoothgrad: kind= is "plain", "squared" or "variance"; got {kind!r}')
@@ -140,11 +152,11 @@ def smoothgrad(  # noqa: PLR0913
 def gradient(
     given: Given, score: Score, x: Tensor | None = None, rows: Tensor | None = None, rule: Rule | None = None
 ) -> Tensor:
-    """The gradient of the score at ``x``, each row's by itself as long as the model keeps examples apart."""
+    """Return the gradient of the score at ``x``. Rows are independent if the model does not mix examples."""
     with differentiable(given):
         leaf = (given.x if x is None else x).detach()
         leaf = (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
-        # What the model gets is no leaf, so that it may change it in place, and the caller's tensor stays as it is.
+        # The model gets a clone: it may change a non-leaf in place, and the caller's tensor is not modified.
         scores = score(given.run(leaf.clone(), rows), rows)
         if not scores.requires_grad:
             raise th.RecipeError(NO_GRADIENT.format(recipe=given.recipe, what="the input"))
@@ -157,10 +169,10 @@ def gradient(
 
 
 def in_batches(recipe: str, examples: int, times: int, batch: int, device: torch.device) -> Iterator[Tensor]:
-    """Of which example each row is, batch by batch, where each example comes so many times, one after the other."""
+    """Yield, batch by batch, the example index of each row, where each example is repeated ``times`` times in a row."""
     for name, value in (("samples or steps", times), ("batch", batch)):
         if type(value) is not int or value < 1:
-            raise th.RecipeError(f"{recipe}: the number of {name} is a positive one; got {value!r}")
+            raise th.RecipeError(f"{recipe}: the number of {name} must be a positive integer; got {value!r}")
     rows = torch.arange(examples, device=device).repeat_interleave(times)
     yield from rows.split(batch)
 
@@ -174,24 +186,27 @@ def _ruled(
 
 
 def _at_relus(given: Given, scores: Tensor, rule: Rule) -> list[Any]:
-    """Put a rule at every ReLU of a graph: it is one operation there, whoever called it, and each call has its own."""
+    """Register a hook that applies the rule at every ReLU node of the graph.
+
+    Every call of a ReLU, by a module or a function, has its own node.
+    """
     found = [node for node in nodes(scores) if node.name() == RELU]
     if not found:
         hidden = sorted(
             {node.name() for node in nodes(scores) if "Compiled" in node.name() or "Checkpoint" in node.name()}
         )
-        hint = f" that can be seen: {hidden[0].removesuffix('Backward')} hides what is inside it" if hidden else ""
+        hint = f" that is visible: {hidden[0].removesuffix('Backward')} hides its operations" if hidden else ""
         raise th.RecipeError(HIDDEN.format(recipe=given.recipe, hint=hint))
 
     def ruled(own: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        # Nothing flows where what follows gives no gradient.
+        # There is no gradient if the next operation returns none.
         return None if own[0] is None or came[0] is None else (rule(own[0], came[0]),)
 
     return [node.register_hook(ruled) for node in found]
 
 
 def nodes(tensor: Tensor) -> list[Any]:
-    """Every operation in the graph of a tensor."""
+    """Return every node of a tensor's autograd graph."""
     todo, seen = [tensor.grad_fn], dict[Any, None]()
     while todo:
         node = todo.pop()

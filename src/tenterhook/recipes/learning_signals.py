@@ -1,4 +1,4 @@
-"""The learning signal: how much of the gradient reaches each layer."""
+"""The learning signal: the size of the gradient that reaches each layer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from tenterhook.recipes._inputs import floats
 __all__ = ["LayerSignal", "Signal", "learning_signal"]
 
 FAR = 1e3
-"""How many times smaller, or larger, than the middle one a signal is to be remarked on."""
+"""A ratio that is this many times smaller or larger than the median gets a remark."""
 
 
 @dataclass(frozen=True)
 class LayerSignal:
-    """One layer. ``ratio``: the length of the gradient of its parameters over theirs; what a step changes of it.
+    """The learning signal of one layer.
 
-    ``activation`` and ``gradient`` are the root mean squares of its output and of the gradient there.
+    ``ratio`` is the norm of the gradient of its parameters divided by the norm of the parameters. It is proportional to
+    the relative change of the layer in one step. ``activation`` and ``gradient`` are the root mean squares of its
+    output and of the gradient there.
     """
 
     name: str
@@ -40,13 +42,13 @@ class LayerSignal:
 
     @property
     def ratio(self) -> float:
-        """The gradient of the parameters over the parameters, by length."""
+        """The norm of the parameters' gradient divided by the norm of the parameters."""
         return self.weight_gradient / self.weight if self.weight else math.inf
 
 
 @dataclass(frozen=True, repr=False)
 class Signal:
-    """The layers in the order of the model, and the loss."""
+    """The learning signal of each layer, in the order of the model, and the loss."""
 
     layers: tuple[LayerSignal, ...]
     loss: float
@@ -55,7 +57,7 @@ class Signal:
         return next(layer for layer in self.layers if layer.name == name)
 
     def show(self) -> Any:
-        """A matplotlib figure: the ratio of each layer, on a logarithmic scale."""
+        """Return a matplotlib figure with the ratio of each layer on a logarithmic scale."""
         figure = new_figure(6, 1.2 + 0.24 * len(self.layers))
         axes = figure.add_subplot()
         ratios = [layer.ratio for layer in self.layers]
@@ -81,7 +83,7 @@ class Signal:
 
 
 def learning_signal(model: nn.Module, loss: Callable[[], Tensor]) -> Signal:
-    """What reaches each layer with parameters in one backward pass, and where it stops.
+    """Measure the gradient that reaches each layer with parameters in one backward pass, and mark outliers.
 
     >>> import torch, tenterhook as th
     >>> _ = torch.manual_seed(0)
@@ -90,11 +92,18 @@ def learning_signal(model: nn.Module, loss: Callable[[], Tensor]) -> Signal:
     >>> [layer.name for layer in found.layers], found["0"].ratio > 0
     (['0', '2'], True)
 
-    The ``.grad`` of the parameters is not touched.
+    The ``.grad`` of the parameters is not changed.
 
     Args:
         model: any ``nn.Module``.
-        loss: a function that runs the model and gives the loss, one number.
+        loss: a function that runs the model and returns the loss, one number.
+
+    Returns:
+        A :class:`Signal`. A layer has a ``remark`` if it is frozen, is not called, gets no gradient, or has a ratio far
+        from the median.
+
+    Raises:
+        RecipeError: the model has no parameters, or the loss is not one number with a gradient.
     """
     layers = {name: module for name, module in model.named_modules() if any(True for _ in _own(module))}
     if not layers:
@@ -110,7 +119,7 @@ def learning_signal(model: nn.Module, loss: Callable[[], Tensor]) -> Signal:
         value: Any = loss()
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             got = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise th.RecipeError(f"the loss is one number with a gradient; the function gave {got}")
+            raise th.RecipeError(f"the loss is one number with a gradient; the function returned {got}")
         tape.backward(value)
     rows = [_layer(tape, model, name, module) for name, module in layers.items()]
     return Signal(tuple(_remarked(rows)), float(value.detach()))
@@ -139,7 +148,7 @@ def _layer(tape: Any, model: nn.Module, name: str, module: nn.Module) -> LayerSi
 
 
 def _remarked(rows: list[LayerSignal]) -> list[LayerSignal]:
-    """The rows with a remark where a ratio is far from the middle one."""
+    """Return the rows, with a remark where the ratio is far from the median."""
     sound = sorted(row.ratio for row in rows if not row.remark and math.isfinite(row.ratio))
     if not sound:
         return rows
@@ -154,7 +163,7 @@ def _remarked(rows: list[LayerSignal]) -> list[LayerSignal]:
 
 
 def _rms(values: Any) -> float:
-    """The root mean square of all the numbers in some values; 0 of none."""
+    """Return the root mean square of all numbers in some values, or 0 if there are none."""
     flat = [tensor.detach().double().flatten() for value in values for tensor in floats(value)]
     return float(torch.cat(flat).square().mean().sqrt()) if flat else 0.0
 

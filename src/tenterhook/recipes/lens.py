@@ -1,7 +1,7 @@
-"""What a model would say, were it to stop at a point: the logit lens, and the tuned lens.
+"""The logit lens and the tuned lens: the prediction that the model would make if it ended at a point.
 
-The logit lens reads each point of the stream with the model's own last norm and head. The tuned lens puts a learned
-affine map before them, because early points speak another basis.
+The logit lens applies the model's last norm and head to each point of the residual stream. The tuned lens applies a
+learned affine map first, because early points use another basis.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Lens", "TunedLens", "logit_lens", "tuned_lens"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lens:
-    """What a lens shows.
+    """The result of a lens.
 
-    ``logits``: the scores read at each point, ``[points, …, vocabulary]``. ``final``: the scores that the model gave.
+    ``logits``: the scores at each point, ``[points, …, vocabulary]``. ``final``: the model's own scores.
     """
 
     points: tuple[str, ...]
@@ -36,11 +36,11 @@ class Lens:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def top(self, count: int = 1) -> Tensor:
-        """The most likely tokens at each point, ``[points, …, count]``."""
+        """Return the most likely tokens at each point, ``[points, …, count]``."""
         return self.logits.topk(count).indices
 
     def rank(self, token: int) -> Tensor:
-        """The place of a token among all, at each point; 0 is the most likely."""
+        """Return the rank of a token at each point; 0 is the most likely."""
         if not 0 <= token < self.logits.shape[-1]:
             text = f"token {token} is not in the vocabulary: 0 to {self.logits.shape[-1] - 1}"
             raise th.RecipeError(text)
@@ -48,18 +48,18 @@ class Lens:
 
     @property
     def divergence(self) -> Tensor:
-        """How far what is read at each point is from what the model says: KL(final ‖ lens), in nats."""
+        """The divergence of each point's prediction from the model's: KL(final ‖ lens), in nats."""
         final = self.final.float().log_softmax(-1)
         return (final.exp() * (final - self.logits.float().log_softmax(-1))).sum(-1)
 
     @property
     def agreement(self) -> Tensor:
-        """The share of the positions at which each point has the model's own first choice."""
+        """The fraction of positions where each point's most likely token is the model's."""
         same = self.top()[..., 0] == self.final.argmax(-1)
         return same.flatten(1).float().mean(1)
 
     def show(self, *, decode: Callable[[int], str] = str, example: int = 0, labels: Sequence[str] | None = None) -> Any:
-        """A matplotlib figure: the first choice at each point and position of an example, and its probability."""
+        """Return a matplotlib figure of the most likely token, and its probability, at each point of one example."""
         scores = self.logits if self.logits.dim() > 3 else self.logits[:, :, None]  # noqa: PLR2004
         chances, tokens = scores[:, example].float().softmax(-1).max(-1)
         words = [[decode(token) for token in line] for line in tokens.tolist()]
@@ -71,7 +71,7 @@ class Lens:
         away = self.divergence.flatten(1).mean(1).tolist()
         lines = [f"{'tuned' if self.tuned else 'logit'} lens: {list(self.logits.shape)}"]
         lines += [
-            f"  {printable(point):<28} KL {kl:7.3f}   same first choice {share:6.1%}"
+            f"  {printable(point):<28} KL {kl:7.3f}   same top token {share:6.1%}"
             for point, kl, share in zip(self.points, away, self.agreement.tolist(), strict=True)
         ]
         return "\n".join(lines)
@@ -80,18 +80,24 @@ class Lens:
 def logit_lens(
     model: nn.Module, inputs: Any, *, points: Any, at: Any = None, norm: str | None = None, head: str | None = None
 ) -> Lens:
-    """Read the stream at each point as the model reads its end (nostalgebraist 2020).
+    """Apply the model's own readout at each point of the residual stream (nostalgebraist 2020).
 
-    ``norm`` and ``head`` are found by themselves in a transformers model, and checked in any: read so, the end of the
-    stream must give the model's own scores.
+    In a transformers model, ``norm`` and ``head`` are found automatically. In any model they are checked: applied to
+    the end of the stream, they must give the model's own scores.
 
     Args:
-        model: a language model, or anything whose stream is read by one head.
-        inputs: a tensor, a tuple of arguments or a dict of named ones.
+        model: a language model, or any model with one head that reads the stream.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
         points: points of the stream, such as ``"transformer.h.*"``.
-        at: which part of it, such as ``th.at[:, -1:]``; all if it is not given.
-        norm: the module before the head, ``""`` for none.
-        head: the module that makes the scores.
+        at: the part of the stream to read, such as ``th.at[:, -1:]``. Default: all.
+        norm: the name of the module before the head, or ``""`` for none.
+        head: the name of the module that computes the scores.
+
+    Returns:
+        A :class:`Lens` with the scores at every point.
+
+    Raises:
+        RecipeError: the readout is not found or does not give the model's scores, or a point is not in the stream.
     """
     reads = readout(model, inputs, norm=norm, head=head)
     addresses = given.selected(model, points)
@@ -102,9 +108,9 @@ def logit_lens(
 
 
 class TunedLens(nn.Module):
-    """Learned maps from each point to the end of the stream: ``x + x A + b``, at first nothing but ``x``.
+    """Learned maps from each point to the end of the stream: ``x + x A + b``, initialised to ``x``.
 
-    It holds no part of the model. Save it by its ``state_dict``; call it with a model and inputs for a :class:`Lens`.
+    It contains no part of the model. Save its ``state_dict``. Call it with a model and inputs to get a :class:`Lens`.
     """
 
     def __init__(self, points: Sequence[str], width: int, *, norm: str, head: str) -> None:
@@ -116,7 +122,7 @@ class TunedLens(nn.Module):
         self.losses: list[float] = []
 
     def forward(self, model: nn.Module, inputs: Any, *, at: Any = None) -> Lens:
-        """What the lens shows of a run."""
+        """Run the model and return the scores at every point."""
         reads = Readout(model, self.norm, self.head)
         values, final = _stream(model, inputs, self.points, reads, at)
         with torch.no_grad():
@@ -125,7 +131,7 @@ class TunedLens(nn.Module):
         return Lens(self.points, scores, final, tuned=True, settings=settings)
 
     def loss(self, reads: Readout, values: Sequence[Tensor], final: Tensor) -> Tensor:
-        """KL(final ‖ lens), averaged over positions and points."""
+        """Return KL(final ‖ lens), averaged over positions and points."""
         aim = final.float().log_softmax(-1)
         terms = [
             (aim.exp() * (aim - reads(self._mapped(place, value)).float().log_softmax(-1))).sum(-1).mean()
@@ -148,18 +154,21 @@ def tuned_lens(
     norm: str | None = None,
     head: str | None = None,
 ) -> TunedLens:
-    """Learn the maps of a tuned lens (Belrose et al. 2023), one for each point, on some batches.
+    """Train the maps of a tuned lens, one for each point, on some batches (Belrose et al. 2023).
 
-    The model is not trained: not even the ``.grad`` of its parameters is touched. ``.losses`` has each step's loss.
+    The model is not trained, and the ``.grad`` of its parameters is not changed.
 
     Args:
         model: as for :func:`logit_lens`.
-        batches: inputs, gone through ``epochs`` times; a list, so that it can be.
+        batches: inputs. They are kept in a list and used once per epoch.
         points: points of the stream.
-        epochs: how often.
-        lr: of Adam.
+        epochs: the number of epochs.
+        lr: the learning rate of Adam.
         norm: as for :func:`logit_lens`.
-        head: the same.
+        head: as for :func:`logit_lens`.
+
+    Returns:
+        A :class:`TunedLens`. ``.losses`` has the loss of each step.
     """
     inputs = list(batches)
     if not inputs:
@@ -186,7 +195,7 @@ def tuned_lens(
 def _stream(
     model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """What passes at points of the stream, and the scores of the model."""
+    """Return the values at points of the stream, and the model's scores."""
     args, kwargs = given.arguments(inputs)
     with torch.no_grad(), th.record(model, *points, reads.stream) as tape:
         final = given.output_scores(model(*args, **kwargs))
@@ -194,7 +203,7 @@ def _stream(
     values = [given.lone(tape[point], point) for point in points]
     for point, value in zip(points, values, strict=True):
         if value.shape != end.shape:
-            text = f"{point!r} passes {list(value.shape)}, and the stream that is read is {list(end.shape)}"
+            text = f"the value at {point!r} is {list(value.shape)}, but the stream is {list(end.shape)}"
             raise th.RecipeError(f"{text}. Choose points of that stream, such as the outputs of the blocks.")
     if at is None:
         return values, final

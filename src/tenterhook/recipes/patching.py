@@ -1,8 +1,8 @@
-"""Patching: which parts of a model carry the difference between two inputs.
+"""Patching: the parts of a model that carry the difference between two inputs.
 
-A value of one run is put into another, at one point and place after the other, and the metric tells how much of the
-difference came along. ``activation`` does so for true, ``attribution`` estimates all of it from one backward pass, and
-``path`` lets a difference travel along one way only.
+A value of one run replaces that of another run, at one point and place at a time. The metric shows how much of the
+difference follows. ``activation`` measures this with real runs, ``attribution`` estimates it from one backward pass,
+and ``path`` restricts it to the direct path between two points.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Mode = Literal["denoise", "noise"]
 Metric = Callable[[Any], Any]
 Places = Iterable[int] | Mapping[str, Any] | None
 
-ENOUGH = 2  # points through which a correlation can be drawn
+ENOUGH = 2  # cases needed for a correlation
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How an estimate agrees with true patching: Pearson's correlation, and the largest gap, over so many cases."""
+    """Agreement of an estimate with true patching: Pearson's correlation and the largest gap, over ``cases`` cases."""
 
     correlation: float
     largest_gap: float
@@ -41,11 +41,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Patching:
-    """What patching found.
+    """The result of patching.
 
     ``values``: the metric for each pair, point and place. ``clean`` and ``corrupt``: the metric of the two runs of each
-    pair. ``effect``: the part of the way from the run that was patched to the other one, averaged over the pairs; 1 is
-    all of it. ``error``: the standard error of that average, where there are several pairs.
+    pair. ``effect``: the fraction of the difference between the two runs that the patch restores, averaged over the
+    pairs; 1 is all of it. ``error``: the standard error of that average, if there are several pairs.
     """
 
     points: tuple[str, ...]
@@ -60,7 +60,7 @@ class Patching:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was asked for."""
+        """The options of the call."""
         return {"mode": self.mode, "estimated": self.estimated}
 
     @property
@@ -81,14 +81,14 @@ class Patching:
         return self.effects.std(0) / math.sqrt(count) if count > 1 else torch.full_like(self.effect, math.nan)
 
     def best(self, count: int = 5) -> list[tuple[str, str, float]]:
-        """The points and places with the largest effect, whatever its sign."""
+        """Return the points and places with the largest absolute effect."""
         flat = self.effect.flatten()
         order = flat.abs().argsort(descending=True)[:count].tolist()
         width = len(self.places)
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
     def show(self, *, title: str = "") -> Any:
-        """A matplotlib figure of the effect: points down, places along."""
+        """Return a matplotlib figure of the effect, with points as rows and places as columns."""
         return heatmap(
             self.effect, self.points, self.places, title=title or ("estimated effect" if self.estimated else "effect")
         )
@@ -115,7 +115,7 @@ def activation(  # noqa: PLR0913
     batch: int | None = None,
     progress: bool | None = None,
 ) -> Patching:
-    """Put the values of one run into another, one point and place after the other, and measure what that does.
+    """Replace values of one run by those of another, at one point and place at a time, and measure the effect.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -126,16 +126,22 @@ def activation(  # noqa: PLR0913
 
     Args:
         model: any ``nn.Module``.
-        clean: an input: a tensor, a tuple of arguments or a dict of named ones; or a list of inputs, for statistics
-            over several pairs.
-        corrupt: the other input, or as many of them.
+        clean: an input: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of inputs, for
+            statistics over several pairs.
+        corrupt: the other input, or a list of the same length.
         points: the points to patch, as for ``th.points``.
-        metric: one number from the model's output.
-        at: positions along the second dimension, or a dict of name to index (``{"head 0": th.at[:, 0]}``); the whole
-            value if it is not given.
-        mode: ``"denoise"`` puts values of the clean run into the corrupt one, ``"noise"`` the other way round.
+        metric: a function from the model's output to one number.
+        at: positions along the second dimension, or a dict of name to index (``{"head 0": th.at[:, 0]}``). Default: the
+            whole value.
+        mode: ``"denoise"`` puts values of the clean run into the corrupt run; ``"noise"`` does the reverse.
         batch: as for ``th.sweep``.
         progress: as for ``th.sweep``.
+
+    Returns:
+        A :class:`Patching` with the effect at every point and place.
+
+    Raises:
+        RecipeError: the two inputs differ in shape, or the metric is the same for both.
     """
     places, selected = _places(at), addresses_of(model, points)
     rows, ends = [], []
@@ -169,10 +175,20 @@ def attribution(
     mode: Mode = "denoise",
     check: bool = False,
 ) -> Patching:
-    """Estimate what :func:`activation` would find, at all points at once, from one backward pass for each pair.
+    """Estimate the result of :func:`activation` at all points at once, from one backward pass for each pair.
 
-    The estimate is the gradient of the metric times the difference of the values. It is exact where the model is
-    linear between the two. ``check`` runs true patching as well and reports how the two agree.
+    The estimate is the gradient of the metric times the difference of the values. It is exact if the model is linear
+    between the two inputs.
+
+    Args:
+        model: any ``nn.Module``.
+        clean: as for :func:`activation`.
+        corrupt: as for :func:`activation`.
+        points: as for :func:`activation`.
+        metric: as for :func:`activation`; it must be differentiable.
+        at: as for :func:`activation`.
+        mode: as for :func:`activation`.
+        check: also run true patching, and report the agreement in ``.agreement``.
     """
     places, selected = _places(at), addresses_of(model, points)
     rows, ends = [], []
@@ -209,21 +225,27 @@ def path(
     metric: Metric,
     mode: Mode = "denoise",
 ) -> Patching:
-    """Let the difference at each sender travel to the receivers directly, past everything that is frozen.
+    """Let the difference at each sender reach the receivers along the direct path only.
 
-    For each sender, the patched run goes as far as the receivers with every other frozen point held at its own value,
-    so that only the direct way (a residual stream, say) carries the difference. What arrives at the receivers is then
-    put into a run of its own, in which nothing is frozen.
+    For each sender, a first run goes as far as the receivers. All other frozen points keep their own values, so that
+    only the direct path, such as a residual stream, carries the difference. A second run, in which nothing is frozen,
+    then uses the values that arrived at the receivers.
 
     Args:
         model: any ``nn.Module``.
-        clean: an input, or a list of them, as for :func:`activation`.
-        corrupt: the other input, or as many of them.
-        senders: points whose values are patched, one after the other; each gives a row.
-        receivers: points where the difference arrives, such as ``"h.8.attn:in"``; all of them at once.
-        freeze: points that are held, such as ``"h.*.{attn,mlp}"``; senders and receivers may be among them.
-        metric: one number from the model's output.
+        clean: an input or a list of inputs, as for :func:`activation`.
+        corrupt: the other input, or a list of the same length.
+        senders: the points to patch, one at a time. Each is a row of the result.
+        receivers: the points that receive the difference, such as ``"h.8.attn:in"``, all at once.
+        freeze: the points to hold constant, such as ``"h.*.{attn,mlp}"``. They may include senders and receivers.
+        metric: a function from the model's output to one number.
         mode: as for :func:`activation`.
+
+    Returns:
+        A :class:`Patching` with one row for each sender.
+
+    Raises:
+        RecipeError: a sender runs after all receivers, or the inputs do not fit together.
     """
     sending, receiving, held = (addresses_of(model, each) for each in (senders, receivers, freeze))
     rows, ends = [], []
@@ -232,7 +254,7 @@ def path(
         given, measured = _recorded(model, source, sending, metric)
         own, start = _recorded(model, base, list(dict.fromkeys([*held, *receiving])), metric)
         for receiver in receiving:
-            own[receiver]  # One of several calls has to be named: the run that stops would see the first alone.
+            own[receiver]  # Raises AmbiguousCall for several calls: the run that stops would only see the first.
         args, kwargs = arguments(base)
         row = []
         with torch.no_grad():
@@ -255,7 +277,7 @@ def path(
 def _unless_later(
     model: nn.Module, frozen: dict[str, Any], sender: str, receivers: Sequence[str], args: Any, kwargs: Any
 ) -> dict[str, Any]:
-    """Those frozen points that a run passes before it comes to the last receiver; others are never reached."""
+    """Return the frozen points that run before the last receiver. The patched run stops there."""
     order: list[str] = []
 
     def noted(point: str) -> Callable[[Any], None]:
@@ -266,7 +288,7 @@ def _unless_later(
     last = max(index for index, point in enumerate(order) if point in receivers)
     first = order.index(sender) if sender in order else last
     if first > last:
-        raise th.RecipeError(f"{sender!r} comes after the receivers, so that nothing of it can reach them")
+        raise th.RecipeError(f"{sender!r} runs after the receivers, so it cannot reach them")
     return {point: edit for point, edit in frozen.items() if point in order[:last]}
 
 
@@ -283,7 +305,7 @@ def _pairs(clean: Any, corrupt: Any) -> list[tuple[Any, Any]]:
 
 
 def _same_shapes(clean: Any, corrupt: Any) -> None:
-    """Raise if two inputs differ in shape: a value of one would not fit into the other."""
+    """Raise ``RecipeError`` if two inputs differ in shape. Values of one would not fit into the other."""
     shapes = [[tuple(tensor.shape) for tensor in tensors_of(given)] for given in (clean, corrupt)]
     if shapes[0] != shapes[1]:
         one, other = (", ".join(str(list(shape)) for shape in each) or "no tensor" for each in shapes)
@@ -296,7 +318,7 @@ def _same_shapes(clean: Any, corrupt: Any) -> None:
 def _checked_metric(metric: Any) -> None:
     if not callable(metric):
         raise th.RecipeError(
-            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            f"metric= is a function from the model's output to a number; got {metric!r:.40}. For example "
             "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
         )
 
@@ -310,7 +332,7 @@ def _places(at: Places) -> dict[str, Any]:
 
 
 def _recorded(model: nn.Module, given: Any, points: Sequence[str], metric: Metric) -> tuple[Any, Tensor]:
-    """The values at some points, and the metric, of a run."""
+    """Run the model. Return the values at some points, and the metric."""
     _checked_metric(metric)
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *points) as tape:
@@ -322,7 +344,7 @@ def _cut(value: Tensor, point: str, index: Any) -> Tensor:
     try:
         return value[index]
     except (IndexError, TypeError, RuntimeError) as error:
-        text = f"at= has an index that {point!r}, {list(value.shape)}, does not have: {error}"
+        text = f"at= has an index that is not valid for {point!r}, {list(value.shape)}: {error}"
         raise th.RecipeError(f"{text}.\nPositions count from 0; the last one is -1.") from error
 
 
@@ -356,8 +378,6 @@ def _patching(
     patched_from, base = torch.stack([each for each, _ in ends]), torch.stack([each for _, each in ends])
     clean, corrupt = (patched_from, base) if mode == "denoise" else (base, patched_from)
     if bool((clean == corrupt).any()):
-        raise th.RecipeError(
-            "the metric is the same for both inputs of a pair, so that there is no difference to trace"
-        )
+        raise th.RecipeError("the metric is the same for both inputs of a pair, so there is no difference to trace")
     values = torch.stack(rows)
     return Patching(tuple(points), places, values, clean, corrupt, mode, how, estimated=estimated)

@@ -1,4 +1,4 @@
-"""Attribution along the straight path from a baseline: what adds up to the change of the score."""
+"""Attribution along the straight path from a baseline. The attributions add up to the change of the score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenterhook.recipes.result import Attribution
 __all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients"]
 
 Slope = Callable[[Tensor, Tensor], Tensor]
-"""the gradient of the score at some places, of which the second says of which example each is"""
+"""returns the gradient of the score at some places of the path; the second argument is the example of each place"""
 
 
 def integrated_gradients(
@@ -31,7 +31,7 @@ def integrated_gradients(
     batch: int = 50,
     more: Any = (),
 ) -> Attribution:
-    """What each element of the input adds to the score, on the way from a baseline to it.
+    """Return each element's contribution to the change of the score between a baseline and the input.
 
     >>> import torch, tenterhook as th
     >>> _ = torch.manual_seed(0)
@@ -42,18 +42,24 @@ def integrated_gradients(
     >>> abs(gap) < 1e-6, abs(found.error) < 1e-6
     (tensor(True), tensor([True]))
 
-    The attributions of an example add up to the score at the input less that at the baseline; ``.error`` says by how
-    much they miss it. More steps make it smaller. The integral is taken by Gauss and Legendre's rule.
+    The attributions of an example add up to the score at the input minus the score at the baseline. ``.error`` is the
+    deviation from that sum, and more steps make it smaller. The integral uses Gauss-Legendre quadrature.
     Sundararajan et al., *Axiomatic Attribution for Deep Networks*, 2017.
 
     Args:
         model: any ``nn.Module``.
         inputs: the examples, with the batch in front.
-        target: as for :func:`tenterhook.recipes.saliency`; without one, the highest class at the input.
-        baseline: where the path begins: a number, or a tensor that broadcasts to the input; zero if it is not given.
-        steps: at how many places of the path the gradient is taken.
-        batch: how many of these run at once, for all examples together.
+        target: as for :func:`tenterhook.recipes.saliency`. Default: the highest class at the input.
+        baseline: the start of the path: a number, or a tensor that broadcasts to the input. Default: zero.
+        steps: the number of places on the path where the gradient is computed.
+        batch: the number of these places to run at once, over all examples.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input.
+
+    Raises:
+        RecipeError: an argument is wrong, or the score has no gradient at the input.
     """
     given = prepared("integrated_gradients", model, inputs, more)
     score, x = Score(given, target), given.x
@@ -76,11 +82,11 @@ def layer_integrated_gradients(
     batch: int = 50,
     more: Any = (),
 ) -> Attribution:
-    """Integrated gradients at a point inside: the path goes from its value for a baseline to its value for the input.
+    """Integrated gradients at an inner point, from its value for a baseline to its value for the input.
 
-    The input may be whole numbers, such as token ids, and the point their embedding. A point that is passed several
-    times has to be told apart (``point="cell#2"``). Arguments as for :func:`integrated_gradients`; ``baseline`` is an
-    input of the model.
+    The input may be integers, such as token ids, with the embedding as the point. If the point is reached several
+    times, name the call (``point="cell#2"``). The arguments are those of :func:`integrated_gradients`. ``baseline`` is
+    an input of the model, not a value at the point.
     """
     given = prepared("layer_integrated_gradients", model, inputs, more, floating=False)
     score, x = Score(given, target), given.x
@@ -113,9 +119,9 @@ def conductance(
     batch: int = 50,
     more: Any = (),
 ) -> Attribution:
-    """How much of the change of the score flows through each unit at a point, as the input leaves a baseline.
+    """Return the contribution of each unit at a point to the change of the score between a baseline and the input.
 
-    Dhamdhere et al., *How Important Is a Neuron?*, 2018. Arguments as for :func:`layer_integrated_gradients`.
+    Dhamdhere et al., *How Important Is a Neuron?*, 2018. The arguments are those of :func:`layer_integrated_gradients`.
     """
     given = prepared("conductance", model, inputs, more)
     score, x = Score(given, target), given.x
@@ -123,7 +129,7 @@ def conductance(
     change = _change(given, score, start)
     places = torch.as_tensor(_places(steps + 1)[0], dtype=x.dtype, device=x.device)
     total: Tensor | None = None
-    last: tuple[Tensor, Tensor] | None = None  # the value at the place before, and the gradient there
+    last: tuple[Tensor, Tensor] | None = None  # value and gradient at the previous place
     size = max(1, batch // given.examples)
     everyone = torch.arange(given.examples, device=x.device)
     for some in places.split(size):
@@ -139,7 +145,7 @@ def conductance(
         step = (value.diff(dim=0) * slope[:-1]).sum(0)
         total = step if total is None else total + step
         last = value[-1:], slope[-1:]
-    assert total is not None  # noqa: S101  There is one place at least.
+    assert total is not None  # noqa: S101  There is at least one place.
     settings = {"point": point, "steps": steps, "baseline": 0 if baseline is None else baseline}
     error = total.flatten(1).sum(1) - change
     return Attribution("conductance", total, x, score.target, settings, error, kind="point")
@@ -149,7 +155,7 @@ def conductance(
 
 
 def _integrated(given: Given, steps: int, batch: int, ends: tuple[Tensor, Tensor], slope: Slope) -> Tensor:
-    """The integral of the slope along the way from one end to the other, times the way."""
+    """Return the integral of the gradient along the path, times the difference of its ends."""
     first, end = ends
     gap, total = end - first, torch.zeros_like(end)
     places, weights = _rule(given.examples, steps, end)
@@ -163,7 +169,7 @@ def _integrated(given: Given, steps: int, batch: int, ends: tuple[Tensor, Tensor
 
 
 def _change(given: Given, score: Score, start: Tensor) -> Tensor:
-    """The score at the input, less that at the baseline, from one run."""
+    """Return the score at the input minus the score at the baseline, from one run."""
     everyone = torch.arange(given.examples, device=given.x.device).repeat(2)
     with torch.no_grad():
         if score.target is None:
@@ -171,14 +177,14 @@ def _change(given: Given, score: Score, start: Tensor) -> Tensor:
         scores = score(given.run(torch.cat([given.x, start]), everyone), everyone)
     if not scores.is_floating_point():
         raise th.RecipeError(
-            f"{given.recipe}: the target gives {scores.dtype}, which has no gradient; it needs a score"
+            f"{given.recipe}: the target is {scores.dtype}, which has no gradient; use a floating-point score"
         )
     here, there = scores.detach().chunk(2)
     return here - there
 
 
 def _value_at(given: Given, point: str, x: Tensor, *, score: Score | None) -> Tensor:
-    """The value at a point in a run, copied; the run also settles the target."""
+    """Return a copy of the value at a point. Set the target from the same run if there is none."""
     with th.record(given.model, point, copy="always") as tape:
         output = given.run(x)
     if score is not None:
@@ -186,7 +192,7 @@ def _value_at(given: Given, point: str, x: Tensor, *, score: Score | None) -> Te
     value = lone(tape[point], point, given.recipe, floating=False)
     if not value.is_floating_point() or value.shape[:1] != x.shape[:1]:
         text = f"{given.recipe} needs a floating-point value with the {len(x)} examples in front"
-        raise th.RecipeError(f"{text}, and at {point!r} there is {list(value.shape)} of {value.dtype}")
+        raise th.RecipeError(f"{text}, but the value at {point!r} is {list(value.shape)} of {value.dtype}")
     return value
 
 
@@ -199,20 +205,20 @@ def _backward(given: Given, tape: Any, scores: Tensor) -> None:
 
 
 def _places(steps: int) -> tuple[Any, Any]:
-    """The places of Gauss and Legendre between 0 and 1, and their weights."""
+    """Return the nodes and weights of Gauss-Legendre quadrature on 0 to 1."""
     if type(steps) is not int or steps < 1:
-        raise th.RecipeError(f"the number of steps is a positive one; got {steps!r}")
+        raise th.RecipeError(f"the number of steps must be a positive integer; got {steps!r}")
     at, weights = np.polynomial.legendre.leggauss(steps)
     return (at + 1) / 2, weights / 2
 
 
 def _rule(examples: int, steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The places and weights for every row: all places of the first example, then of the second."""
+    """Return the nodes and weights for every row: all nodes of the first example, then of the second."""
     made = (torch.as_tensor(each, dtype=like.dtype, device=like.device) for each in _places(steps))
     places, weights = (each.repeat(examples) for each in made)
     return places, weights
 
 
 def _across(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number for each row, to multiply rows with."""
+    """Reshape one number per row so that it multiplies rows."""
     return numbers.reshape(-1, *[1] * (like.dim() - 1))

@@ -1,7 +1,7 @@
-"""Attribution by taking away: how far the score falls without a part of the input, or of a layer.
+"""Attribution by removal: the decrease of the score without a part of the input or of a layer.
 
-No gradients are needed. Each recipe is one sweep: the runs go as batches, and what lies before a change is not computed
-again.
+No gradients are needed. Each recipe is one sweep: it runs in batches, and computes nothing again that comes before a
+change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tenterhook.recipes.result import Attribution
 
 __all__ = ["channel_ablation", "feature_ablation", "occlusion"]
 
-MOST = 100_000  # features that are taken away one by one before it is likely a mistake
+MOST = 100_000  # features; more than this is probably a mistake
 
 
 def occlusion(  # noqa: PLR0913
@@ -36,7 +36,7 @@ def occlusion(  # noqa: PLR0913
     progress: bool | None = None,
     more: Any = (),
 ) -> Attribution:
-    """How far the score falls where a window of the input is covered; for each element, the mean over its windows.
+    """Return the decrease of the score when a window of the input is covered, averaged over an element's windows.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
@@ -49,19 +49,25 @@ def occlusion(  # noqa: PLR0913
     Args:
         model: any ``nn.Module``.
         inputs: the examples, ``[examples, channels, height, width]`` or with any other number of dimensions after the
-            channels; all channels are covered at once.
-        window: its size: a number, or one for each dimension after the channels.
-        stride: how far it moves; by default, half the window.
+            channels. All channels are covered at once.
+        window: the size of the window: a number, or one for each dimension after the channels.
+        stride: the distance between windows. Default: half the window.
         target: as for :func:`tenterhook.recipes.saliency`.
-        baseline: what covers: a number, or what broadcasts to the input; zero if it is not given.
-        batch: how many windows run at once; as for ``th.sweep``.
+        baseline: the value that covers: a number, or a tensor that broadcasts to the input. Default: zero.
+        batch: the number of windows to run at once, as for ``th.sweep``.
         progress: as for ``th.sweep``.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input.
+
+    Raises:
+        RecipeError: the window or stride does not fit the input.
     """
     given = prepared("occlusion", model, inputs, more)
     sizes = tuple(given.x.shape[2:])
     if not sizes:
-        text = f"occlusion needs an input with places after its channels, and this one is {list(given.x.shape)}"
+        text = f"occlusion needs an input with dimensions after its channels, but this one is {list(given.x.shape)}"
         raise th.RecipeError(f"{text}. For single features, use feature_ablation.")
     windows = _sides("window", window, sizes)
     strides = _sides("stride", stride, sizes) if stride is not None else tuple(max(1, side // 2) for side in windows)
@@ -90,18 +96,24 @@ def feature_ablation(
     progress: bool | None = None,
     more: Any = (),
 ) -> Attribution:
-    """How far the score falls without each feature.
+    """Return the decrease of the score without each feature.
 
     Args:
         model: any ``nn.Module``.
         inputs: the examples, with the batch in front.
-        mask: whole numbers that say to which feature each element belongs, such as the segments of an image; it
-            broadcasts to an example. Without it, every element is a feature.
+        mask: integers that assign each element to a feature, such as the segments of an image. The mask broadcasts to
+            an example. Default: every element is a feature.
         target: as for :func:`tenterhook.recipes.saliency`.
-        baseline: what takes its place: a number, or what broadcasts to the input; zero if it is not given.
-        batch: how many features at once; as for ``th.sweep``.
+        baseline: the replacement value: a number, or a tensor that broadcasts to the input. Default: zero.
+        batch: the number of features to run at once, as for ``th.sweep``.
         progress: as for ``th.sweep``.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input. All elements of a feature have the same value.
+
+    Raises:
+        RecipeError: the mask does not fit the input, or there are too many features.
     """
     given = prepared("feature_ablation", model, inputs, more, floating=False)
     x = given.x
@@ -132,21 +144,25 @@ def channel_ablation(  # noqa: PLR0913
     progress: bool | None = None,
     more: Any = (),
 ) -> Attribution:
-    """How far the score falls without each channel at a point: ``[examples, channels]``.
+    """Return the decrease of the score without each channel at a point, ``[examples, channels]``.
 
-    A point that is passed several times loses the channel each time, and ``.how`` says so; ``"relu#1"`` is one call.
+    If the point is reached several times, the channel is removed each time, and ``.how`` says so. ``"relu#1"`` is one
+    call.
 
     Args:
         model: any ``nn.Module``.
         inputs: the examples, with the batch in front.
-        point: whose channels.
+        point: the point with the channels.
         target: as for :func:`tenterhook.recipes.saliency`.
-        channels: which; all of them if it is not given.
-        dim: where the channels are; -1 for the units of a transformer.
-        value: what takes the place of a channel.
-        batch: how many channels at once; as for ``th.sweep``.
+        channels: the channels to remove, one at a time. Default: all.
+        dim: the dimension of the channels; -1 for the units of a transformer.
+        value: the value that replaces a channel.
+        batch: the number of channels to run at once, as for ``th.sweep``.
         progress: as for ``th.sweep``.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Raises:
+        RecipeError: the value at the point has no such dimension.
     """
     given = prepared("channel_ablation", model, inputs, more, floating=False)
     score = Score(given, target)
@@ -157,7 +173,7 @@ def channel_ablation(  # noqa: PLR0913
     if any(len(shape) <= (dim if dim >= 0 else -dim) or shape[dim] != shapes[0][dim] for shape in shapes):
         shown = ", ".join(str(list(shape)) for shape in shapes)
         text = (
-            f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, and there passes {shown}"
+            f"channel_ablation needs a value with channels along dimension {dim} at {point!r}, but the value is {shown}"
         )
         raise th.RecipeError(f"{text}.\nChoose another dim=, or one call: point='{point}#0'.")
     wanted = range(shapes[0][dim]) if channels is None else [int(each) for each in channels]
@@ -167,7 +183,7 @@ def channel_ablation(  # noqa: PLR0913
         lambda channel: {point: th.set(value, at=th.at[(*front, slice(channel, channel + 1), *back)])}, channel=wanted
     )
     falls, target, how = _falls(given, score, cases, batch=batch, progress=progress)
-    how = (f"{point} is passed {len(calls)} times: each time without the channel", *how) if len(calls) > 1 else how
+    how = (f"{point} is reached {len(calls)} times; the channel is removed each time", *how) if len(calls) > 1 else how
     settings = {"point": point, "channels": len(falls), "value": value}
     return Attribution("channel ablation", falls.T.contiguous(), given.x, target, settings, how=how)
 
@@ -176,7 +192,7 @@ def channel_ablation(  # noqa: PLR0913
 
 
 class _Without:
-    """An edit: some elements of every example are those of the baseline."""
+    """An edit that replaces some elements of every example by those of the baseline."""
 
     def __init__(self, where: Tensor, base: Tensor) -> None:
         self._where, self._base = where, base
@@ -188,12 +204,12 @@ class _Without:
 def _falls(
     given: Given, score: Score, cases: Any, *, batch: int | None, progress: bool | None
 ) -> tuple[Tensor, Any, tuple[str, ...]]:
-    """For each case and example, how far the score falls; what was explained; and how it was run."""
+    """Return the decrease of the score for each case and example, the target, and notes on how the sweep ran."""
     if score.target is None:
         with torch.no_grad():
             score.settle(given.run(given.x))
     swept = th.sweep(given.model, cases, score, given.x, *given.args, batch=batch, progress=progress, **given.kwargs)
-    assert swept.base is not None  # noqa: S101  A sweep that has run has one.
+    assert swept.base is not None  # noqa: S101  A finished sweep has a base.
     return swept.base - swept.values, score.target, tuple(swept.how)
 
 
@@ -207,7 +223,7 @@ def _sides(name: str, given: int | Sequence[int], sizes: tuple[int, ...]) -> tup
 
 
 def _windows(sizes: Sequence[int], windows: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Where the windows lie; those at the end are cut where the input ends."""
+    """Yield the index of each window. Windows at the end are cut at the border of the input."""
     along = [
         [slice(at * step, min(at * step + side, size)) for at in range(math.ceil((size - side) / step) + 1)]
         for size, side, step in zip(sizes, windows, strides, strict=True)
@@ -216,7 +232,7 @@ def _windows(sizes: Sequence[int], windows: Sequence[int], strides: Sequence[int
 
 
 def _owners(given: Given, mask: Tensor | None) -> tuple[Tensor, int]:
-    """Which feature each element of an example belongs to, counted from 0, and how many there are."""
+    """Return the feature index of each element of an example, and the number of features."""
     shape = given.x.shape[1:]
     if mask is None:
         owner = torch.arange(math.prod(shape), device=given.x.device).reshape(shape)
@@ -232,6 +248,6 @@ def _owners(given: Given, mask: Tensor | None) -> tuple[Tensor, int]:
         owner = owner.unique(return_inverse=True)[1]
     count = int(owner.max()) + 1
     if count > MOST:
-        text = f"feature_ablation: {count} features are taken away one by one, each by a run of the model"
+        text = f"feature_ablation: {count} features are removed one by one, each in a run of the model"
         raise th.RecipeError(f"{text}. Group them with mask=, or use occlusion.")
     return owner, count

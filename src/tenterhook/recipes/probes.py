@@ -1,4 +1,4 @@
-"""Linear probes: what can be read from the values at each point by a linear classifier, cross-validated."""
+"""Linear probes: cross-validated linear classifiers on the values at each point."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tenterhook.recipes._figures import new_figure
 __all__ = ["Probes", "probe"]
 
 MISSING = "probes need scikit-learn: pip install scikit-learn"
-PLAIN = 2  # dimensions of values that are vectors already
+PLAIN = 2  # dimensions of values that are already vectors: examples, width
 Pool = Literal["mean", "max", "flatten"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Probes:
-    """What probes found: ``accuracy`` for each point and fold, ``classifiers`` fitted to all examples, by point.
+    """The result of probing: ``accuracy`` for each point and fold, and the ``classifiers``.
 
-    ``chance`` is the share of the commonest class.
+    The classifiers are fitted to all examples, one for each point. ``chance`` is the fraction of the most common class.
     """
 
     points: tuple[str, ...]
@@ -40,11 +40,11 @@ class Probes:
 
     @property
     def best(self) -> str:
-        """The point from which most can be read."""
+        """The point with the highest mean accuracy."""
         return self.points[int(self.accuracy.mean(1).argmax())]
 
     def show(self) -> Figure:
-        """A matplotlib figure: the accuracy at each point, with the spread over the folds."""
+        """Return a matplotlib figure of the accuracy at each point, with the standard deviation over the folds."""
         made: Figure = new_figure(2.5 + 0.6 * len(self.points), 3.2)
         axes = made.add_subplot()
         along = range(len(self.points))
@@ -55,7 +55,7 @@ class Probes:
         return made
 
     def __repr__(self) -> str:
-        lines = [f"linear probes, {self.accuracy.shape[1]} folds; the commonest class is {self.chance:.1%}"]
+        lines = [f"linear probes, {self.accuracy.shape[1]} folds; the most common class is {self.chance:.1%}"]
         points = list(map(printable, self.points))
         width = max(map(len, points))
         for point, folds, size in zip(points, self.accuracy, self.widths, strict=True):
@@ -75,7 +75,7 @@ def probe(
     seed: int = 0,
     **options: Any,
 ) -> Probes:
-    """Fit a linear classifier to the values at each point, and say how well it reads examples that it has not seen.
+    """Fit a linear classifier to the values at each point, and measure its accuracy on held-out examples.
 
     >>> import torch, tenterhook as th
     >>> _ = torch.manual_seed(0)
@@ -85,20 +85,27 @@ def probe(
     >>> found.accuracy.shape
     torch.Size([2, 3])
 
-    The values are recorded once, without gradients, and the model runs no further than the last point. Folds keep the
-    shares of the classes; numbers are standardised by the training part of each fold alone.
+    The values are recorded once, without gradients, and the model runs only as far as the last point. Folds keep the
+    class proportions. The values are standardised with the training part of each fold.
 
     Args:
-        model: any ``nn.Module``; it is run as it is, so call ``model.eval()`` first.
+        model: any ``nn.Module``. Its mode is not changed, so call ``model.eval()`` first.
         inputs: the examples.
-        labels: a class for each.
-        points: which points, as for ``th.points``; a point that is passed several times has to be told apart.
-        folds: into how many parts the examples are divided, each of which is left out once.
-        pool: how values with more than one dimension become vectors: the ``mean`` or ``max`` over places (dimensions
-            after the channels, or the tokens of ``[examples, tokens, width]``), or all of it (``flatten``).
-        batch: how many examples run at once.
-        seed: of the division into folds.
-        **options: for scikit-learn's ``LogisticRegression``.
+        labels: a class for each example.
+        points: the points, as for ``th.points``. If a point is reached several times, name the call.
+        folds: the number of folds.
+        pool: the way to reduce values with more than one dimension to vectors: the ``mean`` or ``max`` over places
+            (dimensions after the channels, or the tokens of ``[examples, tokens, width]``), or ``flatten``.
+        batch: the number of examples to run at once.
+        seed: the seed of the division into folds.
+        **options: options for scikit-learn's ``LogisticRegression``.
+
+    Returns:
+        A :class:`Probes` with the accuracy at every point.
+
+    Raises:
+        RecipeError: the labels do not fit the examples or the number of folds.
+        ModuleNotFoundError: scikit-learn is not installed.
     """
     try:
         from sklearn.linear_model import LogisticRegression

@@ -1,8 +1,8 @@
-"""DeepLIFT and layer-wise relevance propagation: what comes back through each layer follows a rule of its own.
+"""DeepLIFT and layer-wise relevance propagation (LRP): backward passes with a special rule for each layer.
 
-The rules sit at modules, one for each call, and take the place of the module's own backward. What lies between the
-modules is looked at, operation by operation, before anything is believed: where a rule would have to be and cannot, the
-recipe refuses and says which operation it is.
+The rules are installed at modules, one for each call, and replace the module's own backward. The operations between the
+modules are checked one by one. If an operation would need a rule and has none, the recipe raises an error that names
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["deeplift", "lrp"]
 
 Rule = Literal["epsilon", "z+"]
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""what a module hands back: from itself, its input and output, which have a graph between them, and from what came"""
+"""returns the gradient of a module's input, from the module, its input, its output and the gradient of the output"""
 
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
@@ -35,13 +35,13 @@ POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MEANS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *MEANS)
-TINY = 1e-10  # a difference below which its quotient says nothing, and the slope itself is taken
+TINY = 1e-10  # below this difference the ratio is meaningless, and the derivative is used
 
 
 def deeplift(
     model: nn.Module, inputs: Tensor, *, target: Target = None, baseline: Any = None, more: Any = ()
 ) -> Attribution:
-    """DeepLIFT by the rescale rule: what each element adds to the score, as the input replaces a baseline.
+    """DeepLIFT with the rescale rule: each element's contribution to the change of the score from a baseline.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).double()
@@ -49,17 +49,22 @@ def deeplift(
     >>> bool(found.error.abs() < 1e-9)
     True
 
-    It is right where every nonlinear step between the input and the score is a module that acts on each element by
-    itself (``nn.ReLU``, ``nn.GELU``, …) or a max pooling module; reused and in-place ones count call by call. Sums,
-    linear layers, batch norms in evaluation and reshaping are followed as they are. Anything else, such as a function
-    ``F.relu``, attention or a product of two values, is refused. Shrikumar et al., 2017.
+    The result is correct if every nonlinear operation between the input and the score is an elementwise module
+    (``nn.ReLU``, ``nn.GELU``, …) or a max pooling module. Reused and in-place modules are handled call by call. Sums,
+    linear layers, batch norms in evaluation mode and reshaping are supported. Shrikumar et al., 2017.
 
     Args:
-        model: any ``nn.Module`` of that kind.
+        model: an ``nn.Module`` of this kind.
         inputs: the examples, with the batch in front.
-        target: as for :func:`tenterhook.recipes.saliency`; give logits, not probabilities.
+        target: as for :func:`tenterhook.recipes.saliency`; use logits, not probabilities.
         baseline: as for :func:`tenterhook.recipes.integrated_gradients`.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input. ``.error`` is the deviation from the change of the score.
+
+    Raises:
+        RecipeError: an operation has no rule, such as ``F.relu``, attention or a product of two values.
     """
     given = prepared("deeplift", model, inputs, more)
     x, score = given.x, Score(given, target)
@@ -72,7 +77,7 @@ def deeplift(
     with differentiable(given):
         leaf = torch.cat([x, start]).requires_grad_()
         scores = score(_run(given, leaf, both, rules), both)
-        _check(given, scores, leaf, LINEAR, "acts on values in a way that is neither linear nor one of its modules")
+        _check(given, scores, leaf, LINEAR, "is neither linear nor a module with a rule")
         slope = torch.autograd.grad(scores[: given.examples].sum(), leaf)[0][: given.examples]
     found = slope * (x - start)
     here, there = scores.detach().chunk(2)
@@ -89,7 +94,7 @@ def lrp(
     epsilon: float = 1e-6,
     more: Any = (),
 ) -> Attribution:
-    """Layer-wise relevance propagation: the score is shared out, layer by layer, down to the input.
+    """Layer-wise relevance propagation: distribute the score backwards, layer by layer, to the input.
 
     >>> import torch, tenterhook as th
     >>> layers = [torch.nn.Linear(3, 4, bias=False), torch.nn.ReLU(), torch.nn.Linear(4, 2, bias=False)]
@@ -98,19 +103,25 @@ def lrp(
     >>> torch.allclose(found.attribution.sum(), model(x)[0, 0], atol=1e-3)
     True
 
-    It is right for stacks of linear layers, convolutions, average and max pooling and activations, all of them modules;
-    reused and in-place ones count call by call. Sums of two branches (residual connections), products, attention and
-    batch norms are refused: they need rules that are not a module's alone. Fold a batch norm into its convolution, by
-    ``torch.nn.utils.fusion.fuse_conv_bn_eval``. Bach et al., 2015; Montavon et al., 2017.
+    The result is correct for stacks of linear layers, convolutions, average and max pooling and activations, if all of
+    them are modules. Reused and in-place modules are handled call by call. Bach et al., 2015; Montavon et al., 2017.
 
     Args:
-        model: any ``nn.Module`` of that kind.
+        model: an ``nn.Module`` of this kind.
         inputs: the examples, with the batch in front.
         target: as for :func:`tenterhook.recipes.saliency`.
-        rule: ``"epsilon"``; ``"z+"``, where only what speaks for a unit counts; or selector to rule, as in
-            ``{nn.Conv2d: "z+", "head": "epsilon"}``, with epsilon for the rest.
-        epsilon: how much is added to what is divided by, away from zero.
+        rule: ``"epsilon"``; ``"z+"``, which counts only positive contributions to a unit; or a dict of selector to
+            rule, as in ``{nn.Conv2d: "z+", "head": "epsilon"}``. Other layers use epsilon.
+        epsilon: a number added to denominators, away from zero.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` with the shape of the input.
+
+    Raises:
+        RecipeError: the model has a sum of two branches (a residual connection), a product, attention or a batch norm.
+            These need rules beyond a single module. Fold a batch norm into its convolution with
+            ``torch.nn.utils.fusion.fuse_conv_bn_eval``.
     """
     given = prepared("lrp", model, inputs, more)
     x, score = given.x, Score(given, target)
@@ -124,7 +135,7 @@ def lrp(
     with differentiable(given):
         leaf = x.clone().requires_grad_()
         scores = score(_run(given, leaf, None, rules))
-        _check(given, scores, leaf, ROUTES, "shares out no relevance by a rule")
+        _check(given, scores, leaf, ROUTES, "has no rule that distributes relevance")
         found = torch.autograd.grad(scores, leaf, scores.detach())[0]
     shown = rule if isinstance(rule, str) else "by selector"
     return Attribution("LRP", found, x, score.target, {"rule": shown, "epsilon": epsilon})
@@ -134,24 +145,24 @@ def lrp(
 
 
 class Ruled(torch.autograd.Function):
-    """A module's output, as it is, with a rule for what goes back to its input."""
+    """An identity on a module's output, with a special rule for the gradient of the module's input."""
 
     @staticmethod
     def forward(ctx: Any, _x: Tensor, leaf: Tensor, output: Tensor, module: nn.Module, back: Back) -> Tensor:
-        """The output, in a tensor of its own: what follows may change it in place."""
-        # Attributes, because these two have a graph of their own, which saved tensors would lose.
+        """Return a copy of the output, which later operations may change in place."""
+        # Attributes, because save_for_backward would lose the separate graph of these two.
         ctx.kept, ctx.rule = (leaf, output), (module, back)
         return output.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, came: Tensor) -> Any:
-        """What the rule hands back."""
+        """Return the gradient that the rule computes."""
         (leaf, output), (module, back) = ctx.kept, ctx.rule
         return back(module, leaf, output, came), None, None, None, None
 
 
 def _run(given: Given, x: Tensor, rows: Tensor | None, rules: Mapping[str, Back]) -> Any:
-    """Run the model with rules at modules, by path; those that this run does not call are left out."""
+    """Run the model with rules at modules, by path. Modules that this run does not call are left out."""
     try:
         with _ruled(given.model, rules):
             return given.run(x.clone(), rows)
@@ -166,7 +177,7 @@ def _run(given: Given, x: Tensor, rows: Tensor | None, rules: Mapping[str, Back]
 
 @contextlib.contextmanager
 def _ruled(model: nn.Module, rules: Mapping[str, Back]) -> Iterator[None]:
-    """Put rules at modules for the calls inside. Each call is cut out of the graph, and has one of its own."""
+    """Install rules at modules for the calls inside the block. Each call gets a separate autograd graph."""
     inputs: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
 
     def cut(value: Tensor, ctx: Any) -> Tensor:
@@ -188,12 +199,12 @@ def _ruled(model: nn.Module, rules: Mapping[str, Back]) -> Iterator[None]:
 
 
 def _rescaled(module: nn.Module, leaf: Tensor, output: Tensor, came: Tensor) -> Tensor:
-    """What came, times the quotient of the differences of output and input, in place of the slope."""
+    """Return the gradient times the ratio of the differences of output and input, instead of the derivative."""
     (here, there), (out, base) = leaf.detach().chunk(2), output.detach().chunk(2)
     gap, came = here - there, came.chunk(2)[0]
     still = gap.abs() < TINY
     if isinstance(module, POOLS):
-        # The larger of the two maxima wins: where the input rose it is the input's own place, else the baseline's.
+        # The larger maximum decides: the input's place where the value increased, otherwise the baseline's.
         top = torch.maximum(out, base)
         moved = sum(_pulled(leaf, output, torch.cat([came * (top - base), came * (out - top)])).chunk(2))
         found = torch.where(still, 0, moved / torch.where(still, 1, gap))
@@ -217,7 +228,7 @@ def _epsilon(_module: nn.Module, leaf: Tensor, output: Tensor, came: Tensor, eps
 
 
 def _z_plus(module: nn.Module, leaf: Tensor, _output: Tensor, came: Tensor, epsilon: float) -> Tensor:
-    """Positive input through positive weights, and negative through negative ones."""
+    """Use positive inputs with positive weights, and negative inputs with negative weights."""
     with torch.enable_grad():
         up, down = (leaf.detach().clamp(**side).requires_grad_() for side in ({"min": 0}, {"max": 0}))
         if isinstance(module, MEANS):
@@ -238,12 +249,12 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _pulled(leaf: Tensor, output: Tensor, came: Tensor) -> Tensor:
-    """What the module's own backward hands back."""
+    """Return the gradient that the module's own backward computes."""
     return torch.autograd.grad(output, leaf, came, retain_graph=True)[0]
 
 
 def _away(value: Tensor, epsilon: float) -> Tensor:
-    """A value moved away from zero, to divide by."""
+    """Move a denominator away from zero."""
     return value + ((value >= 0).to(value.dtype) * 2 - 1) * epsilon
 
 
@@ -251,7 +262,7 @@ def _away(value: Tensor, epsilon: float) -> Tensor:
 
 
 def _chosen(given: Given, rule: Any) -> dict[str, Rule]:
-    """The rule of each path that has one."""
+    """Return the rule for each module path."""
     by = rule if isinstance(rule, Mapping) else {"**": rule}
     wrong = [each for each in by.values() if each not in ("epsilon", "z+")]
     if wrong:
@@ -269,5 +280,5 @@ def _check(given: Given, scores: Tensor, leaf: Tensor, allowed: frozenset[str], 
     operation, hint = found
     raise th.RecipeError(
         f"{given.recipe} cannot be right here: between the input and the score, {operation} {why}.\n{hint} "
-        "Or use integrated_gradients, which needs nothing but gradients."
+        "Or use integrated_gradients, which only needs gradients."
     )

@@ -1,4 +1,4 @@
-"""What an attribution found: its tensors, its settings, and a picture."""
+"""The result of an attribution: its tensors, its settings, and its figure."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Attribution", "side_by_side"]
 
-SHOWN = 8  # examples in a picture
+SHOWN = 8  # examples in a figure
 STRIP, IMAGE, VOLUME = 2, 3, 4  # dimensions of a map with the examples in front
-CUT = 0.995  # of the values that a colour scale covers, so that a few pixels do not make the rest pale
+CUT = 0.995  # quantile of the values at the end of the color scale, so that outliers do not make the rest pale
 
 Kind = Literal["input", "point", "map"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attribution:
-    """What an attribution found.
+    """The result of an attribution.
 
-    ``attribution``: how much each element of the input, or of the value at the point, counts for the target, with the
-    examples in front. ``map``: the same as a map over the input, for pictures. ``target``: what was explained, for each
-    example where it is a class. ``error``: by how much the attributions miss the change of the score that they have to
-    add up to, for methods that promise so. ``how``: what is worth knowing of how it was found.
+    ``attribution``: the importance of each element of the input, or of the value at the point, for the target, with the
+    examples in front. ``map``: the same as a map over the input, for figures. ``target``: the explained target, one
+    class for each example if it is a class. ``error``: the deviation of the sum of the attributions from the change of
+    the score, for methods that guarantee this sum. ``how``: notes on how the result was computed.
     """
 
     method: str
@@ -53,7 +53,7 @@ class Attribution:
 
     @property
     def map(self) -> Tensor:
-        """One value for each place of the input: channels are added up (for saliency, the largest one counts)."""
+        """One value for each place of the input: the sum over channels, or for saliency the maximum."""
         found = self.attribution
         if self.kind == "map" or (self.kind == "point" and found.dim() >= VOLUME):
             found = found if self.kind == "map" else found.sum(1)
@@ -65,23 +65,24 @@ class Attribution:
     # -- pictures -----------------------------------------------------------------------------------------------------
 
     def show(self, *, labels: Sequence[str] | None = None, alpha: float = 0.6, title: str = "") -> Figure:
-        """A matplotlib figure: each example beside the map that is laid over it, with a scale.
+        """Return a matplotlib figure: each example beside its map, which is drawn over the image, with a scale.
 
-        Red counts for the target and blue against it; what cannot be negative goes from dark to bright. A map without
-        height and width is a strip. The figure belongs to nobody else: pyplot does not know it.
+        Red supports the target and blue opposes it. Maps without negative values go from dark to bright. A map without
+        height and width is drawn as a strip. The figure is not registered with pyplot.
 
         Args:
             labels: names of the places along a strip, such as tokens.
-            alpha: how much the map covers of the image; 1 is all of it.
-            title: what stands above it instead of the method's name.
+            alpha: the opacity of the map over the image; 1 hides the image.
+            title: the title, instead of the method's name.
+
+        Raises:
+            RecipeError: the map has too many dimensions to draw.
         """
         found = self.map.detach().float().cpu()
         if found.dim() == STRIP:
             return _strip(found, labels, title or self._title())
         if found.dim() != IMAGE:
-            text = (
-                f"a map of {list(found.shape[1:])} is no picture; choose a part of .map, such as a slice, and draw that"
-            )
+            text = f"a map of {list(found.shape[1:])} cannot be drawn; choose a part of .map, such as a slice"
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
@@ -93,11 +94,14 @@ class Attribution:
         return made
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the picture: ``.png``, ``.svg``, ``.pdf``, or ``.html`` with the settings beside it.
+        """Write the figure as ``.png``, ``.svg``, ``.pdf``, or as ``.html`` with the settings.
 
         Args:
-            path: where to; the file appears whole or not at all.
+            path: the file to write. It is written completely or not at all.
             **options: as for :meth:`show`.
+
+        Returns:
+            The path of the file.
         """
         path = Path(path)
         part = path.with_name(f".{path.name}.part")
@@ -115,7 +119,7 @@ class Attribution:
     def _repr_html_(self) -> str:
         try:
             return self._html(self.show())
-        except (ModuleNotFoundError, th.RecipeError):  # Without a picture, what can be said in words.
+        except (ModuleNotFoundError, th.RecipeError):  # Without a figure, show the text.
             return f"<pre>{html.escape(repr(self))}</pre>"
 
     def _html(self, figure: Figure) -> str:
@@ -149,18 +153,21 @@ class Attribution:
 
 
 def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int = 6, alpha: float = 1.0) -> Figure:
-    """A matplotlib figure of several attributions of one input, each with a scale of its own, beside the input.
+    """Return a matplotlib figure of several attributions of one input, each with its own scale, beside the input.
 
     Args:
-        found: what recipes found for the same inputs.
-        example: which of the inputs.
-        columns: how many stand in a row.
-        alpha: how much each map covers of the input; 1 is all of it.
+        found: results of recipes for the same inputs.
+        example: the index of the example.
+        columns: the number of columns.
+        alpha: the opacity of each map over the input; 1 hides the input.
+
+    Raises:
+        RecipeError: a map does not have a height and a width.
     """
     maps = [each.map[example].detach().float().cpu() for each in found]
     if not maps or any(each.dim() != IMAGE - 1 for each in maps):
         shapes = [list(each.shape) for each in maps]
-        raise th.RecipeError(f"side by side stand maps with height and width, one at least; got {shapes}")
+        raise th.RecipeError(f"side_by_side needs one or more maps with height and width; got {shapes}")
     image, count = _image(found[0].inputs[example]), len(maps) + 1
     rows = -(-count // columns)
     wide = min(count, columns)
@@ -171,7 +178,7 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
         each.set_axis_off()
     axes.flat[0].imshow(image.numpy(), cmap="gray")
     targets = [each._named(example) for each in found]
-    one = len(set(targets)) == 1  # Otherwise each map says what it explains.
+    one = len(set(targets)) == 1  # Otherwise each map has its target in its title.
     axes.flat[0].set_title((targets[0] if one else "") or "input", fontsize=8)
     for place, each, values, target in zip(axes.flat[1:], found, maps, targets, strict=False):
         _over(place, image, values, alpha)
@@ -192,7 +199,7 @@ def _short(value: Any) -> str:
 
 
 def _image(x: Tensor) -> Tensor:
-    """An example as a picture: its channels as red, green and blue where there are three, else their mean."""
+    """Return an example as an image: RGB if it has three channels, otherwise the mean of the channels."""
     x = x.detach().float().cpu()
     x = x if x.dim() == IMAGE else x[None]
     x = x.permute(1, 2, 0) if x.shape[0] == 3 else x.mean(0)  # noqa: PLR2004
@@ -217,14 +224,14 @@ def _pair(axes: Any, image: Tensor, found: Tensor, title: str, alpha: float) -> 
 
 
 def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
-    """A map over an image in grey, with its scale."""
+    """Draw a map over a gray image, with its scale."""
     axes.imshow(image.mean(-1).numpy() if image.dim() == IMAGE else image.numpy(), cmap="gray")
     height, width = image.shape[:2]
     drawn = axes.imshow(
         found.numpy(), alpha=alpha, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest",
         **_scale(found),
     )  # fmt: skip
-    # Inside the axes' own frame, so that the scale is as high as the image.
+    # Inset axes, so that the scale is as high as the image.
     bar = axes.figure.colorbar(drawn, cax=axes.inset_axes((1.04, 0, 0.05, 1)))
     bar.ax.tick_params(labelsize=6)
     bar.ax.yaxis.offsetText.set_fontsize(6)
@@ -239,7 +246,7 @@ def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
     axes.set_yticks([])
     if labels is not None:
         if len(labels) != found.shape[1]:
-            raise th.RecipeError(f"there are {found.shape[1]} places along the strip, and {len(labels)} labels")
+            raise th.RecipeError(f"there are {found.shape[1]} places along the strip, but {len(labels)} labels")
         axes.set_xticks(range(len(labels)), list(labels), rotation=60, ha="right", fontsize=8)
     axes.set_title(title, fontsize=11)
     made.colorbar(drawn)

@@ -1,4 +1,4 @@
-"""Attention rollout: how much of each input token reaches an output token, through all layers of attention."""
+"""Attention rollout: the amount of each input token that reaches an output token through all attention layers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["attention_rollout"]
 EVERY_SOFTMAX = "**:softmax()[*]"
 HEADS = 4  # dimensions of attention weights: examples, heads, from, to
 NONE = (
-    "attention_rollout needs the attention weights, [examples, heads, tokens, tokens], and {where}.\n"
-    "A fused attention never makes them: load the model with attn_implementation='eager'. Otherwise say where they "
-    "are, as in points='h.*.attn:weights'; th.points(model, 'h.0.attn:*') shows what there is."
+    "attention_rollout needs the attention weights, [examples, heads, tokens, tokens], but {where}.\n"
+    "A fused attention kernel does not compute them: load the model with attn_implementation='eager'. Otherwise name "
+    "their points, as in points='h.*.attn:weights'; th.points(model, 'h.0.attn:*') lists the points."
 )
 
 
@@ -33,7 +33,7 @@ def attention_rollout(
     grid: tuple[int, int] | None = None,
     more: Any = (),
 ) -> Attribution:
-    """Attention, multiplied through the layers in the order in which they ran: ``[examples, tokens]``.
+    """Multiply the attention weights of all layers in the order in which they ran: ``[examples, tokens]``.
 
     >>> import torch, tenterhook as th
     >>> from torch import nn
@@ -43,18 +43,24 @@ def attention_rollout(
     >>> found.attribution.shape, torch.allclose(found.attribution.sum(-1), torch.ones(1))
     (torch.Size([1, 5]), True)
 
-    Every layer counts, and every call of a layer that is used several times. Rollout follows attention alone: what the
-    values and the other layers do with the tokens is not part of it. Abnar and Zuidema, 2020.
+    Every layer counts, and every call of a layer that is used several times. Rollout follows attention only. It ignores
+    the effect of the values and of other layers. Abnar and Zuidema, 2020.
 
     Args:
-        model: any ``nn.Module`` whose attention weights pass somewhere.
+        model: any ``nn.Module`` that computes its attention weights.
         inputs: the examples, with the batch in front.
-        points: where the weights are: by default at every ``softmax`` whose result has the right form.
-        token: of which output token, -1 for the last; None for all, ``[examples, tokens, tokens]``.
-        heads: how heads are made into one.
-        residual: the share of each token that passes by the attention.
-        grid: height and width of the tokens that stand for an image, which are the last ones; the map is laid over it.
+        points: the points of the weights. Default: every ``softmax`` whose result has the shape of attention weights.
+        token: the output token, -1 for the last; None for all, ``[examples, tokens, tokens]``.
+        heads: the reduction over heads.
+        residual: the fraction of each token that bypasses the attention.
+        grid: the height and width of the tokens of an image, which are the last tokens. The map covers the image.
         more: as for :func:`tenterhook.recipes.saliency`.
+
+    Returns:
+        An :class:`Attribution` over the input tokens.
+
+    Raises:
+        RecipeError: no attention weights were found, as in a fused attention kernel.
     """
     given = prepared("attention_rollout", model, inputs, more, floating=False)
     if heads not in ("mean", "max", "min"):
@@ -66,7 +72,7 @@ def attention_rollout(
         layer = layer / layer.sum(-1, keepdim=True) * (1 - residual)
         layer.diagonal(dim1=-2, dim2=-1).add_(residual)
         found = layer if found is None else layer @ found
-    assert found is not None  # noqa: S101  There is one layer at least.
+    assert found is not None  # noqa: S101  There is at least one layer.
     found = found if token is None else _row(found, token)
     settings = {"token": token, "heads": heads, "residual": residual, "layers": len(weights)}
     if grid is None:
@@ -75,7 +81,7 @@ def attention_rollout(
 
 
 def _weights(given: Given, points: Any) -> list[Tensor]:
-    """The attention weights of every layer, in the order in which they passed."""
+    """Return the attention weights of every layer, in the order in which they ran."""
     kept: list[Tensor] = []
 
     def note(value: Any, ctx: Any) -> None:
@@ -86,19 +92,19 @@ def _weights(given: Given, points: Any) -> list[Tensor]:
     edits: dict[Any, Any] = {points: note} if not isinstance(points, list) else dict.fromkeys(points, note)
     for path, module in given.model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            # It takes a fused way unless it is asked for weights, and another one unless gradients are wanted.
+            # Without need_weights, MultiheadAttention uses a fused kernel. Without gradients, it has another fast path.
             edits[f"{path}:need_weights"] = lambda _value: True
             edits[f"{path}:query"] = lambda value: value.detach().requires_grad_()
     try:
         with torch.enable_grad(), th.edit(given.model, edits):
             given.run(given.x)
     except (th.AddressError, th.NeverReached) as error:
-        raise th.RecipeError(NONE.format(where=f"nothing passes at {points!r}")) from error
+        raise th.RecipeError(NONE.format(where=f"{points!r} selects no value of this run")) from error
     if not kept:
-        raise th.RecipeError(NONE.format(where=f"none of what passes at {points!r} has that form"))
+        raise th.RecipeError(NONE.format(where=f"no value at {points!r} has that shape"))
     if any(each.shape[-1] != kept[0].shape[-1] for each in kept):
         lengths = sorted({each.shape[-1] for each in kept})
-        text = f"attention_rollout needs layers over the same tokens, and these have {lengths}"
+        text = f"attention_rollout needs layers over the same tokens, but these have {lengths}"
         raise th.RecipeError(f"{text}; choose some of them by points=.")
     return kept
 
@@ -125,6 +131,6 @@ def _on_grid(found: Tensor, token: int | None, grid: tuple[int, int]) -> Tensor:
     height, width = grid
     if token is None or height * width > found.shape[-1]:
         text = f"attention_rollout: grid={grid} is {height * width} places for one of {found.shape[-1]} tokens"
-        raise th.RecipeError(f"{text}; give a token=, and a grid that is no larger")
+        raise th.RecipeError(f"{text}; give a token=, and a grid with no more places than tokens")
     places: Tensor = found[:, -height * width :].unflatten(1, grid)
     return places

@@ -1,7 +1,7 @@
-"""The gradient of every example by itself, from one forward and one backward pass.
+"""Per-example gradients from one forward and one backward pass.
 
-Each layer's input and the gradient of its output are recorded. Both have the examples in front, so the gradient of a
-weight is known before it is summed over them. Attention and recurrent layers are run again: see ``_whole``.
+The input of each layer and the gradient of its output are recorded. Both have the examples in front, so the gradient of
+a weight is known for each example before it is summed. Attention and recurrent layers run again; see ``_per_example``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ MIXING = BATCH_NORMS
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampleGradients:
-    """``grads[name]``: ``[examples, *shape of the parameter]``. ``losses``: the loss of each example."""
+    """Per-example gradients.
+
+    ``grads[name]`` is ``[examples, *shape of the parameter]``. ``losses`` has the loss of each example.
+    """
 
     grads: dict[str, Tensor]
     losses: Tensor
 
     @property
     def norms(self) -> Tensor:
-        """The length of each example's whole gradient."""
+        """The norm of each example's gradient over all parameters."""
         squares = [grad.flatten(1).double().square().sum(1) for grad in self.grads.values()]
         return torch.stack(squares).sum(0).sqrt()
 
     def show(self) -> Any:
-        """A matplotlib figure: the loss of each example against the length of its gradient."""
+        """Return a matplotlib figure of the loss of each example against the norm of its gradient."""
         figure = new_figure(4.6, 3.2)
         axes = figure.add_subplot()
         axes.scatter(self.losses.tolist(), self.norms.tolist(), s=8)
@@ -55,7 +58,7 @@ class SampleGradients:
 
 
 def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]) -> SampleGradients:
-    """The gradient of each example's own loss with respect to every parameter that requires one.
+    """Return the gradient of each example's loss with respect to every parameter that requires a gradient.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -63,13 +66,19 @@ def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Te
     >>> found.grads["0.weight"].shape, found.norms.shape
     (torch.Size([5, 8, 4]), torch.Size([5]))
 
-    The ``.grad`` of the parameters is not touched. A layer that is used several times, and a weight that several
-    layers share, get the sum of all uses.
+    The ``.grad`` of the parameters is not changed. The gradient of a layer that is used several times, and of a weight
+    that several layers share, is the sum over all uses.
 
     Args:
-        model: any ``nn.Module`` whose layers treat the examples, the first dimension, one by one.
-        inputs: a tensor, a tuple of arguments or a dict of named ones.
+        model: any ``nn.Module`` with layers that treat the examples, the first dimension, independently.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
         loss: a function from the output to one number for each example.
+
+    Returns:
+        A :class:`SampleGradients`.
+
+    Raises:
+        RecipeError: a layer mixes the examples, or cannot be differentiated for each example.
     """
     layers = _layers(model)
     args, kwargs = given.arguments(inputs)
@@ -80,10 +89,10 @@ def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Te
         shared = isinstance(value, Tensor) and value.dim() and value.shape[0] == 1 < count
         return value.expand(count, *value.shape[1:]).clone() if shared else None
 
-    # A value that all examples share (the embeddings of positions) is given to each, so that each has its gradient.
+    # A value that all examples share, such as position embeddings, is copied for each, so that each has its gradient.
     held = {id(module) for module in layers.values()}
     changes = {lambda _name, module: id(module) in held: spread}
-    session = th.record(model, points, grad=True)  # One list: layers that are never called are none the worse.
+    session = th.record(model, points, grad=True)  # A list of globs: a layer that is never called is no error.
     with torch.enable_grad(), arguments_of(layers) as calls, th.edit(model, changes, check=False), session as tape:
         losses = _checked(loss(model(*args, **kwargs)), count)
         tape.backward(losses.sum())
@@ -99,7 +108,7 @@ def _gathered(
         gave, took = (_address(model, module, site) for site in ("return", "in"))
         for call, (took_in, gave_out) in enumerate(zip(tape.calls(took), tape.calls(gave), strict=True)):
             if f"{gave}#{call}" not in tape.grad:
-                continue  # This call has no part in the loss.
+                continue  # The loss does not depend on this call.
             slope = tape.grad[f"{gave}#{call}"]
             if module in calls:
                 made = whole_gradients(module, name, calls[module][call], gave_out, slope, count)
@@ -112,7 +121,7 @@ def _gathered(
 
 
 def _gradients(module: nn.Module, name: str, x: Tensor, y: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """The gradient of each of a layer's own parameters, for every example."""
+    """Return the gradient of each of a layer's own parameters, for every example."""
     wanted = {own: p for own, p in module.named_parameters(recurse=False) if p.requires_grad}
     if type(module) is nn.Linear:
         made = {"weight": lambda: torch.einsum("n...o,n...i->noi", g, x), "bias": lambda: _summed(g)}
@@ -139,7 +148,10 @@ def _embedded(module: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
 def _by_vmap(
     module: nn.Module, name: str, wanted: dict[str, nn.Parameter], x: Tensor, y: Tensor, g: Tensor
 ) -> dict[str, Tensor]:
-    """By differentiating the layer again, all examples at once; checked unless the layer is one of PyTorch's own."""
+    """Differentiate the layer again, for all examples at once.
+
+    Unless the layer is a known class of PyTorch, its output is checked against the recorded one.
+    """
     own = {key: parameter.detach() for key, parameter in wanted.items()}
 
     def run(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
@@ -150,7 +162,7 @@ def _by_vmap(
         return made[1](grad)[0], made[0]
 
     try:
-        with torch.no_grad():  # That is for what lies outside; vjp differentiates all the same.
+        with torch.no_grad():  # vjp still differentiates; this avoids an outer graph.
             grads, out = vmap(pull)(x, g)
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise th.RecipeError(f"{_cannot(name, module)}\nIt failed with {type(error).__name__}: {error}") from error
@@ -162,16 +174,16 @@ def _by_vmap(
 
 def _cannot(name: str, module: nn.Module) -> str:
     return (
-        f"{name!r} ({type(module).__name__}) has parameters of its own, and its output does not follow from its first "
-        "argument, example by example, so that it has no gradient for each.\n"
+        f"{name!r} ({type(module).__name__}) has its own parameters, but its output is not a function of its first "
+        "argument for each example, so there is no gradient for each example.\n"
         "Freeze it (requires_grad_(False)), or put its parameters into layers such as nn.Linear."
     )
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with parameters of their own that are to have gradients; those that mix examples are refused."""
+    """Return the modules with their own trainable parameters. Raise ``RecipeError`` if one mixes examples."""
     found: dict[str, nn.Module] = {}
-    within: tuple[str, ...] = ()  # Parts of a layer that is taken as a whole.
+    within: tuple[str, ...] = ()  # prefixes of layers in WHOLE, whose submodules are skipped
     for name, module in model.named_modules():
         if isinstance(module, WHOLE) and any(p.requires_grad for p in module.parameters()):
             found[name] = module
@@ -181,7 +193,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         if isinstance(module, MIXING) and module.training:
             text = f"{name!r} ({type(module).__name__}) mixes the examples in training mode"
-            raise th.RecipeError(f"{text}: none has a gradient of its own. Call model.eval(), or use nn.GroupNorm.")
+            raise th.RecipeError(f"{text}, so no example has its own gradient. Call model.eval(), or use nn.GroupNorm.")
         found[name] = module
     if not found:
         raise th.RecipeError(f"{type(model).__name__} has no parameter that requires a gradient")
@@ -189,7 +201,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _address(model: nn.Module, module: nn.Module, site: str, *, glob: bool = False) -> str:
-    """The address of a module's first argument or output; as a glob, it need not be reached."""
+    """Return the address of a module's first argument or output. As a glob, it need not be reached."""
     (point,) = th.points(model, module)
     path = "" if str(point) == ":return" else str(point)
     if glob and path:
@@ -210,8 +222,8 @@ def _examples(value: Any, name: str, count: int) -> Tensor:
     if tensor.dim() and tensor.shape[0] == 1 and count > 1:
         tensor = tensor.expand(count, *tensor.shape[1:])
     if not tensor.dim() or tensor.shape[0] != count:
-        text = f"{name!r} passes {list(tensor.shape)}, without the {count} examples in front"
-        raise th.RecipeError(f"{text}: its gradient cannot be told apart")
+        text = f"the value at {name!r} is {list(tensor.shape)}, without the {count} examples in front"
+        raise th.RecipeError(f"{text}: its gradient cannot be separated by example")
     return tensor
 
 

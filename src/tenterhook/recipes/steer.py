@@ -1,7 +1,7 @@
-"""Steering: the direction that tells two sets of inputs apart at a point, added where you like.
+"""Steering: the direction that separates two sets of inputs at a point, added to a model's values.
 
-The vector is the difference of the means. It is data: ``found.edits(scale)`` is a dict of ready edits that ``th.edit``
-takes, ``th.save_edits`` writes and somebody else applies.
+The vector is the difference of the means. ``found.edits(scale)`` returns it as a dict of ready edits, which ``th.edit``
+applies and ``th.save_edits`` writes to a file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ LAST = (slice(None), -1)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Steering:
-    """A steering vector, and what it was made of.
+    """A steering vector, with the examples that it was computed from.
 
-    ``vector``: the mean of the positive examples less that of the negative ones, at ``point``. ``positive`` and
-    ``negative``: where each example lies along the vector, in units of the vector's length; 0 is half-way between the
-    two means. ``auc``: how often a positive example lies further along than a negative one; 0.5 is chance.
+    ``vector``: the mean of the positive examples minus the mean of the negative examples, at ``point``. ``positive``
+    and ``negative``: the projection of each example onto the vector, in units of the vector's length; 0 is halfway
+    between the two means. ``auc``: the probability that a positive example has a larger projection than a negative one;
+    0.5 is chance.
     """
 
     vector: Tensor
@@ -45,35 +46,38 @@ class Steering:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the vector was asked for with."""
+        """The options that the vector was computed with."""
         return {"point": self.point, "at": self.at, "pool": self.pool}
 
     @property
     def norm(self) -> float:
-        """The vector's length."""
+        """The length of the vector."""
         return float(self.vector.float().norm())
 
     @property
     def auc(self) -> float:
-        """How often a positive example lies further along the vector than a negative one; ties count half."""
+        """The probability that a positive example has a larger projection than a negative one. Ties count half."""
         gap = self.positive[:, None] - self.negative[None]
         return float(((gap > 0).double() + 0.5 * (gap == 0)).mean())
 
     def unit(self) -> Steering:
-        """The same with a vector of length one, so that scales can be compared between points."""
+        """Return a copy with a vector of length one, so that scales are comparable between points."""
         return dataclasses.replace(self, vector=self.vector / self.vector.float().norm().to(self.vector.dtype))
 
     def edits(
         self, scale: float = 1.0, *, point: str | Sequence[str] | None = None, positions: Any = "all", part: Any = None
     ) -> dict[str, Any]:
-        """Ready edits that add the vector, as ``th.edit`` and ``th.save_edits`` take them.
+        """Return ready edits that add the vector, for ``th.edit`` and ``th.save_edits``.
 
         Args:
-            scale: how often the vector is added; negative to steer the other way.
-            point: where, if not at the point that the vector is from; several get a vector each.
+            scale: the factor of the vector; negative to steer in the opposite direction.
+            point: the point or points to add the vector at. Default: the point that it was computed at.
             positions: ``"all"``; ``"last"``, the last position of every call, which in generation with a cache is the
-                end of the prompt and every token from there on; ``"prompt"``, the first call alone; or an index.
-            part: which tensor is meant, where the value at the point has several.
+                end of the prompt and every later token; ``"prompt"``, the first call only; or an index.
+            part: the tensor to change, if the value at the point has several.
+
+        Raises:
+            RecipeError: ``scale`` or ``positions`` is wrong.
         """
         if isinstance(positions, str) and positions not in POSITIONS:
             known = ", ".join(map(repr, POSITIONS))
@@ -86,16 +90,17 @@ class Steering:
         return {f"{each}{calls}": th.add(self.vector, float(scale), at=at, part=part) for each in points}
 
     def apply(self, model: nn.Module, scale: float = 1.0, **where: Any) -> Any:
-        """A session in which the model is steered: ``with found.apply(model, 4): model.generate(...)``.
+        """Return a session that steers the model: ``with found.apply(model, 4): model.generate(...)``.
 
-        The vector goes to the device and the type of the model's parameters. More keywords are those of :meth:`edits`.
+        The vector is moved to the device and dtype of the model's parameters. Other keywords are those of
+        :meth:`edits`.
         """
         like = next((p for p in model.parameters() if p.is_floating_point()), self.vector)
         moved = dataclasses.replace(self, vector=self.vector.to(device=like.device, dtype=like.dtype))
         return th.edit(model, moved.edits(scale, **where))
 
     def show(self) -> Any:
-        """A matplotlib figure: where the examples of both sets lie along the vector."""
+        """Return a matplotlib figure: histograms of the projections of both sets onto the vector."""
         figure = new_figure(6, 2.6)
         axes = figure.add_subplot()
         both = torch.cat([self.positive, self.negative]).float()
@@ -123,7 +128,7 @@ def steering(
     pool: int | tuple[int, ...] = (),
     mask: str | None = MASK,
 ) -> Steering:
-    """The difference of the means of two sets of inputs, at a point.
+    """Return the difference of the means of two sets of inputs at a point.
 
     >>> import torch, tenterhook as th
     >>> _ = torch.manual_seed(0)
@@ -134,22 +139,28 @@ def steering(
     >>> with found.apply(model, scale=2):
     ...     steered = model(torch.zeros(1, 2))
 
-    The model runs no further than the point, and without gradients; but for its first run, which goes on to see whether
-    the point is passed several times. Then you are asked which call is meant (``point="relu#1"``).
+    The model runs without gradients and only as far as the point. Only the first run is complete, to detect a point
+    that is reached several times. For such a point, name the call (``point="relu#1"``).
 
-    Padding does not count: where an input has a mask, the mean is over the positions that it lets in, and a position
-    that it shuts out cannot be asked for.
+    Padding does not count. If an input has a mask, the mean is over the unmasked positions, and a masked position
+    cannot be selected.
 
     Args:
         model: any ``nn.Module``.
-        positive: an input (a tensor, a tuple of arguments, a dict of named ones), its first dimension the examples; or
-            a list of inputs, which may differ in length.
-        negative: the others.
-        point: where: one address.
-        at: which part of the value, such as ``th.at[:, -1]`` for the last position; the first dimension must stay.
-            ``"last"`` is each example's last position that is not padding, on whichever side that is.
+        positive: an input (a tensor, a tuple of arguments, a dict of keyword arguments) with the examples in the first
+            dimension; or a list of inputs, which may differ in length.
+        negative: the other set of inputs.
+        point: the address of the point.
+        at: the part of the value to use, such as ``th.at[:, -1]`` for the last position. The first dimension must
+            remain. ``"last"`` is each example's last position that is not padding, with padding on either side.
         pool: dimensions to average over within an example, after ``at``: 1 for the positions of a sentence.
-        mask: the argument of the model that says which positions count, ``[examples, positions]``; None for all.
+        mask: the model's argument that marks the positions to use, ``[examples, positions]``; None to use all.
+
+    Returns:
+        A :class:`Steering`.
+
+    Raises:
+        RecipeError: the values differ in shape, a selected position is padding, or both sets have the same mean.
     """
     address = given.one_point(model, point)
     dims = (pool,) if isinstance(pool, int) else tuple(pool)
@@ -162,7 +173,7 @@ def steering(
     means = [each.mean(0) for each in wide]
     vector, middle = means[0] - means[1], (means[0] + means[1]) / 2
     if not bool(vector.isfinite().all()):
-        raise th.RecipeError(f"the values at {address!r} are not all finite, so that they have no mean")
+        raise th.RecipeError(f"the values at {address!r} are not all finite, so they have no mean")
     size = vector.norm()
     if float(size) == 0:
         raise th.RecipeError(f"both sets have the same mean at {address!r}: there is nothing to steer by")
@@ -171,13 +182,13 @@ def steering(
 
 
 _LENGTHS = (
-    "the values at {point!r} have the shapes {shapes}, and a mean needs one.\n"
+    "the values at {point!r} have the shapes {shapes}, but a mean needs one.\n"
     "Take one position, at=th.at[:, -1], or average over them, pool=1."
 )
 
 
 _PADDED = (
-    "what is asked for at {point!r} is padding in {count} of the examples, by their mask.\n"
+    "the selected position at {point!r} is padding in {count} of the examples, according to their mask.\n"
     'Average over positions, pool=1; or take each example\'s last one, at="last".'
 )
 
@@ -185,7 +196,7 @@ _PADDED = (
 def _examples(
     model: nn.Module, inputs: Any, read: Any, point: str, at: Any, pool: tuple[int, ...], mask: str | None
 ) -> Tensor:
-    """The values at a point, one row for each example."""
+    """Return the values at a point, one row for each example."""
     rows = []
     for args, kwargs in given.each(inputs):
         with torch.no_grad():
@@ -206,10 +217,10 @@ def _examples(
 
 
 def _counts(model: nn.Module, args: Any, kwargs: Any, mask: str, value: Tensor) -> Tensor | None:
-    """Which positions of a value count; None where there is no padding."""
+    """Return a mask of the positions of a value that are not padding, or None if there is no padding."""
     try:
         found = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get(mask, kwargs.get(mask))
-    except TypeError:  # The model takes something else than its signature says.
+    except TypeError:  # The model's call does not match the signature of `forward`.
         found = kwargs.get(mask)
     if found is None and mask == MASK:
         return None
@@ -217,18 +228,18 @@ def _counts(model: nn.Module, args: Any, kwargs: Any, mask: str, value: Tensor) 
         got = "nothing" if found is None else list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise th.RecipeError(f"mask={mask!r} is an argument of the model, [examples, positions]; got {got}")
     if bool((found < 0).any()):
-        text = f"{mask} has numbers below zero, as if it were added to scores"
-        raise th.RecipeError(f"{text}. A mask is 1 where a position counts and 0 where not; or say mask=None.")
+        text = f"{mask} has numbers below zero, like an additive mask"
+        raise th.RecipeError(f"{text}. A mask is 1 for positions that count and 0 for padding; or use mask=None.")
     if bool(found.all()):
         return None
     if found.shape != value.shape[:2]:
-        text = f"the value is {list(value.shape)}, and {mask}, {list(found.shape)}, cannot say which of it is padding"
+        text = f"the value is {list(value.shape)}, and {mask}, {list(found.shape)}, does not fit its first dimensions"
         raise th.RecipeError(f"{text}. Give inputs without padding, or mask=None.")
     return found != 0
 
 
 def _pooled(value: Tensor, counts: Tensor | None, at: Any, pool: tuple[int, ...], point: str) -> Tensor:
-    """A part of a value, averaged over some dimensions of it, without what does not count."""
+    """Return a part of a value, averaged over some of its dimensions, without padding."""
     if isinstance(at, str):
         if at != "last":
             raise th.RecipeError(f'at= is an index such as th.at[:, -1], or "last"; got {at!r}')

@@ -1,6 +1,6 @@
-"""Training helpers: gradients clipped, scaled and reversed on their way, parts held still, activations kept small.
+"""Training helpers: clip, scale and reverse gradients, freeze parts, and penalise activations.
 
-Each is a session: ``with th.recipes.freeze(model, "encoder"): …``. Nothing stays on the model.
+Each is a session: ``with th.recipes.freeze(model, "encoder"): …``. The model is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["l1", "l2"] | Callable[[Tensor], Tensor]
 def clip_gradient(
     model: nn.Module, points: Any, *, norm: float | None = None, value: float | None = None, per_example: bool = False
 ) -> Any:
-    """Bound the gradient as it passes back through some points.
+    """Clip the gradient during the backward pass at some points.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
@@ -35,13 +35,19 @@ def clip_gradient(
 
     Args:
         model: any ``nn.Module``.
-        points: where; ``"head:in"`` is what flows back from that module alone.
-        norm: the largest length of the gradient at a point; its direction stays.
-        value: or the largest size of each of its numbers.
-        per_example: the length is that of each example, the first dimension.
+        points: the points; ``"head:in"`` is the gradient that this module alone returns.
+        norm: the largest norm of the gradient at a point. The direction does not change.
+        value: the largest absolute value of each element. Give either ``norm`` or ``value``.
+        per_example: apply ``norm`` to each example, the first dimension, separately.
+
+    Returns:
+        A session, to use in ``with``.
+
+    Raises:
+        RecipeError: both or neither of ``norm`` and ``value`` are given, or the number is not positive.
     """
     if (norm is None) == (value is None):
-        raise th.RecipeError("give norm=, the largest length, or value=, the largest size of a number: one of them")
+        raise th.RecipeError("give norm=, the largest norm, or value=, the largest absolute value: one of them")
     limit = _positive(norm if norm is not None else value, "norm" if norm is not None else "value")
 
     def clip(grad: Any) -> Any:
@@ -51,27 +57,44 @@ def clip_gradient(
 
 
 def scale_gradient(model: nn.Module, points: Any, factor: float) -> Any:
-    """Multiply the gradient as it passes back through some points: what lies before learns so much faster."""
+    """Return a session that multiplies the gradient at some points during the backward pass.
+
+    This scales the learning rate of everything before the points.
+
+    Args:
+        model: any ``nn.Module``.
+        points: the points, as for ``th.edit``.
+        factor: the factor.
+    """
     return th.edit(model, grad=given.everywhere(points, th.scale(_finite(factor, "factor"))))
 
 
 def reverse_gradient(model: nn.Module, points: Any, strength: float = 1.0) -> Any:
-    """Turn the gradient round as it passes back (Ganin et al. 2016).
+    """Return a session that reverses the gradient at some points during the backward pass (Ganin et al. 2016).
 
-    At ``"domain:in"``, what lies before learns to make the domain head wrong, while the head itself learns to be right.
+    At ``"domain:in"``, the layers before the domain head learn to make its loss larger, while the head itself learns to
+    make it smaller.
+
+    Args:
+        model: any ``nn.Module``.
+        points: the points, as for ``th.edit``.
+        strength: the gradient is multiplied by ``-strength``.
     """
     return th.edit(model, grad=given.everywhere(points, th.scale(-_positive(strength, "strength"))))
 
 
 def freeze(model: nn.Module, *selectors: Any) -> Any:
-    """Hold parameters still while the session is open: they are used as constants, and get no gradient.
+    """Return a session in which some parameters are constants and get no gradient.
 
-    ``requires_grad`` and the optimizer are left alone. A ``.grad`` that is there from before stays, and an optimizer
-    would use it: ``zero_grad(set_to_none=True)`` first.
+    ``requires_grad`` and the optimizer are not changed. An optimizer still applies an existing ``.grad``, so call
+    ``zero_grad(set_to_none=True)`` first.
 
     Args:
         model: any ``nn.Module``.
-        *selectors: modules, with all that is in them (``"encoder"``), and parameters (``"head.bias"``).
+        *selectors: modules, with all their parameters (``"encoder"``), and single parameters (``"head.bias"``).
+
+    Raises:
+        RecipeError: a selector is neither a module nor a parameter, or there is no parameter to freeze.
     """
     changes: dict[str, Any] = {}
     for point in th.points(model, *selectors):
@@ -80,15 +103,15 @@ def freeze(model: nn.Module, *selectors: Any) -> Any:
         elif point.site.value == "return":
             changes.update(dict.fromkeys(_parameters_in(model, point), _constant))
         else:
-            text = f"{point} is a {point.site.value}; modules and parameters can be frozen"
+            text = f"{point} is neither a module nor a parameter; only these can be frozen"
             raise th.RecipeError(text)
     if not changes:
-        raise th.RecipeError(f"{', '.join(map(repr, selectors))}: there is no parameter in it to freeze")
+        raise th.RecipeError(f"{', '.join(map(repr, selectors))}: there is no parameter to freeze")
     return th.edit(model, changes)
 
 
 def activation_penalty(model: nn.Module, points: Any, *, kind: Kind = "l1", weight: float = 1.0) -> Penalty:
-    """A term for the loss that keeps what passes at some points small.
+    """Return a penalty on the size of the values at some points, to add to the loss.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 1))
@@ -98,9 +121,15 @@ def activation_penalty(model: nn.Module, points: Any, *, kind: Kind = "l1", weig
 
     Args:
         model: any ``nn.Module``.
-        points: where; each call of each counts alike.
-        kind: ``"l1"``, the mean size; ``"l2"``, the mean square; or a function from the value to one number.
-        weight: a factor.
+        points: the points. Each call of each point is one term.
+        kind: ``"l1"``, the mean absolute value; ``"l2"``, the mean square; or a function from the value to one number.
+        weight: the factor of the penalty.
+
+    Returns:
+        A :class:`Penalty`, a session. Call it to get the term for the loss.
+
+    Raises:
+        RecipeError: ``kind`` or ``weight`` is wrong.
     """
     if not callable(kind) and kind not in ("l1", "l2"):
         raise th.RecipeError(f'kind= is "l1", "l2" or a function; got {kind!r}')
@@ -108,7 +137,7 @@ def activation_penalty(model: nn.Module, points: Any, *, kind: Kind = "l1", weig
 
 
 class Penalty:
-    """Gathers a term for each call that passes; calling it gives their sum and begins anew."""
+    """A session that collects a term for each call at its points. Calling it returns their sum and starts again."""
 
     def __init__(self, model: nn.Module, points: Any, kind: Kind, weight: float) -> None:
         self._measure = kind if callable(kind) else MEASURES[kind]
@@ -118,32 +147,34 @@ class Penalty:
         self._session = th.edit(model, given.everywhere(points, self._gather))
 
     def _gather(self, value: Any, ctx: Any) -> None:
-        # Of a copy: an activation in place may follow, and backward needs the value as it is now.
+        # A clone, because an in-place activation may follow, and backward needs this value.
         term: Any = self._measure(given.lone(value, ctx.address).clone())
         if not isinstance(term, Tensor) or term.numel() != 1:
             got = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
-            raise th.RecipeError(f"a penalty is one number for each value; at {ctx.address!r} the function gave {got}")
-        # When activation checkpointing recomputes a call, the same is computed, and counted already.
+            raise th.RecipeError(
+                f"a penalty is one number for each value; at {ctx.address!r} the function returned {got}"
+            )
+        # Activation checkpointing runs a call again. Its term is counted already.
         place = (ctx.address, ctx.call)
         if place not in self._seen:
             self._seen.add(place)
             self._terms.append(term.reshape(()))
 
     def __call__(self) -> Tensor:
-        """The term for all that has passed since the last time."""
+        """Return the weighted sum of the terms since the last call of this method."""
         if not self._terms:
-            raise th.RecipeError("no value has passed the points since the last time; call the model first")
+            raise th.RecipeError("no point was reached since the last time; run the model first")
         found = torch.stack(self._terms).sum() * self._weight
         self._terms.clear()
         return found
 
     def start(self) -> Self:
-        """Begin to gather."""
+        """Start to collect."""
         self._session.start()
         return self
 
     def close(self) -> None:
-        """End it, and let go of what was not asked for."""
+        """Close the session and discard the remaining terms."""
         self._terms.clear()
         self._session.close()
 
@@ -172,7 +203,10 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _parameters_in(model: nn.Module, point: Any) -> list[str]:
-    """Selectors of every parameter of a module: one glob if it finds just these, so that unused ones do no harm."""
+    """Return selectors for every parameter of a module.
+
+    If possible this is one glob, because unused parameters are no error in a glob.
+    """
     prefix = "" if str(point) == ":return" else f"{point}."
     names = [name for name, _ in point.module.named_parameters()]
     if not names:

@@ -1,1 +1,1 @@
-"""Recording: what is kept of a value, and the tape that holds it."""
+"""Recording: how values and gradients are kept, and the tape that holds them."""

@@ -1,14 +1,15 @@
-"""Sums of gradients in their own order, where an alias that recording put there has grouped them otherwise.
+"""Correction of gradient sums whose order an alias of the recorder has changed.
 
-A module that hands on what it was given has an alias for its output, so that what flows back to it can be told. Where
-that alias has several uses and the value has others, autograd adds up those of the alias first, and the sum at the
-value differs in its last bits. So as a backward pass comes to what the whole model returned, or to the first recorded
-value, the operations that hand gradients to such an alias, and to what it stands for, are found in the graph; what they
-hand over is noted, and the sum is made again in the order in which it came. It takes the place of the other only if
-what was noted explains that one to the last bit.
+If a module returns its input, recording replaces its output by an alias, to separate the gradient of that output. If
+the alias has several uses and the original tensor has others, autograd first adds the gradients of the alias. The sum
+at the original tensor then differs in its last bits. To correct it, a backward pass that reaches the model's outputs,
+or the first recorded value, searches the graph for the operations that send gradients to such an alias and to its
+original. Their gradients are stored and added again in the order of arrival. The new sum replaces autograd's sum only
+if the stored gradients also reproduce autograd's sum exactly.
 
-An alias is a view, and where a view is changed in place autograd lays its gradient out as the base lies. Without the
-alias there would be no view, and an addition, ``x += y``, would hand on the gradient that came. So it does here, too.
+An alias is a view. If a view is changed in place, autograd gives its gradient the strides of the base. Without the
+alias there would be no view, and an addition ``x += y`` would return the incoming gradient unchanged. The hooks here
+restore that.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ __all__ = ["begin_pass", "corrected", "keeps_layout", "note", "noted", "number_f
 
 Edge = tuple[Any, int]
 noted: list[tuple[weakref.ref[GradientSlot], int]] = []
-"""The slots of aliases whose gradient has not come yet, each with the number of the module that handed a value on."""
+"""Slots of aliases that have no gradient yet, each with the number of the module that returned its input."""
 quiet: set[int] = set()
-"""The backward passes that are running and have nothing to mend."""
+"""Numbers of the running backward passes that have nothing to correct."""
 _passes: dict[int, BackwardPass] = {}
-_quiet: set[tuple[int, ...]] = set()  # The keys of passes in which there was nothing to mend.
-MANY = 1000  # Runs without a backward pass may leave so many behind.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Whole numbers of so many bytes.
+_quiet: set[tuple[int, ...]] = set()  # The keys of passes that had nothing to correct.
+MANY = 1000  # Runs without a backward pass can leave entries; above this number they are cleaned up.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Integer dtypes by their number of bytes.
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -51,7 +52,7 @@ _next = itertools.count()
 
 
 def number_for(module: nn.Module) -> int:
-    """A number that no other module has, or ever had."""
+    """Return the number of a module. No other module has it or ever had it."""
     found = _numbers.get(module)
     if found is None:
         found = _numbers[module] = next(_next)
@@ -59,19 +60,19 @@ def number_for(module: nn.Module) -> int:
 
 
 def note(slot: GradientSlot, of: int) -> None:
-    """A slot watches an alias that has several uses, for all that is known; ``of`` is the number of its module."""
+    """Register a slot that watches an alias, which may have several uses. ``of`` is the number of its module."""
     if len(noted) > MANY:
         _forget()
     noted.append((weakref.ref(slot), of))
 
 
 def _forget() -> None:
-    """Let go of those whose gradient has come, or whose tape is gone."""
+    """Remove the slots that already have their gradient, or that no longer exist."""
     noted[:] = [each for each in noted if (slot := each[0]()) is not None and (slot.edges or slot.aliases)]
 
 
 def corrected(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
-    """The gradient of a recorded value as it is without aliases, where that differs."""
+    """Return the gradient of a recorded value as it would be without aliases, or None if it is the same."""
     begun = _passes.get(current_backward_id())
     if begun is not None and begun.quiet:
         return None
@@ -82,7 +83,7 @@ def corrected(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
         begun = _passes[task] = BackwardPass(task, slot.edges[0][0])
         if begun.quiet:
             return None
-    for edge in slot.edges:  # A structure has one for each of its tensors.
+    for edge in slot.edges:  # A structure has one edge for each of its tensors.
         begun.look(edge[0])
         found = begun.sums.get(edge[:2])
         new = found.made_again(gradient) if found is not None else None
@@ -92,14 +93,14 @@ def corrected(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
 
 
 def shared_edges() -> set[Edge]:
-    """Return where the gradients of all aliases that are noted arrive, and of what they stand for."""
+    """Return the edges at which the gradients of all registered aliases, and of their originals, arrive."""
     slots = [slot for find, _ in noted if (slot := find()) is not None]
     nodes = [node for slot in slots for node in (*[edge[0] for edge in slot.edges], *slot.aliases)]
     return {edge for alias, base in _based([node for node in nodes if is_alias(node)]) for edge in ((alias, 0), base)}
 
 
 def begin_pass(ends: list[Any]) -> None:
-    """A backward pass has come to what the whole model returned: find what is to be watched before it goes on."""
+    """Start the correction of a backward pass that has reached the model's outputs."""
     if not noted:
         return
     task = current_backward_id()
@@ -111,7 +112,7 @@ def begin_pass(ends: list[Any]) -> None:
 
 
 class BackwardPass:
-    """One backward pass: the sums that have to be watched in it."""
+    """The sums to correct in one backward pass."""
 
     def __init__(self, task: int, start: Any) -> None:
         self.sums: dict[Edge, AliasSum] = {}
@@ -120,8 +121,8 @@ class BackwardPass:
         self._seen: set[Any] = set()
         found = [(slot, of) for ref, of in noted if (slot := ref()) is not None]
         nodes = [node for slot, _ in found for node in (*[edge[0] for edge in slot.edges], *slot.aliases)]
-        # A graph that the same modules have made, with as many operations between all of these as one that was walked
-        # through, is not walked again.
+        # Do not walk a graph again if the same modules made it, with the same number of operations between all of these
+        # nodes, as a graph that had nothing to correct.
         numbers = [operation_number(node) for node in (start, *nodes)]
         self._key = (*[of for _, of in found], *[number - numbers[0] for number in numbers])
         self.quiet = self._key in _quiet
@@ -136,7 +137,7 @@ class BackwardPass:
         for alias, base in dict(_based([node for node in nodes if is_alias(node)])).items():
             self._groups.setdefault(base, [base]).append((alias, 0))
         self._oldest = min((operation_number(base) for base, _ in self._groups), default=0)
-        # Who hands gradients to aliases, and to what they stand for.
+        # The operations that send gradients to aliases and to their originals.
         self._users: dict[Edge, list[tuple[Any, int]]] = {edge: [] for group in self._groups.values() for edge in group}
 
     def _end(self, task: int) -> None:
@@ -151,7 +152,7 @@ class BackwardPass:
             _quiet.add(self._key)
 
     def look(self, *starts: Any) -> None:
-        """Find those users in the graph behind operations that the pass has come to, and listen to them."""
+        """Search the graph behind some operations for those that send gradients to aliases, and hook them."""
         if not self._groups or all(start in self._seen for start in starts):
             return
         for node in self._newer(*starts):
@@ -161,17 +162,20 @@ class BackwardPass:
                 if edge in self._users:
                     self._users[edge].append((node, index))
         for base, group in self._groups.items():
-            # Where all come together at one place, they do so in their own order.
+            # If all of them arrive at one edge, autograd already adds them in the right order.
             if sum(len(self._users[edge]) > 1 for edge in group) > 1:
                 self._listen(base, group)
 
     def _look_at_view(self, view: Any) -> None:
-        """See to it that an addition in place to an alias, which has then been made anew, hands on what came."""
+        """Hook an in-place addition to an alias, so that it returns the incoming gradient unchanged.
+
+        ``view`` is the node that autograd created for the alias after the change.
+        """
         edge, nodes = view.next_functions[0], [view]
-        # A view that is changed is made anew at once, others when they are used.
+        # Autograd regenerates a changed view at once, and other views when they are used.
         if edge[0] is None or operation_number(view) != operation_number(edge[0]) + 1:
             return
-        while type(edge[0]).__name__ == "CopySlices":  # It may have been changed before.
+        while type(edge[0]).__name__ == "CopySlices":  # It may have been changed several times.
             nodes.append(edge[0])
             edge = edge[0].next_functions[0]
         if edge in self._groups and len(nodes) > 1:
@@ -180,7 +184,7 @@ class BackwardPass:
             self._changes.update(nodes)
 
     def _newer(self, *starts: Any) -> Iterator[Any]:
-        """The operations from some back to those that are older than any that is of interest."""
+        """Yield the operations reachable from ``starts`` that are not older than all original tensors."""
         todo = list(starts)
         while todo:
             node = todo.pop()
@@ -201,7 +205,7 @@ class BackwardPass:
 
 
 class AliasSum:
-    """What comes to one value: directly, and by way of aliases."""
+    """The gradients that arrive at one tensor: directly, and through aliases."""
 
     def __init__(self, aliases: list[Any]) -> None:
         self._aliases = aliases
@@ -211,25 +215,25 @@ class AliasSum:
         self._known: set[tuple[Any, int]] = set()
 
     def new(self, users: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        """Those of whom it hears nothing yet."""
+        """Return the users that have no hook yet, and mark them as known."""
         found = [user for user in users if user not in self._known]
         self._known.update(found)
         return found
 
     def hears(self, key: Edge, node: Any, index: int) -> Callable[[Any, Any], None]:
-        """A hook of an operation that hands a gradient to the value, or to an alias of it."""
+        """Return a hook for an operation that sends a gradient to the tensor or to one of its aliases."""
 
         def heard(given: tuple[Tensor | None, ...], _: Any) -> None:
             gradient = given[index]
             if gradient is not None:
-                # To hold it would have autograd make a new tensor of the sum, which may lie otherwise.
+                # If we hold it, autograd allocates a new tensor for the sum, possibly with other strides.
                 held = gradient if keeps_layout(gradient) else gradient.clone()
                 self._came.setdefault(key[0], []).append((next(self._count), node, held))
 
         return heard
 
     def replaces(self, index: int) -> Callable[[Any], Any]:
-        """A hook of the operation that made the value, for the sum that comes to it."""
+        """Return a pre-hook for the operation that made the tensor. It replaces the incoming sum."""
 
         def replaced(given: tuple[Tensor | None, ...]) -> Any:
             gradient = given[index]
@@ -239,12 +243,15 @@ class AliasSum:
         return replaced
 
     def made_again(self, gradient: Tensor) -> Tensor | None:
-        """The sum in its own order; None where that is what it is, or where what came does not explain it."""
+        """Return the sum in its original order.
+
+        Return None if the order is already right, or if the stored gradients do not reproduce the sum.
+        """
         if gradient is self._made:
             return None
         came = self._came
         own = [entry for node, entries in came.items() for entry in entries if entry[1] not in self._aliases]
-        if len(own) < 3:  # noqa: PLR2004  Two have one order.
+        if len(own) < 3:  # noqa: PLR2004  Two terms have only one order.
             return None
         for node, entries in came.items():
             wanted = _handed(came, node) if node in self._aliases else gradient
@@ -255,10 +262,10 @@ class AliasSum:
 
 
 def _as_it_came(size: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Any, Any], Any]:
-    """A hook of a change in place: what it hands on unchanged lies as what came.
+    """Return a hook for an in-place operation. A gradient that the operation does not change keeps its strides.
 
-    ``size`` and ``stride`` are those of the view that was changed. A view that the model has taken itself, and that is
-    not all of its base, is changed as it is without recording.
+    ``size`` and ``stride`` are those of the changed view. If the model itself made the view, and it covers only a part
+    of its base, the gradient stays as autograd computed it.
     """
 
     def handed_on(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
@@ -272,7 +279,7 @@ def _as_it_came(size: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Any
 
 
 def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
-    """Whether a tensor lies otherwise than another one, and is it to the last bit: zeros have a sign."""
+    """Return whether two tensors have the same bits but other strides. Bits, because zeros have a sign."""
     if tensor is None or of is None or (tensor.shape, tensor.dtype) != (of.shape, of.dtype):
         return False
     bits = BITS.get(of.element_size())
@@ -280,12 +287,12 @@ def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
 
 
 def is_alias(node: Any) -> bool:
-    """Whether an operation is an alias that recording put there."""
+    """Return whether a graph node is an alias that recording added."""
     return is_own_alias(node)
 
 
 def _based(aliases: list[Any]) -> Iterator[tuple[Any, Edge]]:
-    """Each alias with what it stands for, those among them that stand for other aliases too."""
+    """Yield each alias with the edge of its original tensor, following aliases of aliases."""
     for alias in aliases:
         chain, edge = [alias], alias.next_functions[0]
         while edge[0] is not None and is_alias(edge[0]):
@@ -295,14 +302,14 @@ def _based(aliases: list[Any]) -> Iterator[tuple[Any, Edge]]:
 
 
 def _handed(came: dict[Any, list[tuple[int, Any, Tensor]]], alias: Any) -> Tensor | None:
-    """What an alias handed on, if it has."""
+    """Return the gradient that an alias sent to its original, or None if it has not run."""
     return next((each for entries in came.values() for _, node, each in entries if node is alias), None)
 
 
 def _added(entries: list[tuple[int, Any, Tensor]]) -> Tensor:
     total, *rest = [each for _, _, each in sorted(entries, key=lambda entry: entry[0])]
     if rest and not keeps_layout(total):
-        total = total.clone()  # Autograd adds in place, and the sum lies as the first of them.
+        total = total.clone()  # Autograd adds in place, and the sum has the strides of the first term.
         for each in rest:
             total += each
         return total
@@ -312,15 +319,15 @@ def _added(entries: list[tuple[int, Any, Tensor]]) -> Tensor:
 
 
 def keeps_layout(gradient: Tensor) -> bool:
-    """Whether a sum that begins with this one lies as it does, where it is a new tensor and not made in place.
+    """Return whether a sum in a new tensor, with this gradient as its first term, has the strides of this gradient.
 
-    It does, but for dimensions of size one that are not outermost: those may have other strides.
+    It has, except for dimensions of size one that are not outermost: these may get other strides.
     """
     shape = gradient.shape
     if 1 in shape:
         whole, within = shape.numel(), False
         if shape.count(1) == 1 == shape[0] and gradient.stride()[0] == whole:
-            return True  # One example alone: the most frequent case, told apart quickly.
+            return True  # A batch of one example is the most frequent case.
         for size, stride in zip(shape, gradient.stride(), strict=True):
             if size != 1:
                 within = True

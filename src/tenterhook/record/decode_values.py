@@ -1,7 +1,7 @@
-"""Plain JSON back to structures of tensors, without importing, or running, anything that the JSON names.
+"""Conversion of plain JSON back to structures of tensors, without importing or running anything that the JSON names.
 
-A class is used only if this process has it already, under that name and with those fields; its ``__init__`` is not
-called. Where there is no such class, one of the same name and fields stands in for it.
+A class is used only if this process has already loaded it, under that name and with those fields. Its ``__init__`` is
+not called. If there is no such class, a new one with the same name and fields replaces it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Json = Any
 
 
 def restore(tensor: Tensor, dtype: str) -> Tensor:
-    """A tensor as it was before it was stored under a type that the file has."""
+    """Return a tensor in its original dtype, from the dtype under which the file stores it."""
     wanted = _dtype(dtype)
     made = torch.view_as_complex(tensor) if wanted.is_complex else tensor.view(wanted)
     if made.dtype != wanted:
-        raise ValueError(f"a tensor said to be {dtype} is stored as {tensor.dtype}")
+        raise ValueError(f"a tensor declared as {dtype} is stored as {tensor.dtype}")
     return made
 
 
 class Decoder:
-    """Reads what an Encoder wrote, given the tensors by name."""
+    """A converter from an Encoder's JSON back to values, with the tensors by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
     def decode(self, json: Json) -> Any:
-        """The value that this stands for; ValueError, TypeError and the like if it stands for none."""
+        """Return the value. Raise ValueError, TypeError or a similar error if the JSON does not describe one."""
         if json is None or isinstance(json, bool | int | float | str):
             return json
         if not isinstance(json, list):
@@ -51,7 +51,7 @@ class Decoder:
         if tag in CONSTANTS:
             return CONSTANTS[tag](*rest)
         if tag not in STRUCTURES:
-            raise ValueError(f"{tag!r:.40} is no kind of value")
+            raise ValueError(f"{tag!r:.40} is not a known tag")
         return getattr(self, f"_{tag}")(*rest)
 
     def _all(self, values: list[Json]) -> list[Any]:
@@ -79,10 +79,10 @@ class Decoder:
         return tuple(self._all(values))
 
     def _return_type(self, name: str, values: list[Json]) -> Any:
-        # Not getattr: it would run the module's own __getattr__, and torch's imports what it is asked for.
+        # Not getattr: it would call torch's module-level __getattr__, which imports what it is asked for.
         kind = vars(torch.return_types)[name]
         if not (isinstance(kind, type) and issubclass(kind, tuple)):
-            raise TypeError(f"{name!r:.40} is no return type of torch")
+            raise TypeError(f"{name!r:.40} is not a return type of torch")
         return kind(self._all(values))
 
     def _namedtuple(self, reference: str, fields: list[str], values: list[Json]) -> Any:
@@ -107,15 +107,15 @@ class Decoder:
         if kind is not None and _has_fields(kind, fields):
             try:
                 return _bare_dataclass(kind, paired, self._items(items) if items is not None else None)
-            except (TypeError, AttributeError):  # It has a base, or a property, that cannot be gone around.
+            except (TypeError, AttributeError):  # It has a base class or a property that needs its own code.
                 pass
         return _bare_dataclass(_record_class(reference, tuple(fields)), paired, None)
 
 
 class DecodedRecord:
-    """The stand-in for a dataclass that this process does not have: its fields, by attribute or by item.
+    """The replacement of a dataclass that this process does not have. Its fields are attributes and items.
 
-    A number counts the fields that are not None, as the outputs of transformers models do.
+    An integer index counts the fields that are not None, as in the outputs of transformers models.
     """
 
     def __getitem__(self, key: str | int | slice) -> Any:
@@ -166,14 +166,14 @@ STRUCTURES = frozenset(
 
 
 def _loaded_class(reference: str) -> type | None:
-    """The class of that name, if its module is loaded and holds it plainly."""
+    """Return the class of that name, if its module is loaded and has it as a plain attribute."""
     module, _, qualified = reference.partition(":")
     found: Any = sys.modules.get(module)
     for name in qualified.split("."):
         if not isinstance(found, types.ModuleType | type):
             return None
         found = vars(found).get(name)
-    # A file could otherwise have a finalizer run over fields of its own choice.
+    # Otherwise a file could run a finalizer with field values of its choice.
     return found if isinstance(found, type) and not hasattr(found, "__del__") else None
 
 
@@ -209,7 +209,7 @@ def _named_tuple_class(reference: str, fields: tuple[str, ...]) -> type:
     module, qualified, name = _names(reference)
     kind = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc]  # noqa: PYI024  # fields are data
     if kind._fields != fields:
-        raise ValueError(f"{name} has fields that cannot be named: {fields!r:.80}")
+        raise ValueError(f"{name} has invalid field names: {fields!r:.80}")
     kind.__module__, kind.__qualname__ = module, qualified
     return kind
 
@@ -218,10 +218,10 @@ def _named_tuple_class(reference: str, fields: tuple[str, ...]) -> type:
 def _record_class(reference: str, fields: tuple[str, ...]) -> type:
     module, qualified, name = _names(reference)
     if any(field.startswith("__") for field in fields):
-        raise ValueError(f"{name} has fields that cannot be named: {fields!r:.80}")
-    # Without these three methods nothing is generated from the names, which come from a file.
+        raise ValueError(f"{name} has invalid field names: {fields!r:.80}")
+    # Names come from a file, so generate no methods from them.
     made = dataclasses.make_dataclass(name, fields, bases=(DecodedRecord,), init=False, repr=False, eq=False)
-    # Saved again, it is written as the class that it stands for.
+    # If it is saved again, it is written under the name of the original class.
     made.__module__, made.__qualname__ = module, qualified
     return made
 

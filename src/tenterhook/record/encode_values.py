@@ -1,6 +1,6 @@
-"""Structures of tensors as plain JSON, with the tensors set aside under short names.
+"""Conversion of structures to plain JSON, with tensors stored separately under short names.
 
-``None``, booleans, text and ordinary numbers stand for themselves; everything else is a list that starts with its tag.
+``None``, booleans, text and ordinary numbers are plain JSON. Everything else is a list that starts with its tag.
 
 >>> import torch
 >>> encoder = Encoder()
@@ -29,7 +29,7 @@ __all__ = ["Encoder"]
 
 Json = Any
 
-# What safetensors has a name for, both ways. Other types are stored as one of these, and the file says so.
+# The dtypes that safetensors can write and read. Others are stored as one of these, with a note in the file.
 NATIVE = frozenset(
     getattr(torch, name)
     for name in (
@@ -38,33 +38,35 @@ NATIVE = frozenset(
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 )
-# JSON readers agree on integers of this size; longer ones are written in hexadecimal.
+# JSON readers agree on integers of this size. Longer ones are written in hexadecimal.
 LONGEST = 2**63
 
-NO_TENSOR = "{address!r} holds {what}, which a tape's file cannot hold. {fix}"
+NO_TENSOR = "{address!r} has {what}, which a tape file cannot store. {fix}"
 NO_KEY = (
-    "{address!r} holds a dict with the key {key!r:.80}, a {type}, which a tape's file cannot hold: keys are text, "
-    "bytes, numbers, None, and tuples of these. Leave this point out of what is recorded, or record a part of it."
+    "{address!r} has a dict with the key {key!r:.80}, a {type}, which a tape file cannot store: keys are text, bytes, "
+    "numbers, None, and tuples of these. Do not record this point, or record a part of it."
 )
-TOO_DEEP = "{address!r} holds a structure that is nested too deeply for a tape's file, or that contains itself."
+TOO_DEEP = "{address!r} has a structure that is nested too deeply for a tape file, or that contains itself."
 
 
 class Encoder:
-    """Turns values into JSON; ``tensors`` are those met so far, and ``views`` the types that some really have.
+    """A converter from values to JSON.
 
-    A tensor that is met again, in this value or in another, is stored once.
+    ``tensors`` has the tensors so far, and ``views`` the true dtypes of some of them.
+
+    A tensor that occurs several times, in one value or in several, is stored once.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.views: dict[str, str] = {}
         self._names: dict[tuple[Any, ...], str] = {}
-        # A tensor that a read has just made must not die here: another would take its memory and be mistaken for it.
+        # Keep temporary tensors alive: otherwise another tensor could reuse the memory and be taken for the same one.
         self._alive: list[Tensor] = []
         self._address = ""
 
     def encode(self, value: Any, address: str) -> Json:
-        """The JSON of one value; the address is for messages."""
+        """Return the JSON of one value. The address is for error messages."""
         self._address = address
         try:
             return self._value(value)
@@ -94,7 +96,7 @@ class Encoder:
         node = registered(type(value))
         if node is None:
             return ["opaque", Opaque.of(value).type]
-        # Only code of its own could rebuild such an object, and a file must not name code: its parts are kept.
+        # Only custom code could rebuild such an object, and a file must not name code. So only its parts are stored.
         return ["tuple", self._all(node.flatten_fn(value)[0])]
 
     def _all(self, values: Iterable[Any]) -> list[Json]:
@@ -140,7 +142,7 @@ class Encoder:
         return name
 
     def _storable(self, tensor: Tensor, name: str) -> Tensor:
-        """The same values in a form that the file has: on the CPU, contiguous, of a type that safetensors knows."""
+        """Return the same values on the CPU, contiguous, and with a dtype that safetensors supports."""
         stored = tensor.resolve_conj().resolve_neg()
         if tensor.dtype not in NATIVE:
             self.views[name] = str(tensor.dtype).removeprefix("torch.")
@@ -178,7 +180,7 @@ WRITERS: tuple[tuple[type, str, Callable[[Any], Iterable[Json]]], ...] = (
 
 
 def _reference(value: Any) -> str:
-    """The name under which a class can be found again."""
+    """Return the name by which the class of ``value`` can be found again."""
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
@@ -189,7 +191,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def _mirrors(value: Mapping[Any, Any], fields: dict[str, Any]) -> bool:
-    """Whether the items are just the fields that are not None, as in a ModelOutput."""
+    """Return whether the items are exactly the fields that are not None, as in a transformers ModelOutput."""
     shown = [(name, field) for name, field in fields.items() if field is not None]
     items = list(value.items())
     return len(items) == len(shown) and all(
@@ -198,7 +200,7 @@ def _mirrors(value: Mapping[Any, Any], fields: dict[str, Any]) -> bool:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Two tensors with the same mark show the same memory in the same way."""
+    """Return a key that is equal for tensors with the same memory, layout and dtype."""
     if tensor.data_ptr() == 0:
         return (id(tensor),)
     bits = (tensor.is_conj(), tensor.is_neg())
@@ -206,12 +208,12 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _refusal(tensor: Tensor) -> tuple[str, str] | None:
-    """What is wrong with a tensor that no file can hold, and what to do about it."""
+    """Return the problem with a tensor that a file cannot store, and the fix, or None."""
     if tensor.is_nested:
         return "a nested tensor", "Save its parts instead: {value}.unbind(), or {value}.to_padded_tensor(0.0)."
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        fix = "{value}.full_tensor() gathers a DTensor; of others, record the plain tensors inside."
-        return f"a {type(tensor).__name__}, a kind of tensor with storage of its own", fix
+        fix = "{value}.full_tensor() gathers a DTensor; for other types, record the plain tensors inside."
+        return f"a {type(tensor).__name__}, a tensor subclass with its own storage", fix
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values", 'Run the model on a real device, such as "cpu".'
     return _unknown_form(tensor)

@@ -1,4 +1,4 @@
-"""Where a model failed: told by the traceback, once the run is over."""
+"""The place where a run failed, found from the traceback."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from tenterhook.pytorch.python_code import variable_in
 __all__ = ["failure"]
 
 OWN = __name__.partition(".")[0]
-LONGEST = 400  # characters of a message that are still worth keeping
+LONGEST = 400  # Longest part of an error message to keep, in characters.
 
 
 def failure(model: nn.Module, error: BaseException) -> dict[str, Any] | None:
-    """The innermost module that was being called, with what it was given; None if the error came from elsewhere.
+    """Return a note on the innermost module call that failed, or None if the error came from elsewhere.
 
-    Everything is plain text and numbers, so that it can be kept with the tape and nothing is kept alive by it.
+    It has the error, the module and its arguments as plain text. So it can be saved with the tape, and keeps nothing
+    alive.
     """
     found = _innermost(model, error)
     if found is not None:
@@ -51,7 +52,7 @@ def _note(error: BaseException, **known: Any) -> dict[str, Any]:
 def _innermost(model: nn.Module, error: BaseException) -> tuple[str, nn.Module, FrameType, int] | None:
     names = {id(module): path for path, module in with_wrappers(model)}
     found: tuple[str, nn.Module, FrameType, int] | None = None
-    called: nn.Module | None = None  # whose call has begun, while the frame of its forward has not come yet
+    called: nn.Module | None = None  # The module whose call has begun, before the frame of its forward.
     for frame, line in _frames(error):
         if frame.f_code.co_name in CALL_FUNCTIONS:
             receiver = variable_in(frame, "self")
@@ -60,7 +61,8 @@ def _innermost(model: nn.Module, error: BaseException) -> tuple[str, nn.Module, 
         if _is_own(frame):
             continue
         name, first = _first(frame)
-        # Outside any call a first argument may be anybody's: a loop that trains takes the model as one.
+        # Outside any module call, the first argument proves nothing: a training loop may take the model as its
+        # argument.
         inside = called is not None or found is not None
         owner = first if id(first) in names and (name == "self" or inside) else called
         if owner is not None:
@@ -81,7 +83,7 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _first(frame: FrameType) -> tuple[str, Any]:
-    """The first argument: the receiver of a method, whatever its author calls it."""
+    """Return the first argument of a frame and its name. In a method it is the instance, under any name."""
     name = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
     return name, variable_in(frame, name)
 

@@ -1,8 +1,8 @@
-"""Slots: the gradients of one recorded value, and the hooks that fill them.
+"""Gradient slots: the gradients of one recorded value, and the hooks that fill them.
 
-A hook never holds its slot, and a slot holds no tensor that has a graph: each hook has a weak reference to its slot, so
-that a tape is gone when its last user is. What a slot does hold of the graph is the edges at which its gradients
-arrive, because ``tape.backward`` asks for them; ``release`` says when they go.
+A hook holds only a weak reference to its slot, and a slot holds no tensor with a graph. So a tape is freed with its
+last reference. A slot does hold the graph edges at which its gradients arrive, because ``tape.backward`` needs them.
+``release`` drops them.
 """
 
 from __future__ import annotations
@@ -46,70 +46,71 @@ __all__ = [
 ]
 __all__ += ["watch_leaf", "watch_parameter"]
 
-# What GradientEdge is made of; where a node is written in Python, with a third thing that keeps it alive.
+# The fields of GradientEdge. For a node that is written in Python there is a third field, which keeps the node alive.
 Edge = tuple[Any, ...]
 
-NO_PARTS: Any = MappingProxyType({})  # What has come to most slots so far.
-DONE: Any = MappingProxyType({(): []})  # Of a slot that is on no tape any more, and takes nothing.
+NO_PARTS: Any = MappingProxyType({})  # The shared initial value of most slots.
+DONE: Any = MappingProxyType({(): []})  # Marks a slot that is no longer on a tape and accepts no gradients.
 CHANGED = (
-    "the gradient of {address!r} was changed in place after it was recorded, by a hook or by whoever got it first, so "
-    "what flowed is gone. A hook should return a new tensor."
+    "the gradient of {address!r} was changed in place after it was recorded, by a hook or by other code that "
+    "received it, so the recorded gradient is lost. A hook should return a new tensor."
 )
 
 
 def let_free(gradient: Tensor) -> Tensor:
-    """What to keep of a gradient that autograd goes on with: itself, or a copy where holding it would alter the run.
+    """Return the gradient to keep: itself, or a copy if holding a reference to it would change the run.
 
-    Autograd adds the next gradient in place to one that nobody else holds, and otherwise makes a new tensor of the sum.
-    The values are the same and so is the layout, but for dimensions of size one that are not outermost: in a new tensor
-    those may have other strides, and convolutions choose their kernel by them.
+    Autograd adds the next gradient in place if nothing else refers to the first one. Otherwise it allocates a new
+    tensor for the sum. Values and layout are the same, except the strides of dimensions of size one that are not
+    outermost. Convolutions choose their kernel by these strides.
     """
     return gradient if keeps_layout(gradient) else gradient.clone()
 
 
 class GradientSlot:
-    """The gradients of one value: for each of its tensors, what every backward pass brought."""
+    """The gradients of one value: for each of its tensors, the gradients of every backward pass."""
 
-    # A slot is made for each call of a recorded module; in most, all that is ever set are these.
+    # A slot is created for each call of a recorded module, and most slots set only these attributes.
     __slots__ = (
         "__dict__", "__weakref__", "_found", "base", "before", "edges", "first", "hooks", "kept", "lone", "spent",
         "version", "views",
     )  # fmt: skip
 
     first: Tensor | None
-    """the first gradient, as long as it is the only one and nobody has asked for it"""
+    """The first gradient, as long as it is the only one and has not been read."""
     version: int
     edges: tuple[Edge, ...]
-    """how far a backward pass must come for the hooks to catch it all"""
+    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
     spent: bool
     kept: tuple[Tensor, int] | None
-    """a view's memory, and its version as it was recorded"""
+    """A detached view, and its version when it was recorded."""
     lone: int
-    """for a value of one example, the stride of that dimension in a gradient that need not be looked at any closer; 0
-    where no dimension has size one, and -1 where others have"""
+    """For a batch of one example, the stride of that dimension in a gradient that needs no closer check. 0 if no
+    dimension has size one, and -1 if other dimensions have."""
     before: Tensor | None
-    """what the call before this one was given, if that is small, until this one is: memory that is freed as the model
-    runs is at once used otherwise, and what was in the processor's cache is gone"""
+    """The gradient of an earlier call, if it is small, until this slot has its own. If it were freed earlier, the model
+    would reuse its memory, and it would no longer be in the processor's cache."""
     hooks: Any
-    """the hooks of its tensor, if its own is the first of them, and None otherwise"""
+    """The hook table of its tensor, if its own hook is the first entry, and None otherwise."""
     views: Any
-    """what is known of the backward pass; see :class:`tenterhook.record.view_gradients.Views`"""
+    """The state of backward passes; see :class:`tenterhook.record.view_gradients.ViewGradients`."""
     base: Any
-    """a view's base that has no hook for it, who looks after that, and the base's hooks; when the graph was let go, the
-    number of the backward pass that did it; for all others, None"""
+    """For a view whose base has no hook: the base, its ViewGradients, and the hook table of the base. After the graph
+    was released: the number of the backward pass that released it. Otherwise None."""
 
-    shape: Any = None  # What the gradient is poured into: the value's own structure, with None for each tensor.
-    path: Path = ()  # Where its tensor stands in the value, if that is all it holds.
+    shape: Any = None  # The value's own structure, with None in place of each tensor.
+    path: Path = ()  # The path of the tensor in the value, if there is only one.
     why = ""
-    aliases: tuple[Any, ...] = ()  # Operations that were put into the graph for it, beside those of its edges.
+    # Operations that were added to the graph for this slot, other than those of its edges.
+    aliases: tuple[Any, ...] = ()
     tasks: dict[Path, int] | None = None
-    leaf: weakref.ref[Tensor] | None = None  # A parameter; its edge would keep it alive.
+    leaf: weakref.ref[Tensor] | None = None  # A parameter. An edge would keep it alive.
     places: tuple[
         TensorPlace, ...
-    ] = ()  # What its hooks need to know of views; a graph that outlives the tape keeps none.
+    ] = ()  # The view layouts that its hooks use. They belong to the slot, because a graph may outlive the tape.
     silent = graphs = False
-    numbered: dict[int, Path]  # Of the gradients that a compiled graph brings; see tenterhook.compiled.
-    whole = False  # Whether a gradient that is spread over processes is put together.
+    numbered: dict[int, Path]  # Paths by number, for gradients that a compiled graph returns. See tenterhook.compiled.
+    whole = False  # Whether to gather a gradient that is sharded over processes.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         self._found: dict[Path, list[tuple[Tensor, int]]] = {}
@@ -121,10 +122,11 @@ class GradientSlot:
 
     @property
     def parts(self) -> dict[Path, list[tuple[Tensor, int]]]:
-        """Each gradient with the version that it had, which tells whether it was changed since."""
+        """Each gradient with its version at that time, to detect later changes in place."""
         first = self.first
         if first is not None:
-            if first.requires_grad:  # It was handed to backward() so, or by a hook.
+            # The gradient that was passed to backward(), or that a hook returned, requires a gradient itself.
+            if first.requires_grad:
                 first = first.detach()
             self._found, self.first = {self.path: [(first, self.version)]}, None
         return self._found
@@ -135,20 +137,23 @@ class GradientSlot:
 
     @property
     def overwritten(self) -> bool:
-        """Whether this is a view that was changed in place: its hook has then lost its place in the graph."""
+        """True if this is a view that was changed in place. Its hook is then no longer on the right graph node."""
         return self.kept is not None and self.kept[0]._version != self.kept[1]
 
     def hold(self, place: TensorPlace) -> weakref.ref[TensorPlace]:
-        """Keep a place for a hook, which itself must keep nothing: the graph that it is on may outlive the tape."""
+        """Keep a view layout for a hook and return a weak reference. The graph with the hook may outlive the tape."""
         self.places += (place,)
         return weakref.ref(place)
 
     def add(self, path: Path, gradient: Tensor) -> None:
-        """Take what the backward pass that is running has brought."""
+        """Add a gradient from the backward pass that is running."""
         self.take(path, gradient, frees=not keeps_graph())
 
     def take(self, path: Path, gradient: Tensor, *, frees: bool) -> None:
-        """Take a gradient; its graph, if create_graph made one, is left behind unless asked for."""
+        """Add a gradient.
+
+        It is detached from a graph that create_graph built, unless ``tape.backward`` asked for that.
+        """
         if gradient.requires_grad and not self.graphs:
             gradient = gradient.detach()
         if self.whole:
@@ -163,7 +168,7 @@ class GradientSlot:
             self.release()
 
     def gather(self, path: Path, gradient: Tensor) -> None:
-        """Take one of several shares of a pass, and add them up in the order in which the engine would."""
+        """Add one of several contributions of a pass. They are summed in the order in which autograd would sum them."""
         task, found = current_backward_id(), self.parts.get(path)
         if self.tasks is None:
             self.tasks = {}
@@ -173,7 +178,7 @@ class GradientSlot:
         self.add(path, gradient)
 
     def total(self, address: str) -> Any:
-        """The gradient in the value's structure: the sum over backward passes, None where nothing flowed."""
+        """Return the gradient in the value's structure: the sum over backward passes, or None if there is none."""
         for found in self.parts.values():
             if any(gradient._version != version for gradient, version in found):
                 raise ValueChanged(CHANGED.format(address=address))
@@ -183,7 +188,7 @@ class GradientSlot:
         return _pour(self.shape, sums)
 
     def release(self) -> None:
-        """Let go of the graph; what has been caught stays, and what hooks still bring is taken."""
+        """Drop all references to the graph. Gradients stay, and hooks can still add more."""
         if self.base is not None and not self.spent:
             task = current_backward_id()
             self.base = (self.base[1].task if task < 0 else task,)
@@ -193,13 +198,13 @@ class GradientSlot:
 
 
 def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor | None:
-    """What fills the slot of a single tensor, bound to a reference to it: the hook of most values.
+    """Store the gradient of a single tensor in its slot. Bound to a weak reference to the slot, it is the usual hook.
 
-    Between two runs of it the model has swept the processor's caches. So it calls nothing of our own, and a bound
-    function is the lightest thing that can be called.
+    It runs with a cold processor cache. So it calls no other functions of this library, and a bound method is the
+    cheapest callable.
     """
     slot = find()
-    if slot is None or gradient is None:  # Of an operation with several results, those that nobody used are called too.
+    if slot is None or gradient is None:  # Autograd calls the hooks of unused outputs of an operation too, with None.
         return None
     kept = slot.kept
     if (
@@ -217,7 +222,7 @@ def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor |
 
 
 def _is_plain(views: Any) -> bool:
-    """Whether the backward pass keeps no graph, makes none and has no sums to mend: asked once."""
+    """Return whether the backward pass keeps no graph, builds none and has no sums to correct. Check once per pass."""
     task = current_backward_id()
     if task != views.asked:
         if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
@@ -227,10 +232,10 @@ def _is_plain(views: Any) -> bool:
 
 
 def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
-    """The same, where something is out of the ordinary."""
+    """Store a gradient like ``caught``, for the unusual cases."""
     if slot._found is DONE:
         return None
-    if slot.overwritten:  # The hook of the base speaks in its place.
+    if slot.overwritten:  # The hook of the base delivers this gradient.
         if slot.base is not None and not slot.spent:
             slot.base[1].found(slot)
         return None
@@ -240,7 +245,7 @@ def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
 
 
 def lone_of(shape: torch.Size) -> int:
-    """What ``Slot.lone`` is for a value of this shape that has dimensions of size one."""
+    """Return the value of ``GradientSlot.lone`` for a shape that has dimensions of size one."""
     return shape.numel() if shape[0] == 1 and shape.count(1) == 1 else -1
 
 
@@ -248,25 +253,25 @@ caught.__torch_unserializable__ = True  # type: ignore[attr-defined]
 
 
 class GradientSlots(dict[int, Any]):
-    """The slots of a point, by call; an action whose session is over refers to them weakly."""
+    """The slots of a point, by call. After the session, an action refers to them weakly."""
 
     __slots__ = ("__weakref__",)
 
 
 class GradientHook:
-    """A tensor hook that fills a slot as long as somebody holds it."""
+    """A tensor hook that fills a slot for as long as the slot exists."""
 
     __slots__ = ("_find", "_path", "number")
 
-    observes = True  # Among the hooks of a leaf it comes last.
-    __torch_unserializable__ = True  # Saving a tensor that was recorded gives no warning about this hook.
+    observes = True  # A leaf runs this hook after all others.
+    __torch_unserializable__ = True  # Avoids a warning about this hook when a recorded tensor is saved.
 
     def __init__(self, slot: GradientSlot, path: Path) -> None:
         self._find, self._path = ref(slot), path
 
     @property
     def gone(self) -> bool:
-        """Whether nobody holds the slot any more."""
+        """True if the slot no longer exists."""
         return self._find() is None
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
@@ -279,7 +284,7 @@ class GradientHook:
 
 
 class ViewGradientHook(GradientHook):
-    """The hook of a view: it holds its tongue where the view, or its base, was changed in place meanwhile."""
+    """The hook of a view. It does nothing if the view or its base was changed in place in the meantime."""
 
     __slots__ = ("_place",)
 
@@ -297,10 +302,10 @@ class ViewGradientHook(GradientHook):
 
 
 class PartGradientHook(ViewGradientHook):
-    """The hook of that view's base, which speaks where the other is silent.
+    """The hook of the base of a view. It stores the gradient if the view's own hook does not.
 
-    What it gives is the gradient of the memory that the view showed: a use that others make of that memory through the
-    base, and not through the view, is part of it.
+    This is the gradient of the memory that the view covered. It includes uses of that memory through the base and not
+    through the view.
     """
 
     __slots__ = ()
@@ -316,9 +321,9 @@ class PartGradientHook(ViewGradientHook):
 
 
 class SharedMemoryHook(GradientHook):
-    """The hook of an input's memory that outputs of the module show: it speaks where one of them was changed in place.
+    """The hook of an input whose memory the module's outputs share. It runs if one of these was changed in place.
 
-    Then, too, it is the gradient of that memory that is caught.
+    Here too, the stored gradient is that of the memory.
     """
 
     __slots__ = ("_place", "_shown")
@@ -342,7 +347,7 @@ class SharedMemoryHook(GradientHook):
 
 
 def watch(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Catch the gradient of the value that a tensor with a history has now."""
+    """Hook a tensor that has a grad_fn, and store the gradient of its present value."""
     base = base_of(tensor)
     if base is None:
         slot.edges += (edge_of(tensor),)
@@ -355,20 +360,20 @@ def watch(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
 
 
 def watch_leaf(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Catch the gradient of a leaf that somebody handed in; its hook goes when the slot does."""
+    """Hook a leaf that the user passed in. The hook is removed when the slot is freed."""
     slot.edges += (edge_of(tensor),)
     handle = tensor.register_hook(GradientHook(slot, path))
     weakref.finalize(slot, handle.remove).atexit = False
 
 
 def watch_parameter(slot: GradientSlot, tensor: Tensor) -> LeafHook:
-    """Catch the gradient of a parameter, until the hook is taken away; ``tape.backward`` finds it without one."""
+    """Hook a parameter until the returned hook is removed. ``tape.backward`` finds it without a hook."""
     slot.leaf = weakref.ref(tensor)
     return LeafHook(tensor, GradientHook(slot, ()))
 
 
 def edge_of(tensor: Tensor) -> Edge:
-    """Where the tensor's gradient arrives; by the short way, where its node can be held from Python."""
+    """Return the graph edge at which the tensor's gradient arrives. Use a plain tuple if Python can hold the node."""
     node = tensor.grad_fn
     if node is None or isinstance(node, PYTHON_NODE):
         return get_gradient_edge(tensor)
@@ -383,7 +388,7 @@ def _sum(found: list[tuple[Tensor, int]]) -> Tensor:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """A gradient that came inside a transform of torch.func is the whole one, of all examples, outside it."""
+    """Return a gradient without torch.func wrappers: the gradient of all examples."""
     return unwrapped(gradient)[0] if is_wrapped(gradient) else gradient
 
 

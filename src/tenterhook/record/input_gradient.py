@@ -1,6 +1,6 @@
-"""What flows back to an argument through one module: the shares that the module's operations hand to it.
+"""Gradients of an argument through one module: the contributions of the module's own operations.
 
-They are found by walking the graph from the module's outputs back to the argument, once per call.
+A walk through the graph from the module's outputs back to the argument finds these operations, once per call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["EnteredCall", "hook_shares"]
 
 @dataclass(slots=True)
 class EnteredCall:
-    """A call that is running: the argument's tensors, and the edges over which their gradients will come."""
+    """A running call: the tensors of the argument, and the edges at which their gradients arrive."""
 
     slot: GradientSlot
     since: int
@@ -32,12 +32,13 @@ class EnteredCall:
 
 
 def hook_shares(entered: EnteredCall, outputs: list[Tensor]) -> None:
-    """Hook the operations of the module that hand a gradient to the argument."""
+    """Hook the operations of the module that send a gradient to the argument."""
     slot, starts = entered.slot, [tensor.grad_fn for tensor in outputs]
     shown: dict[Path, list[TensorPlace]] = {}
     for path, tensor, version in entered.given:
         if tensor._version != version:
-            starts.append(tensor.grad_fn)  # Changed in place by the module: what it is now comes from what it was.
+            # The module changed it in place, so its present value depends on the old one.
+            starts.append(tensor.grad_fn)
         else:
             shown[path] = _watch_shown(slot, path, tensor, outputs)
     for node, index, path, place in _consumers(starts, entered):
@@ -45,7 +46,10 @@ def hook_shares(entered: EnteredCall, outputs: list[Tensor]) -> None:
 
 
 def _watch_shown(slot: GradientSlot, path: Path, tensor: Tensor, outputs: list[Tensor]) -> list[TensorPlace]:
-    """The outputs that show an input's memory: changed in place later, they hand gradients past the operations."""
+    """Return the outputs that share the memory of an input, and hook that memory.
+
+    If such an output is later changed in place, its gradient does not pass through the operations that are hooked.
+    """
     base = base_of(tensor)
     whole = tensor if base is None else base
     places = [TensorPlace(output, layout_of(whole)) for output in outputs if base_of(output) is whole]
@@ -59,13 +63,14 @@ def _watch_shown(slot: GradientSlot, path: Path, tensor: Tensor, outputs: list[T
 
 
 def _consumers(starts: Iterable[Node | None], entered: EnteredCall) -> list[tuple[Node, int, Path, TensorPlace | None]]:
-    """The operations, from ``starts`` back to the wanted edges, that hand a gradient over one of them."""
+    """Return the operations between ``starts`` and the wanted edges that send a gradient to one of these edges."""
     found: list[tuple[Node, int, Path, TensorPlace | None]] = []
     seen: set[Node] = set()
     todo = list(starts)
     while todo:
         node = todo.pop()
-        if node is None or node in seen or operation_number(node) < entered.since:  # Older: it lies before the module.
+        # An older operation ran before the module.
+        if node is None or node in seen or operation_number(node) < entered.since:
             continue
         seen.add(node)
         for index, (before, output) in enumerate(node.next_functions):
@@ -80,7 +85,7 @@ def _consumers(starts: Iterable[Node | None], entered: EnteredCall) -> list[tupl
 def _share(
     slot: GradientSlot, index: int, path: Path, place: TensorPlace | None, shown: list[TensorPlace]
 ) -> Callable[[Any, Any], None]:
-    """A hook of an operation: it takes the gradient that the operation hands over one of its edges."""
+    """Return a hook for an operation. It stores the gradient that the operation sends to one of its edges."""
     find, outputs = weakref.ref(slot), [slot.hold(each) for each in shown]
     held = slot.hold(place) if place is not None else None
 

@@ -1,7 +1,7 @@
-"""What is kept of a value that passes: by reference with its version, or as a copy.
+"""Recorded values: a reference with its version, or a copy.
 
-A copy is made where a later in-place change is to be expected, and wherever a change could not be noticed. Everything
-else is kept by reference together with the version that it had, and reading it compares the two.
+A value is copied if the model may change it in place later, and if a change could not be detected. Every other value is
+kept by reference together with its version, and reading it compares the versions.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Copy = Literal["auto", "always", "never"]
 
 CHANGED = (
     "{address!r} was changed in place after it was recorded (its version was {old} and is now {new}), so the recorded "
-    "value is gone. The code that did it gave no sign beforehand. Record with a copy: "
+    "value is lost. This could not be detected from the model's source. Record a copy: "
     'th.record(model, ..., copy="always").'
 )
 INSIDE = (
-    "{address!r} was recorded inside vmap, grad or another transform of torch.func, and is the whole value, of all "
-    "examples, which does not fit in with what passes inside it. Read it when the transform is over."
+    "{address!r} was recorded inside vmap, grad or another transform of torch.func. It has the values of all examples, "
+    "so it cannot be used inside the transform. Read it after the transform."
 )
 REUSED = (
-    "{address!r} was recorded inside a transform of torch.func and its memory was changed in place, before or after "
-    'that; there it cannot be told which. Record with a copy: th.record(model, ..., copy="always").'
+    "{address!r} was recorded inside a transform of torch.func, and its memory was changed in place, before or after "
+    'that; the two cases cannot be distinguished. Record a copy: th.record(model, ..., copy="always").'
 )
 
 
 @dataclass(slots=True)
 class KeptValue:
-    """A structure that was kept, and the tensors in it whose versions must not move."""
+    """A recorded structure, and the tensors in it that must keep their version."""
 
     value: Any
     watched: list[tuple[Tensor, int]]
     in_transform: bool = False
 
 
-# A plain tensor is kept without a Kept around it, and so is one with nothing but None behind it in a tuple, then with
-# how many of those there are: dispatch stores them so, and there may be thousands.
+# A plain tensor needs no KeptValue. Nor does a tuple of one tensor and only None after it; the third number is the
+# count of these None. Dispatch stores these forms directly, and there may be thousands.
 Entry = tuple[Tensor, int] | tuple[Tensor, int, int] | KeptValue
 
 
 class Policy:
-    """How tensors are kept: ``in_place`` says that the model shows signs of changing tensors in place."""
+    """The options for recording tensors. ``in_place`` is True if the model's code may change tensors in place."""
 
     __slots__ = ("by_reference", "copy", "device", "dtype", "gather", "in_place")
 
@@ -71,12 +71,12 @@ class Policy:
         gather: bool = False,
     ) -> None:
         self.copy, self.device, self.dtype, self.in_place = copy, device, dtype, in_place
-        self.gather = gather  # Whether a value that is spread over processes is put together.
-        # Whether a plain tensor is kept as it is, with its version to tell of later changes.
+        self.gather = gather  # Whether to gather a value that is sharded over processes.
+        # Whether to keep a plain tensor by reference, with its version to detect later changes.
         self.by_reference = device is None and dtype is None and copy == "auto" and not in_place
 
     def keep(self, value: Any) -> Entry:
-        """Keep a structure, each tensor detached."""
+        """Return an entry for a structure, with each tensor detached."""
         watched: list[tuple[Tensor, int]] = []
         if self.gather:
             value = map_tensors(gathered, value)
@@ -87,7 +87,7 @@ class Policy:
         return KeptValue(map_tensors(lambda tensor: self._refer(tensor, watched), value, opaque=Opaque.of), watched)
 
     def keep_own(self, value: Any) -> Entry:
-        """Keep a structure whose tensors nobody else has: what a compiled graph gave out for the tape alone."""
+        """Return an entry for a structure that only the tape refers to, such as an extra output of a compiled graph."""
         if isinstance(value, Tensor) and self.device is None and not value.is_inference():
             return value, value._version
         return KeptValue(map_tensors(lambda tensor: tensor.detach().to(self.device), value, opaque=Opaque.of), [])
@@ -96,16 +96,16 @@ class Policy:
     def _refer(tensor: Tensor, watched: list[tuple[Tensor, int]]) -> Tensor:
         tensor = settled(tensor)
         kept = tensor.detach() if tensor.requires_grad else tensor
-        if isinstance(tensor, nn.Parameter):  # A module that returns its own parameter: an optimizer will change it.
+        if isinstance(tensor, nn.Parameter):  # A module returned its own parameter, which an optimizer will change.
             return _clone(kept)
         try:
             if not shows_every_change(tensor):
                 return _clone(kept)
-        except RuntimeError:  # A sparse tensor: its version counts.
+        except RuntimeError:  # A sparse tensor, which has a version.
             pass
         try:
             watched.append((kept, kept._version))
-        except RuntimeError:  # An inference tensor has no version, so no later change could be noticed.
+        except RuntimeError:  # An inference tensor has no version, so a later change could not be detected.
             return _clone(kept)
         return kept
 
@@ -118,13 +118,13 @@ class Policy:
         return _clone(converted)
 
     def _keep_whole(self, tensor: Tensor) -> Tensor:
-        """What lies beneath the tensors of a transform, always as a copy."""
+        """Return a copy of the tensor under the wrappers of a torch.func transform."""
         with outside_transforms():
             return self._keep_one(unwrapped(tensor)[0].clone())
 
 
 class GradientOnly:
-    """Stands in the place of a :class:`Recorder` where the gradient alone is wanted, and keeps nothing."""
+    """The replacement of a :class:`Recorder` if only the gradient is recorded. It stores nothing."""
 
     observes = True
     again = False
@@ -141,11 +141,11 @@ class GradientOnly:
         return bool(self._gradient.reached)
 
     def __call__(self, value: Any, context: Context) -> None:
-        """Nothing: the gradient's own action does it all."""
+        """Do nothing. The action for the gradient does all the work."""
 
 
 class Recorder:
-    """The action that keeps what passes a point."""
+    """An action that records the value at a point."""
 
     observes = True
     again = False
@@ -159,34 +159,34 @@ class Recorder:
 
     @property
     def reached(self) -> bool:
-        # What dispatch stores itself does not come by here, but leaves an entry, unless the tape was cleared.
+        # Dispatch can store entries without a call of this action. Then look for an entry, or for a cleared tape.
         return self.passed or (self.direct and (bool(self.entries) or bool(self.track and self.track.cleared)))
 
     def __call__(self, value: Any, context: Context) -> None:
         self.store(self.policy.keep(value), context)
 
     def taken(self, value: Any, context: Context, _token: int) -> None:
-        """A compiled graph has run, and this is what passed in it."""
+        """Record a value from a compiled graph that has run."""
         self.store(self.policy.keep_own(value), context)
 
     def taken_under(self, key: int, value: Any) -> None:
-        """Keep what passed in a compiled graph, under a key of the tape's log."""
+        """Record a value from a compiled graph under a key of the tape's log."""
         self.keep_under(key, self.policy.keep_own(value))
 
     def keep_under(self, key: int, entry: Any) -> None:
-        """Put an entry on the tape, under a key of its log."""
+        """Store an entry under a key of the tape's log, and drop the oldest one if ``keep`` limits them."""
         self.passed = True
         self.kept_in[key] = entry
         if key >= self.keep:
             self.kept_in.pop(key - self.keep, None)
 
     def store(self, entry: Entry, context: Context) -> None:
-        """Put what was kept on the tape."""
+        """Store an entry on the tape."""
         self.keep_under(self.base + context.call, entry)
 
 
 def value(entry: Entry) -> Any:
-    """The kept value, whatever has become of it."""
+    """Return the kept value without a check of its version."""
     if not isinstance(entry, tuple):
         return entry.value
     tensor, _, *behind = entry
@@ -194,7 +194,7 @@ def value(entry: Entry) -> Any:
 
 
 def read(entry: Entry, address: str) -> Any:
-    """The kept value, if it is still what passed."""
+    """Return the kept value. Raise ValueChanged if it was changed in place after it was recorded."""
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     if type(entry) is KeptValue and entry.in_transform and in_transform():
         raise TapeError(INSIDE.format(address=address))
@@ -203,14 +203,15 @@ def read(entry: Entry, address: str) -> Any:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
     if any(is_wrapped(tensor) for tensor, _ in watched):
         return map_tensors(lambda tensor: _whole(tensor, address), found)
-    # It may require a gradient now, although it did not when it passed.
+    # It may require a gradient now, although it did not when it was recorded.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
 
 
 def without_graph(entry: Entry) -> Entry:
-    """The entry without the graph that a tensor of it has become part of since it was kept.
+    """Return the entry without the graph that one of its tensors has joined since it was recorded.
 
-    What a function of autograd's own returns, as a reentrant checkpoint does, gets its history after it has run.
+    The output of a custom autograd function, such as a reentrant checkpoint, gets its grad_fn after the function has
+    run.
     """
     if isinstance(entry, tuple):
         return (entry[0].detach(), *entry[1:]) if entry[0].requires_grad else entry
@@ -236,7 +237,7 @@ def _whole(tensor: Tensor, address: str) -> Tensor:
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    """A copy that later changes do not reach and that can be used outside inference mode."""
+    """Return a copy that later changes do not affect, and that can be used outside inference mode."""
     if tensor.is_inference():
         with torch.inference_mode(mode=False):
             return tensor.clone()

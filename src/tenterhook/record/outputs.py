@@ -1,7 +1,7 @@
-"""Recording what modules return: the functions that stand in their ``forward``, and the log that they write.
+"""The shared forwards that record the outputs of modules, and write them to the tape's log.
 
-This is the code that runs most of all. A call appends one tuple to a list: its key, and what is kept of the value. The
-tape sorts the list by address when somebody reads it.
+This is the hottest code of the library. A call appends one tuple to a list: its key and its entry. The tape sorts the
+list by address when it is read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Add = Callable[["Returned"], object]
 
 
 def keeps_outputs(keys: dict[nn.Module, int], policy: Policy, add: Add) -> Callable[[Forward, SharedForwards], Forward]:
-    """Return what makes the forwards that record outputs."""
+    """Return a function that makes the forwards that record outputs."""
     owner, by_reference, keep = current.token, policy.by_reference, policy.keep
 
     def make(original: Forward, shared: SharedForwards) -> Forward:
@@ -57,7 +57,7 @@ def keeps_outputs(keys: dict[nn.Module, int], policy: Policy, add: Add) -> Calla
             key = keys.get(self)
             if key is None or current.token != owner:
                 return shared.other(self)(*args, **kwargs)
-            if current_backward_id() != -1:  # A checkpoint runs it again, and it is recorded already.
+            if current_backward_id() != -1:  # A checkpoint recomputes this call, which is already recorded.
                 return original(self, *args, **kwargs)
             keys[self] = key + 1
             value = original(self, *args, **kwargs)
@@ -67,20 +67,20 @@ def keeps_outputs(keys: dict[nn.Module, int], policy: Policy, add: Add) -> Calla
             if kind is Tensor:
                 tensor = value
             elif kind is tuple and len(value) == PAIR and value[1] is None and type(value[0]) is Tensor:
-                tensor, behind = value[0], (1,)  # As attention returns it where nobody asked for weights.
+                tensor, behind = value[0], (1,)  # The usual output of attention without weights.
             else:
                 refuse_traced(self)
                 add((key, keep(value)))
                 return value
             try:
-                # What sites.tensor.shows_every_change says, in short: the memory is PyTorch's, and no parameter's.
+                # A short form of shows_every_change: PyTorch owns the memory, and it is not a parameter.
                 if (
                     by_reference and tensor.untyped_storage().resizable()
                     and ((base := view_base(tensor)) is None or type(base) is Tensor)
                 ):  # fmt: skip
                     add((key, (tensor.detach() if tensor.requires_grad else tensor, tensor._version, *behind)))
                     return value
-            except RuntimeError:  # An inference tensor has no version, a sparse one no memory of its own.
+            except RuntimeError:  # An inference tensor has no version, and a sparse one has no storage.
                 pass
             refuse_traced(self)
             add((key, keep(value)))
@@ -99,9 +99,9 @@ def keeps_gradients(
     *,
     values: bool,
 ) -> Callable[[Forward, SharedForwards], Forward]:
-    """Return what makes the forwards that record outputs and their gradients, or the gradients alone.
+    """Return a function that makes the forwards that record outputs and gradients, or gradients only.
 
-    Values are kept by reference; a session that copies them takes the general way.
+    Values are kept by reference. A session that copies them does not use these forwards.
     """
     owner, keep = current.token, policy.keep
 
@@ -110,7 +110,7 @@ def keeps_gradients(
             key = keys.get(self)
             if (
                 key is None or current.token != owner or current_backward_id() != -1
-                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be around it.
+                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may surround this call.
             ):  # fmt: skip
                 return shared.other(self)(*args, **kwargs)
             call, since = key % SPAN, next_operation_number()
@@ -143,7 +143,7 @@ def keeps_gradients(
 
 
 class Outputs:
-    """The points of a recording session at which it records what modules return, and nothing else."""
+    """The points of a recording session at which it records the outputs of modules and nothing else."""
 
     def __init__(
         self, tape: Tape, points: Sequence[Point], policy: Policy, *, keep: int, grad: bool, values: bool, alone: bool
@@ -152,15 +152,16 @@ class Outputs:
         modules = points.modules if isinstance(points, FoundOutputs) else [point.module for point in points]
         self._bases = tape.log.new_bases(len(modules))
         self.keys: dict[nn.Module, int] = dict(zip(modules, self._bases, strict=True))
-        """the key that the next call of each module has"""
+        """The key of the next call of each module."""
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
-        # Where others record too, all store at once, so that the order is that of the run.
+        # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         log = tape.log
         self._add: Add = log.adder(keep)
         if alone:
             self._add = log.fresh.append if keep == sys.maxsize else log.windows(keep)
         self._gradients: dict[nn.Module, OutputGradient] = {}
-        self._slots: dict[int, GradientSlots] = {}  # By the first key of a track: a tape refers to its modules weakly.
+        # By the first key of a track, because a tape must refer to its modules weakly.
+        self._slots: dict[int, GradientSlots] = {}
         if alone:
             self._make_tracks_later()
 
@@ -194,7 +195,7 @@ class Outputs:
         return self.keys[module] - self.calls_of(module)
 
     def make_track(self, point: Point) -> None:
-        """Make the track of one of the points now, beside those of others."""
+        """Create the track of one point now, in line with those of other actions."""
         base = self._base(point.module)
         if self._values:
             self._tape._tracks[point.address] = Track(LogEntries(self._tape.log, base=base), point=point)
@@ -202,7 +203,7 @@ class Outputs:
             self._tape.grad._tracks[point.address] = Track(self._slots.setdefault(base, GradientSlots()), point=point)
 
     def named(self) -> dict[nn.Module, str]:
-        """Return the modules, with their paths."""
+        """Return the modules with their paths."""
         points = self.points
         if isinstance(points, FoundOutputs):
             return dict(zip(points.modules, points.paths, strict=True))
@@ -215,7 +216,7 @@ class Outputs:
         return any(gradient.reached for gradient in self._gradients.values())
 
     def make(self) -> Callable[[Forward, SharedForwards], Forward]:
-        """Return what makes the forwards of these modules."""
+        """Return a function that makes the forwards of these modules."""
         if not self._grad:
             return keeps_outputs(self.keys, self._policy, self._add)
         return keeps_gradients(self.keys, self._policy, self._add, self._gradient_of, values=self._values)
@@ -230,7 +231,7 @@ class Outputs:
         return gradient
 
     def bindings(self, module: nn.Module) -> tuple[list[Binding], int]:
-        """Return what is done at a module where a set of actions does it, and how many of its calls have begun."""
+        """Return the bindings that replace the shared forward of a module, and how many of its calls have begun."""
         point = next(point for point in self.points if point.module is module)
         base, calls = self._base(module), self.calls_of(module)
         actions: list[Any] = [self._gradient_of(module)] if self._grad else []
@@ -238,24 +239,24 @@ class Outputs:
         return [Binding(point, action) for action in (first, *actions)], calls
 
     def reached(self) -> Callable[[Point], bool]:
-        """Return what tells whether one of the points was reached."""
+        """Return a predicate for whether one of the points was reached."""
         if self._values:
             bases = self._tape.log.reached()
             return lambda point: self._base(point.module) in bases
         return lambda point: point.module in self._gradients and self._gradients[point.module].reached
 
     def let_go(self) -> None:
-        """Refer to no module any more: the session is over."""
-        self.keys.clear()  # A forward that somebody has kept asks it.
+        """Drop all references to modules at the end of the session."""
+        self.keys.clear()  # A forward that other code has kept looks its module up here.
         self.points, self._gradients = (), {}
 
 
 class OutputRecorder:
-    """The action that records a module's output where a shared forward has handed it over to a set of actions."""
+    """An action that records a module's output after bindings have replaced its shared forward."""
 
     observes = True
     again = False
-    reached = False  # The session asks the log.
+    reached = False  # The session asks the log instead.
 
     def __init__(self, base: int, policy: Policy, add: Add) -> None:
         self._base, self._policy, self._add = base, policy, add

@@ -1,4 +1,4 @@
-"""``th.points``: what there is to hook, and, after a run, what passed there."""
+"""``th.points``: the points of a model, and after a run their shapes and numbers of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["points"]
 
 
 def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tape | None = None) -> Selection:
-    """The points that selectors stand for; every module's output if there are none. Printing it draws the tree.
+    """Return the points that the selectors match, or the outputs of all modules. Printing the result draws a tree.
 
     >>> from torch import nn
     >>> import tenterhook as th
@@ -35,9 +35,16 @@ def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tap
     Args:
         model: any ``nn.Module``.
         *selectors: addresses, globs, modules, classes, regexes or predicates.
-        inputs: what to call the model with, once, in order to show shapes and numbers of calls: a tensor, a tuple of
-            arguments, or a dict of keywords. Parameters, buffers and random numbers stay as they are.
-        tape: or a tape of a run that was made already.
+        inputs: arguments for one call of the model, to show shapes and numbers of calls: a tensor, a tuple of
+            arguments, or a dict of keyword arguments. Parameters, buffers and the random state do not change.
+        tape: a tape to take shapes and numbers of calls from, instead of ``inputs``.
+
+    Returns:
+        A ``Selection``. Other functions take it as a selector.
+
+    Raises:
+        AddressError: a selector matches nothing in the model.
+        SessionError: the model cannot be called with ``inputs``.
     """
     seen = _seen(tape) if tape is not None else _survey(model, inputs) if inputs is not None else None
     return select(model, *selectors, seen=seen)
@@ -46,7 +53,7 @@ def points(model: nn.Module, *selectors: Selector, inputs: Any = None, tape: Tap
 def _survey(model: nn.Module, inputs: Any) -> Mapping[str, SeenValue]:
     args = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    # Buffers are replaced by copies for the call: BatchNorm in train mode would update the real ones.
+    # Use copies of the buffers for this call: BatchNorm in train mode would update the real ones.
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     session = record(model, "**", copy="never")
     try:

@@ -1,14 +1,14 @@
-"""Gradients of what was recorded: caught as autograd passes back, and kept without their graph.
+"""Gradients of recorded values, stored during the backward pass without their graph.
 
-An output's gradient is caught by a tensor hook, which stays with the value that it was put on when that value is later
-changed in place, views included (see :mod:`tenterhook.sites.tensor_hooks`). A module that returns what it was given,
-such as ``nn.Identity``, shares that tensor with others, so its output is handed on as an alias with a place of its own
-in the graph. That is the one thing that recording adds to a graph. What comes back over the alias is passed on at once,
-so that sums are formed in their own order; where the alias has several uses and the shared tensor has others, see
+A tensor hook stores the gradient of an output. The hook stays with the value that it was registered for, even if that
+value or a view of it is later changed in place (see :mod:`tenterhook.sites.tensor_hooks`). A module that returns its
+input, such as ``nn.Identity``, shares that tensor with other code. Its output is replaced by an alias, which has its
+own node in the graph. Recording adds nothing else to a graph. A gradient that arrives at the alias goes on to the
+shared tensor at once, so sums keep their order. If the alias and the shared tensor both have several uses, see
 :mod:`tenterhook.record.alias_sums`.
 
-An input's gradient *through this module* is what the operations inside the module hand back to it. Those are found by
-walking the graph from the module's outputs to the input, once per call.
+The gradient of an input *through this module* is the sum of the gradients that operations inside the module compute for
+it. A walk through the graph from the module's outputs to the input finds these operations, once per call.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ __all__ = [
 WHY = sites.WHY | {
     "tied": f"{sites.TIED}.",
     "lost": (
-        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have gone by it "
-        "unseen. To be sure of it, record with copy='always'."
+        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have missed it. "
+        "Record with copy='always' to avoid this."
     ),
 }
 new_cell = GradientSlot.__new__
-FIRST = object()  # The name of a hook that is the first of its tensor: to make one of the hook itself takes longer.
+FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
-SMALL = 2**16  # Bytes of a gradient that may be held until the next one comes.
-NONE_RECORDED = "this tape records no gradients; ask for them: th.record(model, ..., grad=True)"
+SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
+NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
 class Gradients(TapeView):
@@ -101,14 +101,14 @@ class Gradients(TapeView):
         self.views = ViewGradients()
         self._ends: list[Any] = []
         self.unread: dict[int, GradientSlots] = {}
-        """the slots of tracks that are made when somebody reads them"""
+        """The slots of tracks that are not created yet, because nothing has read them."""
 
     def returned(self, value: Any) -> Any:
-        """Be told when a backward pass comes to what the whole model has returned, if sums may have to be mended.
+        """Hook the outputs of the whole model, so that a backward pass can correct sums. Return the outputs.
 
-        A tensor that modules have handed on, and that the model returns too, is used outside, by operations that are
-        not known yet. All of them come before those of the model, so that an alias gathers what they hand back in its
-        order.
+        A tensor that modules passed through, and that the model also returns, is used outside the model by operations
+        that are not known yet. In a backward pass all of them run before those of the model. So an alias collects their
+        gradients in their order.
         """
         shared = shared_edges()
         if not shared:
@@ -127,15 +127,15 @@ class Gradients(TapeView):
         return value
 
     def ends_of(self, run: int) -> list[Any]:
-        """Return the operations that made what a run of the model has returned, as long as they are held."""
+        """Return the graph nodes of the outputs of one run of the model, or an empty list after they were released."""
         return self._ends[run] if run < len(self._ends) else []
 
     def begin(self) -> None:
-        """The session opens: note the time, as the engine counts it."""
+        """Store the number of the last backward pass at the start of the session."""
         self.views.begin()
 
     def end(self) -> None:
-        """The session is over: let go of every graph that a backward pass has used up."""
+        """Release the graphs at the end of the session, if a backward pass has used one of them."""
         self.views.settle()
         slots = self.slots()
         if any(slot.spent for slot in slots):
@@ -144,7 +144,7 @@ class Gradients(TapeView):
                 slot.release()
 
     def slots(self) -> list[GradientSlot]:
-        """Every slot of the tape."""
+        """Return every slot of the tape."""
         tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
@@ -177,7 +177,10 @@ class Gradients(TapeView):
 
 
 class BeginPass:
-    """The hook of an operation that made what a model returned. It holds no graph: it is part of one."""
+    """A pre-hook of the operations that made the model's outputs.
+
+    It is part of a graph, so it holds no graph itself.
+    """
 
     __slots__ = ("_gradients", "_run")
 
@@ -194,7 +197,7 @@ class BeginPass:
 
 
 class ModelReturned:
-    """The action at the output of the whole model, for :meth:`Gradients.returned`."""
+    """The action at the output of the whole model, which calls :meth:`Gradients.returned`."""
 
     observes, again, reached, compiled = True, False, True, "nothing"
 
@@ -207,12 +210,12 @@ class ModelReturned:
 
 
 class _Gradient:
-    """What the actions below share: one slot per call, and none anew where a call is only made again."""
+    """The base of the actions below. It has one slot per call, and no new slot if a call is only recomputed."""
 
     observes = True
     again = True
     compiled: str | None = "gradient"
-    anywhere = False  # Whether gradients count that do not come through the module.
+    anywhere = False  # Whether to include gradients that do not flow through the module.
 
     def __init__(self, entries: GradientSlots, keep: int, *, whole: bool = False) -> None:
         self.entries, self.keep = entries, keep
@@ -225,24 +228,26 @@ class _Gradient:
         return self._latest >= 0
 
     def rest(self) -> None:
-        """The session is over, and a graph carries this along: refer to the tape weakly, which holds that graph."""
+        """Hold the tape's slots weakly after the session, because the tape may hold a graph that holds this action."""
         if self._find is None:
             self._find, self.entries = weakref.ref(self.entries), GradientSlots()
 
     def _open(self, value: Any, call: int) -> GradientSlot | None:
-        """A slot for this call, or None if nothing is to be caught."""
+        """Return a slot for this call, or None if no gradient can be stored."""
         entries = self.entries if self._find is None else self._find()
         if entries is None:
-            return None  # The tape is gone.
+            return None  # The tape was freed.
         known = entries.get(call)
-        # In a recomputation the first run's graph is the one that backward goes through, unless it had none.
+        # Backward runs through the graph of the first run and not of a recomputation, unless the first run had no
+        # graph.
         if (known is not None and not known.why) or call <= self._latest - self.keep:
             return None
         slot = GradientSlot(value, "") if type(value) is Tensor and value.requires_grad else GradientSlot(value)
         if self._whole:
             slot.whole = True
         if not self.anywhere and not slot.why and not torch.is_grad_enabled():
-            slot.why = "no_grad"  # The tensor had a history before; nothing that the module did here is part of one.
+            # The tensor had a graph before, but the operations of this module are not part of one.
+            slot.why = "no_grad"
         entries[call] = slot
         self._latest = max(self._latest, call)
         if call >= self.keep:
@@ -250,14 +255,14 @@ class _Gradient:
         return None if slot.why else slot
 
     def taken(self, mark: Any, context: Context, token: int) -> None:
-        """A compiled graph has run: its backward will bring the gradients, by their numbers."""
+        """Register the gradients of a compiled graph that has run. Its backward pass delivers them by number."""
         shape, numbers, why = mark
         call = context.call
         if call <= self._latest - self.keep:
             return
         slot = self.entries[call] = GradientSlot(shape, "")
         slot.why = why
-        slot.spent = True  # There is no edge by which to find it; a whole backward pass does.
+        slot.spent = True  # A compiled graph has no edges for this slot; only a complete backward pass delivers it.
         slot.numbered = {number: path for path, number in numbers}
         for number in slot.numbered:
             expect(token, number, slot)
@@ -267,9 +272,9 @@ class _Gradient:
 
 
 class OutputGradient(_Gradient):
-    """Catches the gradient of what a module returns."""
+    """An action that stores the gradient of a module's output."""
 
-    trusts = False  # Whether another view of the tape looks after those of this module; see record.views.
+    trusts = False  # Whether another view of the tape checks the views of this module. See record.view_gradients.
 
     def __init__(
         self,
@@ -281,15 +286,16 @@ class OutputGradient(_Gradient):
         of: int = -1,
     ) -> None:
         super().__init__(entries, keep, whole=whole)
-        self._of = of  # The number of its module, for the short way.
+        self._of = of  # The number of its module, for the fast path.
         self._since: dict[int, int] = {}
-        self._shape: torch.Size | None = None  # Of the last value, and what follows from it.
+        self._shape: torch.Size | None = None  # The shape of the last value. _lone and _small follow from it.
         self._lone, self._small = 0, False
-        self._spare: Any = None  # A slot that is done with: its graph gone, it serves another call, hook and all.
+        # A slot that is no longer needed, and whose graph is freed. Another call reuses it with its hook.
+        self._spare: Any = None
         self.views = ViewGradients() if views is None else views
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
-        """The call begins: whatever has a history by now is not the module's own."""
+        """Store the operation number at the start of a call. The module did not make tensors that are older."""
         self._since[call] = since
 
     def watch(  # noqa: C901, PLR0912, PLR0915 - written out, because it runs at every call
@@ -302,10 +308,11 @@ class OutputGradient(_Gradient):
         _args: Any,
         _kwargs: Any,
     ) -> Tensor | None:
-        """The short way, for the most frequent cases by far: gives what is passed on, or None where it is another.
+        """Hook a tensor on the fast path, which covers the most frequent cases.
 
-        ``kept`` is what the tape keeps of it, or None if only its gradient is wanted. ``value`` is the tensor, or a
-        tuple in which it stands first and alone.
+        Return the tensor that the module returns, possibly an alias, or None if this value needs the general path.
+        ``kept`` is the value on the tape with its version, or None if only the gradient is recorded. ``value`` is the
+        tensor, or a tuple with the tensor as its first element and no other tensors.
         """
         node: Any = tensor.grad_fn
         if node is None or self._whole or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
@@ -368,7 +375,7 @@ class OutputGradient(_Gradient):
         return tensor
 
     def _look_at(self, shape: torch.Size, tensor: Tensor) -> None:
-        """Note what follows from the shape of a value: mostly all that come by have the same."""
+        """Compute what depends on the shape of a value. The shape rarely changes between calls."""
         self._shape, self._lone = shape, lone_of(shape) if 1 in shape else 0
         self._small = tensor.nbytes <= SMALL
 
@@ -388,7 +395,7 @@ class OutputGradient(_Gradient):
 
     @staticmethod
     def _watch(slot: GradientSlot, path: Path, tensor: Tensor, since: int, context: Context) -> Tensor | None:
-        """Watch a tensor of the module's own; for one that it shares with others, watch and give an alias."""
+        """Hook a tensor that the module made. For a tensor that it shares with other code, hook and return an alias."""
         if not is_older(tensor, since):
             watch(slot, path, tensor)
             return None
@@ -399,12 +406,12 @@ class OutputGradient(_Gradient):
 
 
 def _memory(view: Tensor) -> tuple[Tensor, int]:
-    """What tells whether a view was changed in place."""
+    """Return a detached view and its version, to detect changes in place."""
     return view.detach(), view._version
 
 
 class TotalGradient(_Gradient):
-    """Catches the gradient of an argument from all its uses, in this module and elsewhere."""
+    """An action that stores the gradient of an argument from all its uses, in this module and elsewhere."""
 
     anywhere = True
 
@@ -418,10 +425,10 @@ class TotalGradient(_Gradient):
 
 
 class InputGradient(_Gradient):
-    """Catches what flows back to an argument through one module, and nothing of its other uses.
+    """An action that stores the gradient of an argument through one module, without its other uses.
 
-    It notes on the way in where the argument's gradient will arrive, and its other half, :class:`InputGradientOut`,
-    finds on the way out which operations send it there.
+    When the call begins, it stores the graph edges where the argument's gradient arrives. When the call ends,
+    :class:`InputGradientOut` finds the operations that send gradients to these edges.
     """
 
     def __init__(self, entries: GradientSlots, keep: int, *, whole: bool = False) -> None:
@@ -437,7 +444,8 @@ class InputGradient(_Gradient):
             if not tensor.requires_grad:
                 continue
             if is_own(tensor, context.module):
-                # An edit has made it this module's alone, and what flows on is what its hook lets through.
+                # An edit has already replaced it by a tensor of this module alone. Its hook returns the gradient that
+                # counts.
                 watch(slot, path, tensor)
             else:
                 self._want(entered, path, tensor)
@@ -449,14 +457,14 @@ class InputGradient(_Gradient):
         entered.wanted[edge[:2]] = (path, None)
         entered.slot.edges += (edge,)
         if base is not None:
-            # If the module changes this view in place, its gradient is handed to the base.
+            # If the module changes this view in place, autograd sends its gradient to the base.
             whole = edge_of(base)
             entered.wanted[whole[:2]] = (path, TensorPlace(tensor, layout_of(base)))
             entered.slot.edges += (whole,)
 
 
 class InputGradientOut:
-    """The other half of an :class:`InputGradient`, on the way out of the module."""
+    """The second half of an :class:`InputGradient`, which runs on the module's output."""
 
     observes = True
     again = True
@@ -479,7 +487,7 @@ class InputGradientOut:
                 continue
             own = tensor
             if edge_of(tensor)[:2] in entered.wanted:
-                # Handed on: what comes back to this output is the input's, and an alias keeps it apart from the rest.
+                # The output is the input. An alias separates the gradient of this output from that of other uses.
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
                 entered.slot.aliases += (own.grad_fn,)

@@ -1,10 +1,11 @@
-"""The tape: what a session recorded, by address and call."""
+"""The tape: the recorded values of a session, by address and call."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -33,19 +34,19 @@ RETURN = Site.RETURN
 
 
 def _gone() -> Any:
-    """A reference to nothing."""
+    """Return None. It replaces a dead weak reference."""
 
 
 class Track:
-    """Everything that was kept at one point: one entry per call that is still held."""
+    """The recorded entries of one point: one entry for each call that is kept."""
 
-    # Most tracks keep these as they are: a session on every module makes one for each.
+    # Class attributes, because most tracks use the defaults and a session on every module creates many tracks.
     cleared = False
     site = Site.RETURN.value
     lines: tuple[int, ...] = ()
-    source: tuple[str, ...] = ()  # The text of these lines, as it was when the tape was saved.
+    source: tuple[str, ...] = ()  # The text of these lines when the tape was saved.
     where = ""
-    numbers: dict[int, int] | None = None  # Of a name with several places: the place of each execution.
+    numbers: dict[int, int] | None = None  # For a name with several places in the source: the place of each execution.
     places = 1
     _name: str | None = None
 
@@ -62,7 +63,7 @@ class Track:
             return
         module, site = point.module, point.site
         self.kind = type(module).__name__
-        # Weak, so that a tape does not keep a model alive; it serves to find a point by its other names.
+        # A weak reference, so that a tape does not keep a model alive. It finds a point by its other names.
         self._module, self._site = ref(module), site
         if site is not RETURN:
             self.site, self._name = site.value, point.name
@@ -72,7 +73,7 @@ class Track:
                 self.numbers = {} if self.places > 1 else None
 
     def entries_at(self, place: int | None) -> MutableMapping[int, Any]:
-        """What was kept at one of several places, counted anew from 0; everything for None."""
+        """Return the entries of one of several places, numbered from 0, or all entries if ``place`` is None."""
         if place is None:
             return self.entries
         wanted = place if place >= 0 else self.places + place
@@ -80,7 +81,7 @@ class Track:
         return {count: self.entries[index] for count, index in enumerate(found)}
 
     def is_at(self, point: Point) -> bool:
-        """Whether this is what was kept at ``point``, under whatever name."""
+        """Return whether this track was recorded at ``point``, under any of its names."""
         module = self._module()
         if module is None or self._site is not point.site:
             return False
@@ -91,7 +92,7 @@ class Track:
 
 
 class TapeView(Mapping[str, Any]):
-    """Recorded values by address. Iterating gives addresses that each name one value."""
+    """Recorded values by address. Iteration yields addresses that each name one value."""
 
     _what = "value"
 
@@ -103,7 +104,7 @@ class TapeView(Mapping[str, Any]):
 
     @property
     def _tracks(self) -> dict[str, Track]:
-        """The tracks by their addresses, made when somebody asks: most of a large tape is never looked at."""
+        """The tracks by address. They are created on first access, because most of a large tape is never read."""
         make = self._make_tracks
         if make is not None:
             self._make_tracks = None
@@ -111,7 +112,7 @@ class TapeView(Mapping[str, Any]):
         return self._made
 
     def make_tracks_later(self, make: Callable[[dict[str, Track]], None]) -> None:
-        """Have ``make`` fill in the tracks when they are first asked for."""
+        """Set the function that creates the tracks on first access."""
         self._make_tracks = make
 
     def __getitem__(self, address: str) -> Any:
@@ -124,10 +125,10 @@ class TapeView(Mapping[str, Any]):
         return self._read(entries[self._choose(shown, entries, call)], address)
 
     def calls(self, address: str) -> list[Any]:
-        """The values of every call that is held, in the order of the calls."""
+        """Return the values of all calls that are kept, in the order of the calls."""
         base, call = self._find(address)
         if call is not None:
-            raise AddressError(f"{address!r} names one call already; ask for the calls of {base!r}")
+            raise AddressError(f"{address!r} already names one call; use .calls({base!r})")
         entries = self._tracks[base].entries_at(self._place(base, address))
         return [self._read(entries[index], f"{base}#{index}") for index in sorted(entries)]
 
@@ -156,19 +157,22 @@ class TapeView(Mapping[str, Any]):
         return read(entry, address)
 
     def _held(self, _entry: Any) -> bool:
-        """Whether there is something to read in an entry."""
+        """Return whether an entry has something to read."""
         return True
 
-    # -- finding ------------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     def _find(self, address: str) -> tuple[str, int | None]:
-        """The track that an address means, by the name it was recorded under or by another name of the same module."""
+        """Return the base address of the track for an address, and the number of the call or None.
+
+        The address may be the one that was recorded, or another name of the same module.
+        """
         if address in self._tracks:
             return address, None
         if isinstance(address, nn.Module):
             return self._at(address), None
         if not isinstance(address, str):
-            raise NotRecorded(f"a tape is asked by address, a str; got a {type(address).__name__}: {address!r:.80}")
+            raise NotRecorded(f"a tape is read by address, a str; got a {type(address).__name__}: {address!r:.80}")
         parsed = parse(address)
         base = str(replace(parsed, call=None))
         for name in (base, self._aliases.get(base), self._alias(base)):
@@ -180,7 +184,7 @@ class TapeView(Mapping[str, Any]):
         raise self._unknown(address)
 
     def _place(self, base: str, address: str) -> int | None:
-        """The number of the place that an address asks for, where ``base`` was recorded at all of them."""
+        """Return the index of the place that an address names, if ``base`` was recorded at all places of a name."""
         if address == base or self._tracks[base].numbers is None:
             return None
         asked, recorded = parse(address).inner[-1:], parse(base).inner[-1:]
@@ -193,7 +197,7 @@ class TapeView(Mapping[str, Any]):
         wanted = Point("", RETURN, unwrapped(module), "")
         found = next((name for name, track in self._tracks.items() if track.is_at(wanted)), None)
         if found is None:
-            raise NotRecorded(f"the output of this {type(module).__name__} is not on this tape. Ask by an address.")
+            raise NotRecorded(f"the output of this {type(module).__name__} is not on this tape. Use an address.")
         return found
 
     def _alias(self, base: str) -> str | None:
@@ -211,13 +215,13 @@ class TapeView(Mapping[str, Any]):
         if call is None:
             if len(entries) > 1:
                 shown = listed([f"{base}#{index}" for index in sorted(entries)])
-                fix = f"Ask for one of {shown}, or for all of them with .calls({base!r})."
-                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call is held.\n{fix}")
+                fix = f"Read one of {shown}, or all of them with .calls({base!r})."
+                raise AmbiguousCall(f"{base!r} was called {len(entries)} times, and each call was recorded.\n{fix}")
             return min(entries)
         index: int = self._position(entries, call)
         if index not in entries:
             held = listed([f"#{held}" for held in sorted(entries)])
-            raise NotRecorded(f"{base}#{call}: no such call is held. Held: {held}.")
+            raise NotRecorded(f"{base}#{call} was not recorded. Recorded calls: {held}.")
         return index
 
     @staticmethod
@@ -240,47 +244,51 @@ class TapeView(Mapping[str, Any]):
         return NotRecorded("\n".join(lines))
 
     def _nothing(self, base: str) -> Exception:
-        return NotRecorded(f"{base!r} was asked for, but no call has passed it so far.")
+        return NotRecorded(f"{base!r} is selected, but it has not run yet.")
 
 
 class Tape(Drawn, TapeView):
-    """What a session recorded.
+    """The values that a session recorded.
 
-    ``tape[address]`` is the value, in the structure that the model produced; ``tape.grad[address]`` its gradient;
-    ``tape.calls(address)`` one value per call. A tape is a mapping over everything that it holds, point after point as
-    they were selected; :meth:`in_order` gives the same addresses in the order in which the values were produced.
+    ``tape[address]`` is the value, in the structure that the model produced. ``tape.grad[address]`` is its gradient.
+    ``tape.calls(address)`` has one value per call. A tape is a mapping of all its values, point by point in the order
+    of selection. :meth:`in_order` returns the same addresses in the order in which the values were produced.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        from tenterhook.record.recorded_gradients import Gradients  # It builds on View, which stands here.
-
-        self.grad = Gradients(self)
         self.log = TapeLog()
-        self.script: Any = None  # What th.replay serves from, where it was asked for.
+        self.script: Any = None  # The data for th.replay, if replay= was given.
         self.notes: dict[str, Any] = {}
-        """what else is known of the run, in plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
+        """Other facts about the run, as plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
+
+    @cached_property
+    def grad(self) -> Gradients:
+        """The recorded gradients, by the same addresses."""
+        from tenterhook.record.recorded_gradients import Gradients  # A local import: that module imports this one.
+
+        return Gradients(self)
 
     def where(self, address: str) -> str:
-        """File and line where a value inside a ``forward`` was recorded; nothing for other points."""
+        """Return the file and line of a value inside a ``forward``, or an empty string for other points."""
         view = self.grad if self.gradients_alone else self
         return view._tracks[view._find(address)[0]].where
 
     @property
     def gradients_alone(self) -> bool:
-        """Whether this was recorded with ``values=False``."""
+        """True if this was recorded with ``values=False``."""
         return not self._tracks and bool(self.grad._tracks)
 
     def _unknown(self, address: str) -> TenterhookError:
         if not self.gradients_alone:
             return super()._unknown(address)
-        return NotRecorded(f"this tape has no values, only gradients (values=False): ask for tape.grad[{address!r}].")
+        return NotRecorded(f"this tape has no values, only gradients (values=False): read tape.grad[{address!r}].")
 
     def in_order(self) -> list[str]:
         """Return the addresses in the order in which their values were produced.
 
         An output is produced when its call returns, an argument when the call begins, a variable when it is assigned.
-        A file from before this order was stored gives the order of iteration.
+        Files of old versions do not store this order. For them, this is the order of iteration.
 
         >>> import torch, tenterhook as th
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -299,21 +307,21 @@ class Tape(Drawn, TapeView):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the order in which the values were produced is known: a file of an earlier version has none."""
+        """True if the order in which the values were produced is known. Files of old versions do not store it."""
         return self.log.ordered
 
     @property
     def nbytes(self) -> int:
-        """The size of what is held, values and gradients, in bytes."""
+        """Number of bytes of all values and gradients on the tape."""
         kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
         return sum(_nbytes(tensor) for held in (*kept, *self.grad.values()) for _, tensor in tensors(held))
 
     def _let_go(self) -> None:
-        """Hold no graph: the session is over."""
+        """Release all autograd graphs at the end of the session."""
         self.log.end()
 
     def clear(self) -> None:
-        """Forget what was recorded so far; an open session goes on recording."""
+        """Delete all recorded values and gradients. An open session continues to record."""
         for track in (*self._tracks.values(), *self.grad._tracks.values()):
             track.cleared = track.cleared or bool(track.entries)
         self.log.clear()
@@ -329,7 +337,7 @@ class Tape(Drawn, TapeView):
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> Gradients:
-        """Compute the gradients of the recorded points, and nothing further back; gives ``tape.grad``.
+        """Compute the gradients of the recorded points, and nothing further back. Return ``tape.grad``.
 
         >>> import torch, tenterhook as th
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -338,17 +346,25 @@ class Tape(Drawn, TapeView):
         >>> tape.backward(loss)["1"].shape, model[0].weight.grad
         (torch.Size([4, 3]), None)
 
-        It works while the session is open and after it, as long as the graph is there. For that a tape holds the places
-        in the graph where its gradients arrive. It lets go of each as soon as a backward pass without ``retain_graph``
-        comes by, of what such a pass in the session did not reach when the session ends, and of all with :meth:`clear`.
-        A later call then goes through the whole graph of its loss, if that is still there.
+        It works while the session is open and after it, as long as the graph exists. For this, a tape holds references
+        to the graph nodes where its gradients arrive. It releases a node when a backward pass without ``retain_graph``
+        reaches it. If there was such a pass during the session, it releases the other nodes when the session ends.
+        :meth:`clear` releases all of them. A later call then runs through the whole graph of its loss, if that graph
+        still exists.
 
         Args:
-            loss: what to differentiate, one number; or any tensor, with ``gradient``.
-            gradient: the gradient of ``loss`` itself, in its shape.
-            parameters: run the usual backward pass, which also accumulates into the parameters' ``.grad``.
-            retain_graph: keep the graph for another pass; gradients of several passes add up.
-            create_graph: keep a graph of the gradients, so that they can be differentiated in turn.
+            loss: the tensor to differentiate: a single number, or any tensor together with ``gradient``.
+            gradient: the gradient of ``loss`` itself, with the same shape.
+            parameters: whether to run the usual backward pass, which also accumulates into the parameters' ``.grad``.
+            retain_graph: whether to keep the graph for another pass. Gradients of several passes add up.
+            create_graph: whether to build a graph of the gradients, so that they can be differentiated again.
+
+        Returns:
+            ``tape.grad``, the gradients by address.
+
+        Raises:
+            GradientError: the tape records no gradients, or the loss does not depend on a recorded point, or its graph
+                was freed.
         """
         from tenterhook.record.tape_backward import backward
 
@@ -356,23 +372,26 @@ class Tape(Drawn, TapeView):
         return self.grad
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tape to one file, whole or not at all: safetensors and plain text, no pickle."""
-        from tenterhook.record.tape_file import save  # safetensors is loaded only when it is needed.
+        """Write the tape to one file: safetensors and plain text, no pickle.
+
+        The file is complete, or it is not written.
+        """
+        from tenterhook.record.tape_file import save  # Loads safetensors only when needed.
 
         save(self, path)
 
-    # -- drawing ------------------------------------------------------------------------------------------------------
+    # -- display ------------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """One row per value that is held, for whatever draws it."""
+        """Return a table with one row per recorded tensor."""
         from tenterhook.record.tape_table import table
 
         return table(self)
 
     def plot(self, address: str, *, maps: int = 64) -> Figure:
-        """A matplotlib figure of one value and its gradient: maps, matrix or line, beside a histogram.
+        """Return a matplotlib figure of one value and its gradient: maps, a matrix or a line, next to a histogram.
 
-        It needs ``tenterhook[page]``. A value of several tensors has a row for each.
+        It needs ``tenterhook[page]``. A value with several tensors gets one row for each.
         """
         from tenterhook._look.figure import figure
 
@@ -380,11 +399,11 @@ class Tape(Drawn, TapeView):
         return figure(self._shown(address), module=track.kind, parameter=track.site == "parameter", maps=maps)
 
     def look(self, address: str) -> Card:
-        """One value that draws itself: its numbers as text, and with its pictures in a notebook."""
+        """Return a card of one value: its statistics as text, and also as plots in a notebook."""
         from tenterhook._look.card import Card
         from tenterhook.record.tape_table import table
 
-        self[address]  # Says what is wrong with the address now, not when it is drawn.
+        self[address]  # Raises now if the address is wrong, and not when the card is displayed.
         return Card(table(self, [address]), lambda: self.plot(address))
 
     def _shown(self, address: str) -> list[tuple[str, Tensor]]:
@@ -413,7 +432,7 @@ def _without_call(address: str) -> str:
 
 
 def _of_all_places(base: str) -> list[str]:
-    """The addresses of all places of the name of which ``base`` is one place."""
+    """Return the addresses that stand for all places of a name, if ``base`` names one of its places."""
     parsed = parse(base)
     if not parsed.inner or parsed.inner[-1].place is None:
         return []
@@ -423,7 +442,7 @@ def _of_all_places(base: str) -> list[str]:
 
 
 def load(path: str | os.PathLike[str]) -> Tape:
-    """Read a tape that ``tape.save`` wrote. Nothing in the file is run.
+    """Read a tape that ``tape.save`` wrote. No code from the file is executed.
 
     >>> import os, tempfile, torch, tenterhook as th
     >>> model = torch.nn.Linear(2, 2)
@@ -434,7 +453,10 @@ def load(path: str | os.PathLike[str]) -> Tape:
     ...     again = th.load(os.path.join(folder, "run.th"))
     >>> torch.equal(again[":return"], output)
     True
+
+    Raises:
+        TapeFileError: the file is missing, is not a tape, or is damaged.
     """
-    from tenterhook.record import tape_file  # safetensors is loaded only when it is needed.
+    from tenterhook.record import tape_file  # Loads safetensors only when needed.
 
     return tape_file.load(path)

@@ -1,4 +1,4 @@
-"""``tape.backward``: the gradients of the recorded points alone."""
+"""``tape.backward``: compute only the gradients of the recorded points."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["backward"]
 
 FREED = (
-    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass but the "
-    "last, or call tape.backward first."
+    "the graph of {what} is gone: a backward pass has freed it. Pass retain_graph=True to every backward pass except "
+    "the last, or call tape.backward first."
 )
 APART = (
-    "the loss depends on no recorded point whose graph is at hand. Compute it from the run that was recorded; where a "
-    "backward pass has freed that run's graph, pass retain_graph=True to it."
+    "the loss does not depend on any recorded point whose graph still exists. Compute the loss from the recorded run. "
+    "If a backward pass has freed the graph of that run, pass retain_graph=True to it."
 )
 
 
@@ -38,7 +38,7 @@ def backward(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> None:
-    """Let the gradient of ``loss`` flow to the tape's points; what ``Tape.backward`` says in full."""
+    """Compute the gradients of ``loss`` at the tape's points. See ``Tape.backward``."""
     slots = tape.grad.slots()
     _check(slots, loss, gradient)
     tape.grad.views.settle()
@@ -62,14 +62,14 @@ def _check(slots: list[GradientSlot], loss: Any, gradient: Tensor | None) -> Non
     if not slots:
         raise GradientError(NONE_RECORDED)
     if not isinstance(loss, Tensor):
-        raise GradientError(f"the loss is a tensor; got a {type(loss).__name__}")
+        raise GradientError(f"the loss must be a tensor; got a {type(loss).__name__}")
     if not loss.requires_grad:
         raise GradientError(
-            "this loss requires no gradient: it was computed under no_grad, or from nothing that requires one"
+            "this loss requires no gradient: it was computed under no_grad, or from tensors that require none"
         )
     if gradient is None and loss.numel() != 1:
         raise GradientError(
-            f"this loss is {describe(loss)} and no single number. Reduce it, for example by .sum(), or give its own "
+            f"this loss is {describe(loss)}, not a single number. Reduce it, for example with .sum(), or pass its "
             "gradient: tape.backward(loss, gradient)"
         )
     if all(slot.why for slot in slots):
@@ -79,11 +79,12 @@ def _check(slots: list[GradientSlot], loss: Any, gradient: Tensor | None) -> Non
 def _to_points(
     tape: Tape, loss: Tensor, gradient: Tensor | None, *, retain_graph: bool | None, create_graph: bool
 ) -> None:
-    """Run the engine as far as the points and no further, unless it is not known where they all are.
+    """Run autograd as far as the points, or through the whole graph if the edge of a point was released.
 
-    The hooks catch what comes by, as in any backward pass. What the engine hands out itself is of no use where an edit
-    has hooked the same tensor: for a tensor that lies on the way to another one it is the gradient before the edit.
-    Nothing lies behind a parameter, and its hook goes with the session, so its gradient is taken from the engine.
+    The hooks store the gradients, as in any backward pass. The gradients that ``torch.autograd.grad`` returns are not
+    used, because an edit may have hooked the same tensor: for a tensor on the path to another one, autograd returns the
+    gradient before the edit. A parameter has nothing behind it, and its hook is removed with the session, so its
+    gradient is taken from ``torch.autograd.grad``.
     """
     slots = tape.grad.slots()
     leaves = [(slot, leaf) for slot in slots if slot.leaf is not None and (leaf := slot.leaf()) is not None]
@@ -109,13 +110,16 @@ def _to_points(
 
 
 def _has_lost_one(tape: Tape) -> bool:
-    """Whether an earlier pass has made a point's latest slot let go of the graph: the loss may still depend on it."""
+    """Return whether an earlier pass has released the graph of a point's latest slot.
+
+    The loss may still depend on it.
+    """
     latest = (track.entries[max(track.entries)] for track in tape.grad._tracks.values() if track.entries)
     return any(isinstance(slot, GradientSlot) and slot.spent for slot in latest)
 
 
 def _ends(loss: Tensor) -> Iterator[Any]:
-    """Where the graph of a loss ends: its leaves."""
+    """Yield the leaf edges of the graph of a loss."""
     todo, seen = [loss.grad_fn], set()
     while todo:
         node = todo.pop()

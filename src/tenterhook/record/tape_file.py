@@ -1,24 +1,23 @@
-"""A tape in one file: safetensors, which any reader of that format opens, with all else as JSON text in its header.
+"""The tape file: a safetensors file, which any reader of that format opens, with all other data as JSON in its header.
 
-The header has these texts beside the tensors ``t0``, ``t1``, …:
+The header has these entries beside the tensors ``t0``, ``t1``, …:
 
 ``format``, ``format_version``
     ``tenterhook.tape`` and the version of this layout.
 ``tenterhook``, ``torch``
     The versions that wrote the file.
 ``tape``
-    JSON: the values and the gradients, track by track, with every structure as ``encode`` writes it; the other names of
-    shared modules; and the true types of tensors that are stored under another one. A track inside a ``forward`` has
-    its file, its line and that line's source. ``order`` has the positions of a track's calls in the order in which
-    the values of the tape were produced; files of earlier versions have none.
+    JSON: the values and the gradients, track by track, with every structure as ``Encoder`` writes it; the other names
+    of shared modules; and the true dtypes of tensors that are stored under another dtype. A track inside a ``forward``
+    has its file, its line and that line's source. ``order`` has the positions of a track's calls in the order in which
+    the values of the tape were produced. Files of earlier versions have no ``order``.
 ``notes``
-    JSON, where there is something to note: what else is known of the run.
+    JSON, optional: other facts about the run.
 ``checksum``
-    xxh3_128 over the tensors and over all the other texts. safetensors itself notices a file that was cut short, but
-    not a bit that flipped.
+    xxh3_128 of the tensors and of all the other texts. safetensors detects a truncated file, but not a flipped bit.
 """
 
-# a tape's tracks have no public door: a user reads by address
+# This module uses private attributes of Tape, because the public interface reads by address only.
 
 from __future__ import annotations
 
@@ -44,15 +43,15 @@ from tenterhook.record.tensor_file import MALFORMED, FileKind, read, replacing, 
 
 __all__ = ["load", "replacing", "save", "source_of"]
 
-TAPE = FileKind("tenterhook.tape", 1, "a tape", "no tape", "run.th", TapeFileError)
+TAPE = FileKind("tenterhook.tape", 1, "a tape", "not a tape", "run.th", TapeFileError)
 MOST_CALLS = 2**62
 MODEL_NOTE = {"name": str, "class": str, "modules": int, "parameters": int}
 
 
 def save(tape: Tape, path: str | os.PathLike[str]) -> None:
-    """Write a tape to one file, whole or not at all; a file that is there already is replaced, or left as it was.
+    """Write a tape to one file. The file is complete, or an existing file stays unchanged.
 
-    Tensors are stored contiguous, from whatever device they are on. Gradients are stored as they stand now.
+    Tensors are stored contiguous, from any device. Gradients are stored in their present state.
     """
     target = target_of(TAPE, path)
     encoder = Encoder()
@@ -70,7 +69,7 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Tape:
-    """Read a tape that ``tape.save`` wrote; its tensors are on the CPU.
+    """Read a tape that ``tape.save`` wrote. Its tensors are on the CPU.
 
     >>> import tempfile, torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -81,8 +80,8 @@ def load(path: str | os.PathLike[str]) -> Tape:
     >>> torch.equal(again["1"], output)
     True
 
-    No file can run code here. Named tuples, dataclasses and mappings get their own class back if this process has
-    loaded it, otherwise one with the same name and fields; a mapping without its class becomes a dict.
+    No code from the file is executed. Named tuples, dataclasses and mappings get their own class back if this process
+    has loaded it. Otherwise they get a class with the same name and fields, and a mapping becomes a dict.
     """
     file = Path(path)
     texts, tensors = read(TAPE, file)
@@ -94,11 +93,11 @@ def load(path: str | os.PathLike[str]) -> Tape:
     return tape
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- write -------------------------------------------------------------------------------------------------------------
 
 
 def _describe(view: TapeView, address: str, encoder: Encoder) -> dict[str, Any]:
-    """One track: what each call holds, and for a gradient that there is not, why."""
+    """Return one track as JSON data: the value of each call, and for a missing gradient the reason."""
     track = view._tracks[address]
     calls, missing = [], []
     found = sorted(track.entries.items())
@@ -118,7 +117,7 @@ def _describe(view: TapeView, address: str, encoder: Encoder) -> dict[str, Any]:
 
 
 def _placed(tape: Tape, address: str, places: dict[int, int] | None) -> dict[str, Any]:
-    """Where the calls of a track stand in the order in which the values of the tape were produced, if it is known."""
+    """Return the positions of a track's calls in the order of recording, if it is known."""
     entries: Any = tape._tracks[address].entries
     return {} if places is None else {"order": [places[entries.base + index] for index in sorted(entries)]}
 
@@ -128,18 +127,18 @@ def _noted(notes: dict[str, Any]) -> str:
         return json.dumps(notes, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise TapeFileError(
-            f"tape.notes holds what JSON cannot: {error}. Keep to text, numbers, lists and dicts."
+            f"tape.notes cannot be written as JSON: {error}. Use text, numbers, lists and dicts only."
         ) from None
 
 
 def source_of(track: Track) -> tuple[str, ...]:
-    """The lines of source where a value inside a ``forward`` is made, as saved or as they are now."""
+    """Return the source lines where a value inside a ``forward`` is computed, as saved or in their present form."""
     file = track.where.rpartition(":")[0]
     return track.source or tuple(linecache.getline(file, line).strip() for line in track.lines)
 
 
 def _aliases(tape: Tape) -> dict[str, str]:
-    """The other addresses of what is on the tape, each with the one that it was recorded under."""
+    """Return the other addresses of what is on the tape, each with the address that was recorded."""
     found = dict(tape._aliases)
     model = tape._model()
     if model is None:
@@ -158,7 +157,7 @@ def _aliases(tape: Tape) -> dict[str, str]:
     return found
 
 
-# -- what is read -----------------------------------------------------------------------------------------------------
+# -- read --------------------------------------------------------------------------------------------------------------
 
 
 def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
@@ -169,7 +168,7 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     for view, key in views:
         for track in described[key]:
             if not isinstance(track["address"], str):
-                raise TypeError(f"{track['address']!r:.40} is no address")
+                raise TypeError(f"{track['address']!r:.40} is not an address")
             entries = _entries(track, decoder)
             held = LogEntries(tape.log) if view is tape else entries
             made = view._tracks[track["address"]] = Track(held, kind=str(track["kind"]))
@@ -182,7 +181,7 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
                 made.places = int(track["places"])
                 made.numbers = {int(index): int(number) for index, number in track["numbers"]}
     _fill(tape, log)
-    # The gradients share this dict.
+    # tape.grad shares this dict.
     for name, address in described["aliases"].items():
         tape._aliases[str(parse(name))] = str(parse(address))
     return tape
@@ -190,15 +189,15 @@ def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
 
 def _order_of(track: dict[str, Any], count: int) -> list[int] | None:
     places = track.get("order")
-    if places is None:  # The file is older than that.
+    if places is None:  # The file is older than this field.
         return None
     if len(places) != count or not all(type(place) is int for place in places):
-        raise ValueError("its order is none")
+        raise ValueError("its order is not a list of positions")
     return list(places)
 
 
 def _fill(tape: Tape, tracks: list[tuple[Any, dict[int, Any], list[int] | None]]) -> None:
-    """Put what was read on the tape, in the order in which it was produced."""
+    """Store the entries from a file on the tape, in the order in which they were produced."""
     tape.log.ordered = all(places is not None for _, _, places in tracks)
     found = []
     for held, entries, places in tracks:
@@ -209,24 +208,24 @@ def _fill(tape: Tape, tracks: list[tuple[Any, dict[int, Any], list[int] | None]]
 
 
 def _notes(found: Any) -> dict[str, Any]:
-    """The notes, if what this library reads of them is what it would have written."""
+    """Return the notes after a check of the fields that this library reads."""
     failed = found.get("failure")
     if failed is not None:
         texts = [failed[key] for key in ("address", "kind", "error", "message", "where")]
         texts += [text for key in ("inputs", "parameters") for pair in failed[key].items() for text in pair]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its note of a failure is none")
+            raise ValueError("its failure note is malformed")
         parse(failed["address"])
     lists = [found.get(key, []) for key in ("order", "tokens", "edits")]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
-        raise ValueError("its notes are no lists of texts")
+        raise ValueError("its notes are not lists of texts")
     inputs = found.get("inputs", {})
     if not isinstance(inputs, dict) or not all(isinstance(text, str) for pair in inputs.items() for text in pair):
-        raise ValueError("its note of the inputs is none")
+        raise ValueError("its note of the inputs is malformed")
     model = found.get("model", {})
     known = isinstance(model, dict) and all(isinstance(model[key], kind) for key, kind in MODEL_NOTE.items() if model)
     if not known:
-        raise ValueError("its note of the model is none")
+        raise ValueError("its note of the model is malformed")
     return dict(found)
 
 
@@ -236,16 +235,19 @@ def _entries(track: dict[str, Any], decoder: Decoder) -> dict[int, Any]:
         slot = entries[_call(index)] = GradientSlot(None)
         slot.why = why if why in WHY else ""
     if len(entries) != len(track["calls"]) + len(track["missing"]):
-        raise ValueError(f"{track['address']!r:.80} has one call twice")
+        raise ValueError(f"{track['address']!r:.80} has the same call twice")
     return entries
 
 
 def _call(index: Any) -> int:
     if type(index) is not int or not 0 <= index < MOST_CALLS:
-        raise ValueError(f"{index!r:.40} is no number of a call")
+        raise ValueError(f"{index!r:.40} is not a call number")
     return index
 
 
 def _kept(value: Any) -> KeptValue:
-    """A loaded value. A tensor can stand at several addresses, so that a change of it in place must be noticed."""
+    """Return an entry for a loaded value.
+
+    Several addresses may share a tensor, so changes in place must be detected.
+    """
     return KeptValue(value, [(tensor, tensor._version) for _, tensor in tensors_in(value)])

@@ -1,9 +1,8 @@
-"""The log of a tape: everything that was recorded, in the order in which it was produced.
+"""The log of a tape: all recorded entries, in the order in which they were produced.
 
-All values of a tape are in one dict, and a dict keeps the order in which its keys came. A key is the number of the
-track and that of the call together, so that the code that runs at each call stores a value in one step, and pays
-nothing for the order. An output comes when its call returns, an argument when the call begins, a variable when it is
-assigned.
+All entries of a tape are in one dict, which keeps the order of insertion. A key combines the number of the track and
+the number of the call. So the code that runs at each call stores a value in one step, and the order costs nothing. An
+output is stored when its call returns, an argument when the call begins, a variable when it is assigned.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tenterhook.record.kept_value import without_graph
 
 __all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
 
-# The number of keys of one track. A dict looks at the last bits of a key first; multiples of this number differ there.
+# The number of keys of one track. A dict hashes by the low bits of a key, and multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1
 
 
 Returned = tuple[int, Any]
-"""What a call has returned: its key, which is the first key of the module's track plus its number, and the entry."""
+"""The output of a call: its key, which is the first key of the module's track plus the call number, and its entry."""
 
 
 class TapeLog:
-    """Recorded entries of all tracks, as they came; ``ordered`` is False where only that in each track is known."""
+    """Recorded entries of all tracks in order. ``ordered`` is False if only the order within each track is known."""
 
     __slots__ = (
         "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_rebuilt", "_stamp", "_tick",
@@ -37,7 +36,7 @@ class TapeLog:
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self.fresh: list[Returned] = []
-        """what modules have returned since somebody read the tape"""
+        """Outputs of modules since the tape was last read."""
         self._windows: dict[int, deque[tuple[int, Returned]]] = {}
         self._tick, self._rebuilt = count(), -1
         self._cleared: set[int] = set()
@@ -46,20 +45,20 @@ class TapeLog:
         self._calls: dict[int, dict[int, None]] = {}
         self._last: int | None = None
         self._held: dict[int, list[int]] = {}
-        self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which that holds.
+        self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which _held is valid.
 
     def new_base(self) -> int:
         """Return the first key of a new track."""
         return self.new_bases(1)[0]
 
     def new_bases(self, count: int) -> list[int]:
-        """Return the first keys of so many new tracks."""
+        """Return the first keys of ``count`` new tracks."""
         first, self._new = self._new, self._new + count * SPAN
         return list(range(first, self._new, SPAN))
 
     @property
     def entries(self) -> dict[int, Any]:
-        """All entries by their keys."""
+        """All entries by key."""
         if self._windows:
             self._rebuild()
         if self.fresh:
@@ -69,7 +68,7 @@ class TapeLog:
         return self._entries
 
     def windows(self, keep: int) -> Callable[[Returned], None]:
-        """Return what keeps the last so many calls of each module, for a tape that records nothing else."""
+        """Return a function that keeps the last ``keep`` calls of each module, for a tape that records nothing else."""
         windows = self._windows
 
         def add(returned: Returned) -> None:
@@ -82,7 +81,7 @@ class TapeLog:
         return add
 
     def _rebuild(self) -> None:
-        """Put what the windows hold in the order in which it came."""
+        """Fill the entries from the windows, in the order of recording."""
         held = sorted(chain.from_iterable(self._windows.values()), key=itemgetter(0))
         if held and held[-1][0] != self._rebuilt:
             self._rebuilt = held[-1][0]
@@ -90,7 +89,7 @@ class TapeLog:
             self._entries.update(returned for _, returned in held)
 
     def adder(self, keep: int) -> Callable[[Returned], None]:
-        """Return what stores at once what a module has returned, and lets go of its call so many calls before."""
+        """Return a function that stores an output at once, and drops the entry ``keep`` calls before it."""
         entries = self._entries
 
         def add(returned: Returned) -> None:
@@ -103,7 +102,7 @@ class TapeLog:
         return add
 
     def reached(self) -> set[int]:
-        """Return the bases of the tracks that have, or had, an entry."""
+        """Return the first keys of the tracks that have, or had, an entry."""
         keys = self.entries
         return {key - key % SPAN for key in keys} | self._cleared
 
@@ -112,7 +111,7 @@ class TapeLog:
         return bool(self.fresh or self._windows or self._entries or self._cleared)
 
     def end(self) -> None:
-        """Take no more, also from a call that is still running, and hold no graph that a value has become part of."""
+        """Accept no more entries, even from a call in flight, and detach values that have joined a graph."""
         self.fresh, self._is_open = self.fresh.copy(), False
         if self._windows:
             self._rebuild()
@@ -124,7 +123,7 @@ class TapeLog:
             self._entries[key] = without_graph(entry)
 
     def calls_of(self, base: int) -> list[int]:
-        """Return the calls of one track that are held, in the order in which they came."""
+        """Return the recorded calls of one track, in order."""
         stamp = (len(self.entries), next(reversed(self.entries), None))
         if stamp != self._stamp:
             self._stamp, self._held = stamp, {}
@@ -142,7 +141,7 @@ class TapeLog:
         return held
 
     def _look(self) -> None:
-        """Sort what has come since the last look by its track."""
+        """Assign the entries since the last call of this method to their tracks."""
         new = []
         for key in reversed(self.entries):
             if key == self._last:
@@ -155,11 +154,11 @@ class TapeLog:
             self._last = new[0]
 
     def places(self) -> dict[int, int]:
-        """Return the position of each key in the order in which entries came."""
+        """Return the position of each key in the order of recording."""
         return {key: place for place, key in enumerate(self.entries)}
 
     def clear(self) -> None:
-        """Forget all entries; the tracks stay."""
+        """Delete all entries. The tracks stay."""
         self._cleared |= self.reached()
         self.fresh.clear()
         self._windows.clear()
@@ -199,6 +198,6 @@ class LogEntries(MutableMapping[int, Any]):
         return len(self._log.calls_of(self.base))
 
     def clear(self) -> None:
-        """Forget the entries of this track."""
+        """Delete the entries of this track."""
         for call in list(self._log.calls_of(self.base)):
             del self[call]

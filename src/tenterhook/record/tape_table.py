@@ -1,4 +1,4 @@
-"""The rows that a tape is drawn from."""
+"""The rows of a tape's table."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ SHOWN = 400
 
 
 def table(tape: Tape, chosen: list[str] | None = None) -> Table:
-    """One row per recorded tensor, or per one of those chosen, with the norm of its gradient where there is one."""
+    """Return one row per recorded tensor, or per chosen address, with the norm of its gradient if there is one."""
     addresses = list(tape.grad if tape.gradients_alone else tape) if chosen is None else chosen
     read = _gradient_rows if tape.gradients_alone else _rows
     rows = [row for address in addresses[:SHOWN] for row in read(tape, address)]
     more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
     title = f"tape: {counted(len(tape), 'value')}, {counted(len(tape.grad), 'gradient')}" if chosen is None else ""
     columns: tuple[Column, ...] = COLUMNS
-    if not any(row.cells[ODD] for row in rows):  # As it should be: nobody needs to read that.
+    if not any(row.cells[ODD] for row in rows):  # Omit the column if all values are finite.
         columns = COLUMNS[:ODD] + COLUMNS[ODD + 1 :]
         rows = [replace(row, cells=row.cells[:ODD] + row.cells[ODD + 1 :]) for row in rows]
     return Table(title, columns, tuple(rows), (*more, *failed(tape)))
 
 
 def failed(tape: Tape) -> tuple[str, ...]:
-    """Where the run ended with an error, if it did."""
+    """Return lines that describe the error that ended the run, or nothing."""
     found = tape.notes.get("failure")
     return failure_lines(found) if found else ()
 
 
 def failure_lines(found: dict[str, Any]) -> tuple[str, ...]:
-    """A note of a failure, in words; of what failed in no module, nothing is known but the error."""
+    """Return a failure note as text. If no module failed, it has the error only."""
     error = f"  {found['error']}: {found['message'].splitlines()[0] if found['message'] else ''}"
     if not found["address"]:
         return "✗ the run failed outside the modules of the model", error
     given = ", ".join(f"{name}={shape}" for name, shape in found["inputs"].items())
     place = f"{found['address']} ({found['kind']}), at {found['where']}"
-    return f"✗ the run failed in {place}", error, f"  given {given or 'no tensors'}"
+    return f"✗ the run failed in {place}", error, f"  inputs: {given or 'no tensors'}"
 
 
 def _rows(tape: Tape, address: str) -> list[Row]:
@@ -90,13 +90,13 @@ def _gradient_rows(tape: Tape, address: str) -> list[Row]:
 
 
 def _shape(tensor: Tensor) -> str:
-    """The shape, and the dtype where it is not the usual one."""
+    """Return the shape, with the dtype if that is not float32."""
     shape = f"nested {tensor.size(0)}" if tensor.is_nested else "×".join(map(str, tensor.shape)) or "scalar"
     return shape if tensor.dtype == torch.float32 else f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _numbers(tensor: Tensor) -> tuple[str, ...]:
-    """The cells of one tensor: what its finite values are like, how many are zero, and how many are not finite."""
+    """Return the cells of one tensor: statistics of its finite values, zeros, and the count of non-finite values."""
     found = moments(tensor)
     if found is None or not found.count:
         return ("",) * 6

@@ -1,6 +1,7 @@
-"""One file of tensors and texts: safetensors, checked by a checksum, written whole or not at all.
+"""Files of tensors and texts: safetensors with a checksum, written completely or not at all.
 
-What the file is about is a :class:`FileKind`: a tape is one, a set of edits another. Nothing here knows what is in it.
+A :class:`FileKind` describes the type of file, such as a tape or a set of edits. This module does not depend on the
+content.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from tenterhook.errors import TenterhookError
 __all__ = ["MALFORMED", "FileKind", "checksum", "read", "replacing", "target_of", "write"]
 
 VERSION = re.compile("[1-9][0-9]{0,8}")
-# What a wrong description can make of reading it.
+# Exceptions that a malformed description can cause.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file: its format and version, and how it is spoken of.
+    """A type of file: its format and version, and the words for it in error messages.
 
-    ``one``: what such a file is ("a tape"). ``no``: what another file is not ("no tape"). ``example``: a name for one.
+    ``one``: such a file, for example "a tape". ``no``: the words for a file of another type, for example "not a tape".
+    ``example``: a file name.
     """
 
     format: str
@@ -60,14 +62,14 @@ SIGNATURES = {
 
 
 def _other_kind(file: Path) -> str:
-    """Return what a file seems to be by its first bytes, or nothing."""
+    """Return a guess of a file's type from its first bytes, or an empty string."""
     with file.open("rb") as opened:
         begins = opened.read(8)
     return next((what for start, what in SIGNATURES.items() if begins.startswith(start)), "")
 
 
 def write(kind: FileKind, target: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write a file, or leave what was there; the format, the versions and the checksum are added to the texts."""
+    """Write a file, or leave an existing one unchanged. Format, versions and checksum are added to the texts."""
     own = {"format": kind.format, "format_version": str(kind.version), "tenterhook": __version__}
     texts = {**own, "torch": str(torch.__version__), **texts}
     texts["checksum"] = checksum(texts, tensors)
@@ -88,27 +90,27 @@ def write(kind: FileKind, target: Path, tensors: dict[str, Tensor], texts: Mappi
 
 
 def read(kind: FileKind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors of a file, if it is of this kind and whole."""
+    """Return the texts and tensors of a file, after checks of its type and checksum."""
     texts, tensors = _read(kind, file)
     if texts.get("checksum") != checksum(texts, tensors):
-        raise kind.error(f"{file} is damaged: its checksum does not match what it holds.")
+        raise kind.error(f"{file} is damaged: its checksum does not match its content.")
     return texts, tensors
 
 
 def target_of(kind: FileKind, path: str | os.PathLike[str]) -> Path:
-    """Where a file will be written; an error if nothing can be."""
-    # Through a symbolic link, so that the link stays and the file behind it is replaced.
+    """Return the path to write to, or raise if it cannot be written."""
+    # Resolve a symbolic link, so that the link stays and its target is replaced.
     target = Path(path).resolve()
     if target.is_dir():
         named = str(target / kind.example)
         raise kind.error(f"{target} is a directory; {kind.one} is one file. Add a name: {named!r}")
     if not target.parent.is_dir():
-        raise kind.error(f"{target} cannot be written: there is no directory {target.parent}. Make it first.")
+        raise kind.error(f"{target} cannot be written: there is no directory {target.parent}. Create it first.")
     return target
 
 
 def checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """The checksum of all that a file holds."""
+    """Return the checksum of all texts and tensors."""
     digest = xxhash.xxh3_128(_line(sorted((key, text) for key, text in texts.items() if key != "checksum")))
     for name, tensor in sorted(tensors.items()):
         digest.update(_line([name, str(tensor.dtype), list(tensor.shape)]))
@@ -122,11 +124,11 @@ def _line(parts: list[Any]) -> bytes:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A name to write to; what is there at the end takes the place of ``target``, unless there was an error."""
+    """Yield a temporary path. Without an error, it then replaces ``target``."""
     temporary = target.parent / f".tenterhook-{secrets.token_hex(8)}.tmp"
     try:
         temporary.touch(exist_ok=False)
-        # safetensors makes files that only their owner can read; ours are as open as any new file, or as the old one.
+        # safetensors creates files that only their owner can read. Use the mode of a new file, or of the old one.
         mode = (target if target.exists() else temporary).stat().st_mode
         yield temporary
         temporary.chmod(mode)
@@ -134,7 +136,7 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # The file is in its place; not every system can sync a directory.
+    with contextlib.suppress(OSError):  # The file is complete; not every system can sync a directory.
         _sync(target.parent)
 
 
@@ -149,7 +151,7 @@ def _sync(path: Path) -> None:
 def _read(kind: FileKind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         _check_file(kind, file)
-        # Read, not mapped: what was checked must stay what it is when somebody else writes to the file.
+        # Read instead of mmap, so that a later write to the file cannot change checked data.
         with safe_open(file, framework="pt", device="cpu", backend="pread") as opened:
             texts = opened.metadata() or {}
             _check_format(kind, file, texts)
@@ -160,7 +162,7 @@ def _read(kind: FileKind, file: Path) -> tuple[dict[str, str], dict[str, Tensor]
         other = _other_kind(file)
         if other:
             raise kind.error(f"{file} is {kind.no}: it looks like {other}.") from error
-        raise kind.error(f"{file} is cut short, damaged, or {kind.no} at all: {error}") from error
+        raise kind.error(f"{file} is truncated, damaged, or {kind.no}: {error}") from error
     except OSError as error:
         raise kind.error(f"{file} cannot be read: {error}") from error
 
@@ -170,7 +172,7 @@ def _check_file(kind: FileKind, file: Path) -> None:
         store = " It holds harvested rows: th.open reads them." if (file / "commits").is_dir() else ""
         raise kind.error(f"{file} is a directory; {kind.one} is one file.{store}")
     if not file.is_file():
-        raise kind.error(f"{file} is no file." if file.exists() else f"there is no file {file}.")
+        raise kind.error(f"{file} is not a file." if file.exists() else f"there is no file {file}.")
 
 
 def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
@@ -180,7 +182,7 @@ def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
     if texts.get("format") != kind.format:
         raise kind.error(
             f"{file} is a safetensors file, but {kind.no}: tenterhook did not write it, or its header is damaged. "
-            "safetensors.torch.load_file reads any of these."
+            "safetensors.torch.load_file can read it."
         )
     version = texts.get("format_version", "")
     if VERSION.fullmatch(version) and int(version) > kind.version:
@@ -189,4 +191,4 @@ def _check_format(kind: FileKind, file: Path, texts: dict[str, str]) -> None:
             "Upgrade tenterhook: pip install -U tenterhook"
         )
     if version != str(kind.version):
-        raise kind.error(f"{file} is damaged: {version!r:.40} is no format version.")
+        raise kind.error(f"{file} is damaged: {version!r:.40} is not a format version.")

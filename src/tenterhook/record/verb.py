@@ -1,4 +1,4 @@
-"""``th.record``: keep what passes at points, and its gradients."""
+"""``th.record``: record the values at points, and their gradients."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ __all__ = ["Recording", "record"]
 Keep = Literal["all", "last"] | int
 
 PIPELINE = (
-    "stop=True has no effect in a stage of a pipeline: the other stages would wait for what this one never sends. The "
-    "run goes on to its end, and what passes is recorded. To stop, call the stage's module by itself."
+    "stop=True has no effect in a pipeline stage: the other stages would wait forever for the output of this one. The "
+    "run continues, and values are still recorded. To stop, call the stage's module by itself."
 )
 RETURN = Site.RETURN
-NOTHING = "values=False keeps gradients alone, and none are asked for: th.record(model, ..., grad=True, values=False)"
-STOPPED = "stop=True ends the run where a value passes, and with values=False none is kept. Leave one of them out."
+NOTHING = "values=False records gradients only, and needs grad=: th.record(model, ..., grad=True, values=False)"
+STOPPED = "stop=True stops the run after the last recorded value, and values=False records none. Leave one of them out."
 
 
 def record(  # noqa: PLR0913
@@ -66,7 +66,7 @@ def record(  # noqa: PLR0913
     gather: bool = False,
     replay: bool | Selector = False,
 ) -> Recording:
-    """Record what passes at the selected points while the session is open; ``with`` gives the tape.
+    """Record the values at the selected points while the session is open. The ``with`` statement returns the tape.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -79,22 +79,31 @@ def record(  # noqa: PLR0913
 
     Args:
         model: any ``nn.Module``.
-        *selectors: addresses, globs, modules, classes, regexes or predicates; none selects every module's output.
-        grad: also record gradients. For an argument this is the gradient through that module; with ``"total"`` it is
-            the gradient from all uses of the tensor that was passed.
-        values: ``False`` keeps the gradients alone, so that what passes takes no memory longer than without a session;
-            ``tape.grad[address]`` is then all there is to read.
-        stop: run nothing after the last of these points, and end the ``with`` block there.
-        keep: ``"all"`` calls of a module, the ``"last"`` one, or the last so many.
-        copy: ``"auto"`` copies where a later in-place change is to be expected or could not be noticed, and compares
-            versions elsewhere; ``"always"`` copies everything; ``"never"`` nothing, and compares nothing.
-        device: where the values go, for example ``"cpu"``.
-        dtype: what floating-point values are converted to.
-        gather: put values, and their gradients, together that are spread over processes (``DTensor``), as they pass.
-            All of the processes have to record the same points.
-        replay: also keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``): the arguments
-            and outputs of every module's calls; or, given the points that will be edited, only what serving these
-            needs. Without selectors, nothing else is recorded then.
+        *selectors: addresses, globs, modules, classes, regexes or predicates. Without any, the output of every module.
+        grad: whether to record gradients too. The gradient of an argument is the part that flows through that module.
+            With ``"total"`` it is the gradient from all uses of the tensor.
+        values: whether to record values. ``False`` records gradients only, so the session keeps no activation in memory
+            longer than a run without it. Then only ``tape.grad[address]`` can be read.
+        stop: whether to stop the model after the last of these points, and to leave the ``with`` block there.
+        keep: how many calls of each module to keep: ``"all"``, the ``"last"`` one, or a number of last calls.
+        copy: ``"auto"`` copies a value if the model may change it in place later, or if a change could not be detected.
+            Other values are kept by reference, and reading one compares versions. ``"always"`` copies everything.
+            ``"never"`` copies nothing and compares nothing.
+        device: the device to move values to, for example ``"cpu"``.
+        dtype: the dtype to convert floating-point values to.
+        gather: whether to gather values and gradients that are sharded over processes (``DTensor``) when they are
+            recorded. All processes must record the same points.
+        replay: whether to keep what :func:`tenterhook.replay` needs to serve this run again (``tape.script``). True
+            keeps the arguments and outputs of every module call. A selector of the points that will be edited keeps
+            only what serving those edits needs. Without other selectors, nothing else is recorded.
+
+    Returns:
+        A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
+
+    Raises:
+        AddressError: a selector matches nothing in the model, or names a call from the end (``#-1``).
+        ValueError: ``keep`` or ``copy`` has another value, or ``values=False`` does not fit the other arguments.
+        NeverReached: when the session ends, if a named point did not run.
     """
     lone = (selectors or ("**",))[0] if len(selectors) < 2 and (selectors or replay is False) else None  # noqa: PLR2004
     found = outputs_found(model, lone) if isinstance(lone, str) else None
@@ -117,7 +126,7 @@ def _resolved(model: nn.Module, selectors: Sequence[Selector], replay: object) -
 
 
 def _joined(selectors: Sequence[Selector], groups: list[Sequence[Point]]) -> list[Sequence[Point]]:
-    """Join the groups of selectors that are points, which a glob may have found."""
+    """Merge the groups of selectors that are single points into one group. A glob may have found these points."""
     if not any(isinstance(each, Point) for each in selectors):
         return groups
     pairs = list(zip(selectors, groups, strict=True))
@@ -126,7 +135,7 @@ def _joined(selectors: Sequence[Selector], groups: list[Sequence[Point]]) -> lis
 
 
 class Recording(Session):
-    """A session that records. ``with`` gives its tape, which is also ``.tape``."""
+    """A session that records. The ``with`` statement returns its tape, which is also ``.tape``."""
 
     verb = "record"
 
@@ -161,7 +170,7 @@ class Recording(Session):
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
         if self._is_found_later:
-            return  # All is done when it starts.
+            return  # They are created when the session starts.
         outputs = [point for point in points if point.site is RETURN and point.call is None] if self._shares else []
         alone = len(outputs) == len(points)
         if outputs:
@@ -171,16 +180,16 @@ class Recording(Session):
 
     @property
     def _shares(self) -> bool:
-        """Whether one forward for each class can record what modules return."""
+        """True if one shared forward per class can record the outputs of modules."""
         return not self._stop and (not self._grad or self._policy.by_reference)
 
     @property
     def _is_found_later(self) -> bool:
-        """Whether the points are found when the session starts."""
+        """True if the points are found only when the session starts."""
         return isinstance(self.points, FoundOutputs) and self._shares
 
     def points_now(self) -> Sequence[Point]:
-        """Return the points in the model as it is now, before the session starts."""
+        """Return the points of the model in its present state, before the session starts."""
         if isinstance(self.points, FoundOutputs) and self._is_found_later:
             self.points = outputs_now(self.model, self.points)
         return self.points
@@ -209,14 +218,16 @@ class Recording(Session):
         )
         recorder.track = track
         if call is not None:
-            recorder.direct = False  # Its entries are not its own alone, so they do not tell whether it was reached.
+            # Other recorders share its entries, so they do not show whether this one was reached.
+            recorder.direct = False
         binding = Binding(point, recorder)
         binding.numbers = track.numbers
         bindings.append(binding)
         self._bound[point] = binding
         grads: Any = self._track(tape.grad, point, GradientSlots()).entries if self._grad else {}
         if self._grad and track.numbers is not None:
-            tape.grad._tracks[point.address].numbers = track.numbers  # They count their executions alike.
+            # Values and gradients count executions in the same way.
+            tape.grad._tracks[point.address].numbers = track.numbers
         if point.site is Site.PARAMETER:
             self._parameters.append((point, recorder, grads))
         elif self._grad:
@@ -238,7 +249,7 @@ class Recording(Session):
 
     @staticmethod
     def _track(view: Any, point: Point, entries: MutableMapping[int, Any]) -> Track:
-        """The track of a point; several calls of one point, asked for singly, share one."""
+        """Return the track of a point. Several calls of one point that were selected one by one share a track."""
         tracks: dict[str, Track] = view._tracks
         track = tracks.get(point.address)
         if track is None:
@@ -253,14 +264,14 @@ class Recording(Session):
         if point.site is Site.VARIABLE or self._grad == "total":
             total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
-                total.compiled = None  # Uses of an argument outside of the module are not in sight of the tracer.
+                total.compiled = None  # The tracer cannot see uses of an argument outside the module.
             return [Binding(point, total)]
         through = InputGradient(entries, keep, whole=whole)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
-        """Have at least one point of each group reached, and every point that was named itself."""
+        """Require that every explicitly named point is reached, and at least one point of each group."""
         self._planned = found_in
         if self._is_found_later:
             return
@@ -270,6 +281,8 @@ class Recording(Session):
 
     def missed(self) -> list[list[Binding]]:
         """Return the groups of which no point was reached."""
+        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
+            return []
         bound = self._bound
         recorded = self._outputs.reached() if self._outputs is not None else None
 
@@ -277,11 +290,9 @@ class Recording(Session):
             binding = bound.get(point)
             if binding is not None:
                 return binding.action.reached
-            # Of a parameter whose gradient alone is recorded nothing passes.
+            # A parameter with only its gradient recorded has no value to wait for.
             return point.site is Site.PARAMETER or (recorded is not None and recorded(point))
 
-        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
-            return []
         missed = [group for group in self._groups if not any(map(reached, group))]
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
@@ -291,7 +302,7 @@ class Recording(Session):
         outputs = self._outputs
         if outputs is None:
             return None
-        if self.needs_action_sets():
+        if self.run_recorder is not None or self.needs_action_sets():
             self._outputs = None
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
@@ -299,7 +310,7 @@ class Recording(Session):
         return SharedForwards(self, outputs.named(), outputs.make(), outputs.bindings)
 
     def _find_outputs(self, points: FoundOutputs) -> None:
-        """Take the modules that the glob finds in the model as it is now."""
+        """Find the modules that the glob matches in the model's present state."""
         found_in, modules = structure_and_modules(self.model)
         if found_in is points.structure:
             points.bind(modules)
@@ -322,7 +333,7 @@ class Recording(Session):
         return super().has_calls() or (outputs is not None and any(map(outputs.calls_of, outputs.keys)))
 
     def keep_script(self, edited: list[nn.Module]) -> None:
-        """Also write the script of what runs, whole, or what it takes to serve edits at some modules."""
+        """Also record the run for replay: all modules, or only what is needed to serve edits at some modules."""
         from tenterhook.call_trace.recorder import RunRecorder, worth_keeping
         from tenterhook.call_trace.trace import CallTrace
 
@@ -347,7 +358,8 @@ class Recording(Session):
             )
         for point, recorder, grads in self._parameters:
             self._watch_parameter(point, recorder, grads)
-        compiled.waiting(self, self._waiting)
+        if self._waiting:
+            compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
 
@@ -356,7 +368,7 @@ class Recording(Session):
         if tensor is None:
             return
         if recorder is not None:
-            # An optimiser changes parameters in place, so their values are always copied.
+            # Optimizers change parameters in place, so parameter values are always copied.
             always = Policy("always", self._policy.device, self._policy.dtype, gather=self._policy.gather)
             recorder.entries[0] = always.keep(tensor)
             recorder.passed = True
@@ -371,7 +383,8 @@ class Recording(Session):
         for handle in self._handles:
             handle.remove()
         self.tape._let_go()
-        self.tape.grad.end()
+        if self._grad:
+            self.tape.grad.end()
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -383,11 +396,11 @@ class Recording(Session):
         super()._say_what_was_missed()
         if self._stop and self._waiting:
             shown = listed([str(point) for point in self._waiting])
-            text = f"the run was not stopped, because it never came to {len(self._waiting)} of the points: {shown}"
+            text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
 
     def reached(self, point: Point) -> None:
-        """A point that the stop waits for has been passed."""
+        """Mark a point as reached. After the last point that ``stop=True`` waits for, stop the run."""
         if point in self._waiting:
             self._waiting.discard(point)
             if self._waiting:
@@ -402,20 +415,21 @@ class Recording(Session):
         return self.tape  # type: ignore[no-any-return]
 
     def leave(self, error: BaseException | None) -> bool:
-        if isinstance(error, Exception):  # What was recorded until then stays, with a note of where it ended.
+        # Values recorded before the error stay on the tape, with a note of the place that failed.
+        if isinstance(error, Exception):
             where = failure(self.model, error)
             self.tape.notes |= {"failure": where} if where is not None else {}
         return super().leave(error)
 
 
 class _Stopping(Recorder):
-    """A recorder whose session stops when all of them have been passed."""
+    """A recorder of a session with ``stop=True``, which stops when all these recorders were reached."""
 
     stops = True
 
     def __init__(self, policy: Policy, entries: LogEntries, keep: int, session: Recording, point: Point) -> None:
         super().__init__(policy, entries, keep)
-        self.direct = False  # Dispatch would not tell the session.
+        self.direct = False  # Direct storing in dispatch would not notify the session.
         self._session, self._point = session, point
 
     def store(self, entry: Entry, context: Context) -> None:
@@ -424,7 +438,7 @@ class _Stopping(Recorder):
 
 
 class _Unreached:
-    """The action of a point that no call has passed."""
+    """The action of a point that was never reached."""
 
     observes, again, reached = True, False, False
 
@@ -436,7 +450,10 @@ NOTHING_DONE = _Unreached()
 
 
 def _is_ever_called(module: nn.Module) -> bool:
-    """Whether a stop may wait for this module: nn.MultiheadAttention uses the weight of its projection, uncalled."""
+    """Return whether a stop may wait for this module.
+
+    nn.MultiheadAttention uses the weight of its output projection without calling that module.
+    """
     return can_be_called(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 

@@ -1,18 +1,18 @@
-"""Views that are kept as they are, on the short way: most of what the modules of a transformer return.
+"""Gradients of recorded views on the fast path. Views are most of the outputs of a transformer's modules.
 
-A view's hook loses its place in the graph when the view, or its base, is changed in place; the hook of its base does
-not (see :mod:`tenterhook.sites.tensor_hooks`). But that hook has something to say in the rare case alone, and to put
-one on each base costs more than half of what the view's own does. So in a tape that has met no such change, a base gets
-its hook only when its view has changed. What makes that sound:
+The hook of a view loses its graph node when the view or its base is changed in place. The hook of its base does not
+(see :mod:`tenterhook.sites.tensor_hooks`). But the hook of the base is rarely needed, and it costs more than half as
+much as the hook of the view. So as long as a tape has met no such change, a base gets its hook only after its view has
+changed. This is correct for these reasons:
 
-- Autograd runs the operations of one device in the opposite order of their making, and reads an operation's hooks when
-  it comes to it. So the first view that a backward pass comes to looks at the versions of all that were recorded
-  before it, and what it hooks then is in time. That view's own base always has its hook.
-- Which view is the first, a first pass tells, in which all bases have theirs. One by one the modules whose view came
-  after another in some pass are found to need none.
-- A pass may go another way, past the view that looks. What is reached then by its own hook is right as well; and of a
-  view that was changed, and that a pass may have reached over its base alone, the gradient cannot be read: that says
-  so, as the value itself does. The engine numbers its passes, so that none goes unnoticed.
+- Autograd runs the operations of one device in reverse order of their creation. It reads the hooks of an operation when
+  it reaches it. So the first view that a backward pass reaches checks the versions of all views recorded before it, and
+  it can still hook their bases in time. The base of this first view always has its hook.
+- In the first backward pass all bases have hooks. It shows which view is reached first. The modules whose views are
+  reached after another one in some pass then need no hook on the base.
+- A pass may take another path and miss the view that checks. Gradients that reach a view through its own hook are still
+  right. If a view was changed, and a pass may have reached only its base, reading its gradient raises an error, as
+  reading its value does. The engine numbers its passes, so that each one is detected.
 """
 
 from __future__ import annotations
@@ -38,36 +38,38 @@ if TYPE_CHECKING:
 
 __all__ = ["ViewGradients", "watch_view"]
 
-MANY = 1000  # views that wait
+MANY = 1000  # Number of waiting views before a cleanup.
 
 
 class ViewGradients:
-    """The views of a tape whose bases have no hook, and what is known of the backward passes that went by."""
+    """The views of a tape with no hook on their base, and what is known of the backward passes so far."""
 
     __slots__ = ("asked", "begun", "calm", "counted", "many", "plain", "real", "task", "waiting")
 
     def __init__(self) -> None:
-        self.calm = True  # Whether no view was ever found changed: if one was, every base gets its hook at once.
-        # Whether a backward pass has come to a value since a module was called or a gradient read, and needed no care.
-        # Another one is then taken to be like it: if that keeps its graph, its points let go of it all the same, and
-        # tape.backward() has to look for them. Where sums may have to be mended, each is asked; that was the last one.
+        # Whether no view was ever found changed. After the first one, every base gets its hook at once.
+        self.calm = True
+        # ``plain``: whether a backward pass has reached a value since the last module call or gradient read, and needed
+        # no special handling. The next pass is then assumed to be alike. If that pass keeps its graph, its slots
+        # release the graph all the same, and tape.backward() has to search for them. If sums may need correction, each
+        # pass is checked; ``asked`` is the last one.
         self.plain, self.asked = False, -1
         self.waiting: list[ref[GradientSlot]] = []
         self.many = MANY
-        # Numbers of backward passes: where the session began, the last that was looked after, the last that somebody
-        # has made, and the last there was, which may have been made to count them.
+        # Numbers of backward passes: the last one before the session, the last one that was checked, the last one that
+        # user code ran, and the last one of all. The last one may be a number that was drawn only to count.
         self.begun: int | None = None
         self.task = self.real = self.counted = -1
 
     def begin(self) -> None:
-        """The session opens."""
+        """Store the number of the last backward pass at the start of the session."""
         self.last()
         self.begun = self.counted
         if self.task < 0:
             self.task = self.counted
 
     def last(self) -> int:
-        """The number of the last backward pass that somebody has made."""
+        """Return the number of the last backward pass that user code ran."""
         number = new_backward_id()
         if number != self.counted + 1:
             self.real = number - 1
@@ -75,42 +77,45 @@ class ViewGradients:
         return self.real
 
     def ran(self) -> bool:
-        """Whether a backward pass has run since the session began."""
+        """Return whether a backward pass has run since the session began."""
         return self.begun is not None and self.last() > self.begun
 
     def tidy(self) -> None:
-        """Forget those that are done with; runs without a backward pass may leave many."""
+        """Remove finished entries. Runs without a backward pass may leave many."""
         if len(self.waiting) > self.many:
             self.waiting = [find for find in self.waiting if (slot := find()) is not None and not slot.spent]
             self.many = MANY + 2 * len(self.waiting)
 
     def doubt(self, slot: GradientSlot) -> None:
-        """Say of a view that its gradient is lost, if one may have come to its base and not to its slot."""
+        """Mark the gradient of a view as lost if a pass may have reached its base and not its slot."""
         if slot.base is not None and slot.overwritten and self.last() > (slot.base[0] if slot.spent else self.task):
             slot.why = "lost"
 
     def look(self, task: int, number: int, device: torch.device) -> None:
-        """A pass has come to its first view, by the operation with this number: hook the bases of all that changed."""
+        """Hook the bases of all changed views.
+
+        A pass calls this at its first view, made by the operation ``number``.
+        """
         unseen = self._unseen(task)
         self.task = self.real = self.counted = task
         for slot in self._changed():
             made = self.hook(slot, lost=unseen or slot.kept[0].device != device)
             if made is not None and operation_number(made) > number:
-                slot.why = "lost"  # The pass has been there.
+                slot.why = "lost"  # The pass has already run that operation.
 
     def settle(self) -> None:
-        """Hook the bases of all that have changed, where no pass is running."""
+        """Hook the bases of all changed views while no pass is running."""
         changed = self._changed()
         lost = bool(changed) and self.last() > self.task
         for slot in changed:
             self.hook(slot, lost=lost)
 
     def found(self, slot: GradientSlot) -> None:
-        """The hook of a view finds that the view has changed: its base is still to come in this pass."""
+        """Hook the base of a changed view from the view's own hook. This pass has not reached the base yet."""
         self.hook(slot, lost=self._unseen(current_backward_id()))
 
     def hook(self, slot: Any, *, lost: bool) -> Any:
-        """Hook the base of a view that has changed; gives what made the base, or None where that cannot be told."""
+        """Hook the base of a changed view. Return the node that made the base, or None if it cannot be found."""
         self.calm = False
         base, _, hooks = slot.base
         node = slot.edges[0][0]
@@ -124,17 +129,17 @@ class ViewGradients:
         catch.number = operation_number(node)
         if hooks is None:
             _hook_node(*edge, catch)
-        else:  # The base has let go of them as it changed; what made it has not.
+        else:  # The base dropped this table when it was changed, but the node that made the base still has it.
             hooks[catch] = catch
             put_in_order(hooks)
         return edge[0]
 
     def _unseen(self, task: int) -> bool:
-        """Whether a pass has gone by before this one, after the last that was looked after."""
+        """Return whether another pass ran before this one and after the last one that was checked."""
         return task > self.counted + 1 or self.real > self.task
 
     def _changed(self) -> list[Any]:
-        """Those that have changed; they wait no more, nor do those that are done with."""
+        """Return the slots of changed views. Remove them, and those that are finished, from the waiting list."""
         changed, still = [], []
         for find in self.waiting:
             slot: Any = find()
@@ -150,7 +155,7 @@ class ViewGradients:
 
 
 class KeptViewHook(GradientHook):
-    """The hook of a view whose base has one too."""
+    """The hook of a view whose base has a hook too."""
 
     __slots__ = ("_action", "_number", "_views")
 
@@ -170,10 +175,10 @@ class KeptViewHook(GradientHook):
 
 
 class ViewBaseHook(GradientHook):
-    """The hook of that view's base, which speaks where the other is silent.
+    """The hook of the base of a view. It stores the gradient if the view's own hook does not.
 
-    What it gives is the gradient of the memory that the view showed: a use that others make of that memory through the
-    base, and not through the view, is part of it.
+    This is the gradient of the memory that the view covered. It includes uses of that memory through the base and not
+    through the view.
     """
 
     __slots__ = ("_number", "_offset", "_stride", "_views")
@@ -201,7 +206,7 @@ class ViewBaseHook(GradientHook):
 
 
 def watch_view(slot: GradientSlot, tensor: Tensor, node: Any, base: Tensor, action: OutputGradient) -> None:
-    """Catch the gradient of a view that the tape keeps as it is, whatever becomes of it."""
+    """Hook a view that the tape keeps by reference, and its base, so that later changes in place lose nothing."""
     action.views.tidy()
     edge = edge_of(base)
     slot.edges += (edge,)
@@ -210,17 +215,17 @@ def watch_view(slot: GradientSlot, tensor: Tensor, node: Any, base: Tensor, acti
 
 
 def _source(node: Any, base: Tensor) -> tuple[Any, int] | None:
-    """What had made a base when ``node`` made a view of it, though views of it have been changed in place since.
+    """Return the edge that had made a base when ``node`` made a view of it, or None if it cannot be found.
 
-    A change through a view puts an operation of its own kind before what the base was. What changes the base itself is
-    of many kinds, and may lay it out anew: then it is not known.
+    A change through a view adds a CopySlices node after the previous node of the base. A change of the base itself can
+    be any operation, and may change its layout; then the edge is not known.
     """
     number, edge = operation_number(node), (base.grad_fn, base.output_nr)
     while edge[0] is not None and operation_number(edge[0]) > number:
         if type(edge[0]).__name__ != "CopySlices":
             return None
         edge = edge[0].next_functions[0]
-    before = node.next_functions  # The view was taken of it, or of another view of it.
+    before = node.next_functions  # The view was taken of the base, or of another view of it.
     while len(before) == 1 and before[0][0] is not None:
         if before[0] == edge:
             return edge
@@ -229,7 +234,7 @@ def _source(node: Any, base: Tensor) -> tuple[Any, int] | None:
 
 
 def _hook_node(node: Any, index: int, hook: Any) -> None:
-    """``attach_hook`` for a tensor that is not at hand any more: by what made it, and which of its outputs it was."""
+    """Register a tensor hook without the tensor, by the node that made it and the index among the node's outputs."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         stand_in = torch.empty(index + 1, 0, requires_grad=True, device="cpu").unbind()[index]
     hooks = LightHookTable()

@@ -1,1 +1,1 @@
-"""Serving what was computed already: replay, sweeps, starting from the middle."""
+"""Reuse of recorded calls: replay, sweeps, and runs that start in the middle of a model."""

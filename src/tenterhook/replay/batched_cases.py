@@ -1,4 +1,4 @@
-"""Many cases as one batch: inputs and recorded values once for each, edits on each case's own examples."""
+"""Many cases in one batch: inputs are repeated for each case, and each case edits only its own examples."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tenterhook.replay.row_checks import is_probe, spread
 
 __all__ = ["BatchedSession", "CannotBatch", "Slices", "examples", "parts", "room_for", "together"]
 
-MOST = 1024  # cases at once, beyond which a larger batch gains nothing
-SHARE = 0.25  # of the free memory that a batch may take
+MOST = 1024  # Number of cases above which a larger batch is not faster.
+SHARE = 0.25  # Share of the free memory that a batch may use.
 
 
 class CannotBatch(Exception):
-    """The cases cannot go together; the text says why."""
+    """The cases cannot run as one batch. The text has the reason."""
 
 
 class BatchedSession(Session):
@@ -38,7 +38,7 @@ class BatchedSession(Session):
 
 
 class Slices:
-    """An edit at one point for several cases, each on its own examples; a case without changes passes as it is."""
+    """An edit at one point for several cases, each on its own examples. A case without changes stays as it is."""
 
     observes = False
     again = True
@@ -46,7 +46,7 @@ class Slices:
     def __init__(self, changes: list[list[Change]], batch: int) -> None:
         self._changes, self._batch = changes, batch
         self.reached = False
-        self.measures: Tensor | None = None  # How large the values of each case are, once they are edited.
+        self.measures: Tensor | None = None  # Statistics of the edited values of each case.
 
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
@@ -59,7 +59,7 @@ class Slices:
         return out
 
     def _put_all(self, out: Tensor, context: Context) -> None:
-        """Change all cases where they are."""
+        """Apply the changes of all cases in place."""
         pieces = out.split(self._batch)
         if not self._put_at_once(pieces, context):
             for changes, piece in zip(self._changes, pieces, strict=True):
@@ -67,7 +67,7 @@ class Slices:
                     _put(change, piece, context)
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
-        """Write every case's part with one operation, where each is set somewhere; False where it is not so."""
+        """Write all cases with one operation, if each case sets a part to a tensor. Return False otherwise."""
         probes = list(map(is_probe, self._changes))
         cases = [changes for changes, probe in zip(self._changes, probes, strict=True) if changes and not probe]
         edits = [changes[0].call for changes in cases]
@@ -88,7 +88,7 @@ class Slices:
 
     def _check(self, value: Tensor, context: Context) -> None:
         if not value.dim() or value.shape[0] != self._batch * len(self._changes):
-            text = f"{context.address!r} passes {list(value.shape)}, which does not have the cases in front"
+            text = f"the value at {context.address!r} has shape {list(value.shape)}, without a dimension for the cases"
             raise CannotBatch(text)
 
     def _structure(self, value: Any, context: Context) -> Any:
@@ -103,7 +103,7 @@ class Slices:
         for path, tensor in tensors(value):
             if not tensor.dim() or tensor.shape[0] != self._batch * count:
                 if any(made[path] is not tensor for made in new):
-                    raise CannotBatch(f"{context.address!r} passes something that is one for all cases, and is edited")
+                    raise CannotBatch(f"a case edits a tensor at {context.address!r} that all cases share")
                 continue
             if any(made[path] is not dict(tensors(given))[path] for made, given in zip(new, old, strict=True)):
                 value = replace_at(value, path, torch.cat([made[path] for made in new]))
@@ -111,7 +111,7 @@ class Slices:
 
 
 def _put(change: Change, piece: Tensor, context: Context) -> None:
-    """Apply a change to some examples where they are."""
+    """Apply a change to some examples in place."""
     edit = change.call
     if isinstance(edit, Edit) and edit.part is None and edit.at is not None:
         cut = edit._cut(piece, context)
@@ -128,7 +128,7 @@ def _put(change: Change, piece: Tensor, context: Context) -> None:
 
 
 def _is_set_in_place(edit: Set) -> bool:
-    """Whether a part is set to a tensor by an index that gives a view of it."""
+    """Return whether an edit sets a part to a tensor, with an index that returns a view."""
     index = edit.at if isinstance(edit.at, tuple) else (edit.at,)
     return (
         isinstance(edit.value, Tensor)
@@ -146,12 +146,12 @@ def _checked(change: Change, value: Any, context: Context) -> Any:
 
 
 def examples(given: Any) -> int | None:
-    """How many examples the inputs of a model hold: the length of the first tensor that has one."""
+    """Return the batch size of the model's inputs: the first dimension of the first tensor that has one."""
     return next((tensor.shape[0] for _, tensor in tensors(given) if tensor.dim()), None)
 
 
 def together(given: Any, count: int, batch: int) -> Any:
-    """Inputs for several cases at once, one case after the other."""
+    """Return the inputs repeated for several cases, one case after the other."""
 
     def one(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != batch:
@@ -162,7 +162,7 @@ def together(given: Any, count: int, batch: int) -> Any:
 
 
 def parts(value: Any, count: int, batch: int) -> list[Any]:
-    """Each case's part of a value."""
+    """Return the part of each case of a value."""
     apart = {
         id(tensor): tensor.split(batch)
         for _, tensor in tensors(value)
@@ -175,7 +175,7 @@ def parts(value: Any, count: int, batch: int) -> list[Any]:
 
 
 def room_for(nbytes: int, device: torch.device) -> int:
-    """How many cases fit, if one keeps so many bytes; what is made and freed in between counts four times that."""
+    """Return how many cases fit in memory, if one case keeps ``nbytes``. Temporary memory counts as four times that."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -1,4 +1,4 @@
-"""Serving calls from a script, where that cannot change what comes out."""
+"""The server of recorded calls. It serves a call only if this cannot change the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["CallServer", "ServedCall"]
 
 
 class ServedCall(Drawn):
-    """What a replay served and what it computed, and why. Printing it draws the table."""
+    """The calls that a replay served or computed, with reasons. Printing it shows a table."""
 
     def __init__(self) -> None:
         self._served: Counter[str] = Counter()
@@ -40,17 +40,17 @@ class ServedCall(Drawn):
         self.runs = 0
 
     def __len__(self) -> int:
-        """How many calls were served."""
+        """Return the number of calls that were served."""
         return self._served.total()
 
     @property
     def calls(self) -> dict[str, int]:
-        """Module to the number of its calls that were served."""
+        """Number of served calls by module."""
         return dict(self._served)
 
     @property
     def computed(self) -> dict[str, str]:
-        """Module to the reason why a call of it was computed, although nothing before it was edited."""
+        """Reasons by module: why a call was computed, although nothing before it was edited."""
         return {path: reasons.most_common(1)[0][0] for path, reasons in self._computed.items()}
 
     def serve(self, path: str) -> None:
@@ -60,7 +60,7 @@ class ServedCall(Drawn):
         self._computed.setdefault(path or ":return", Counter())[why] += 1
 
     def table(self) -> Table:
-        """One row per module, for whatever draws it."""
+        """Return a table with one row per module and reason."""
         rows = [Row((path, str(count), "", "")) for path, count in self._served.items()]
         for path, reasons in self._computed.items():
             rows += [Row((path, "", str(count), why), style="dim") for why, count in reasons.items()]
@@ -71,32 +71,32 @@ class ServedCall(Drawn):
 
 
 class CallServer:
-    """The guard that serves the calls of one run after another.
+    """The guard that serves the calls of each run.
 
-    ``times`` says that the live run has every example of the recorded one so many times, case after case.
+    With ``times``, the current run contains every example of the recorded run that many times, case after case.
     """
 
     def __init__(self, served: ServedCall, model: nn.Module, *, gradients: bool) -> None:
         self.served, self._model, self._gradients = served, model, gradients
         self.times = 1
-        # Comparisons that are taken for equal until someone looks, where that was asked for.
+        # Comparisons that are assumed to be equal until they are read later, or None to read them at once.
         self.doubts: list[Tensor] | None = None
         self.run: TracedRun | None = None
         self.minds_gradients = False
         self._copy = facts(model).in_place
         self.ahead = CompiledServing(self, model, copies=self._copy)
         self._counts: dict[nn.Module, int] = {}
-        # Tensors of the live run that are known to be a recorded one: itself, its version, the recorded one. They are
-        # known by where they lie, so that another view of the same is known too.
+        # Tensors of the current run that are known to equal a recorded one: the tensor, its version, the recorded one.
+        # The key is the address and layout of the memory, so that another view of the same memory is known too.
         self._known: dict[Any, tuple[Tensor, int, Tensor]] = {}
-        # What was made of recorded tensors for several cases at once: itself, its version, for how many.
+        # Recorded tensors repeated for several cases: the result, its version, and the number of cases.
         self._read_by: dict[Any, list[Tensor]] = {}
         self._wide: dict[Tensor, tuple[Tensor, int, tuple[int, int]]] = {}
 
-    waits_for = ("cuda",)  # the devices whose answer takes long
+    waits_for = ("cuda",)  # Devices on which reading a result takes long.
 
     def begin(self, run: TracedRun | None) -> None:
-        """A run of the whole model begins; None ends it."""
+        """Start a run of the whole model, or end it if ``run`` is None."""
         self.run = run
         self._changed = run.dependencies.changed() if run is not None else set()
         self._counts.clear()
@@ -117,7 +117,7 @@ class CallServer:
                 self._changed |= run.dependencies.readers_of(tensor)
 
     def forget(self) -> None:
-        """Let go of what was made for several cases."""
+        """Free the tensors that were repeated for several cases."""
         self._wide.clear()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,17 +132,21 @@ class CallServer:
         if why:
             self.served.compute(call.path, why)
             return MISSING
-        assert call.gave is not None  # noqa: S101  A call that can be served was kept.
+        assert call.gave is not None  # noqa: S101  A call that can be served has a recorded output.
         self.served.serve(call.path)
         return self._give(call.gave)
 
     def after(self, module: nn.Module, value: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
-    # -- whether ------------------------------------------------------------------------------------------------------
+    # -- conditions
+    # -----------------------------------------------------------------------------------------------------
 
     def obstacle(self, call: TracedCall, live: tuple[Any, Any] | None = None) -> str:
-        """What forbids to serve a call; without ``live``, what it is given, all of it that is known beforehand."""
+        """Return the reason against serving a call, or an empty string.
+
+        Without ``live``, the arguments of the current call, check only what is known before the call.
+        """
         run, given, gave = self.run, call.given, call.gave
         assert run is not None and given is not None and gave is not None  # noqa: S101, PT018
         together = run.together(call.module)
@@ -152,13 +156,13 @@ class CallServer:
         if why or call.module in self._changed:
             return why or OTHER_STATE
         if gave.changed or given.changed:
-            return "what was recorded of it has been changed in place since"
+            return "its recorded values were changed in place"
         if live is not None and not self.matches(given, live):
             return UNLIKE
         return ""
 
     def matches(self, given: KeptStructure, live: Any) -> bool:
-        """Whether a call is given what was recorded."""
+        """Return whether the arguments of a call equal the recorded ones."""
         return alike(given.value, live, self._same)
 
     def _same(self, kept: Tensor, live: Tensor) -> bool:
@@ -184,7 +188,8 @@ class CallServer:
             return True
         return same_content(kept, live)
 
-    # -- what ---------------------------------------------------------------------------------------------------------
+    # -- values
+    # ---------------------------------------------------------------------------------------------------------
 
     def _give(self, gave: KeptStructure) -> Any:
         made: dict[int, Tensor] = {}
@@ -199,7 +204,7 @@ class CallServer:
         return map_tensors(one, gave.value)
 
     def repeated(self, kept: Tensor) -> Tensor:
-        """A recorded tensor for several cases at once, where it has the recorded batch in front."""
+        """Return a recorded tensor repeated for several cases, if its first dimension is the recorded batch."""
         if not kept.dim() or kept.shape[0] != self.batch:
             return copied(kept)
         if self._copy or torch.is_inference_mode_enabled():
@@ -220,7 +225,10 @@ class CallServer:
 
 
 def _where(tensor: Tensor) -> Any:
-    """Where a tensor lies, and how: two that agree in this show the same memory in the same way."""
+    """Return a key for the memory and layout of a tensor.
+
+    Tensors with equal keys show the same memory in the same way.
+    """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,4 +1,4 @@
-"""The cases of a sweep: what each of them edits, and what it is called."""
+"""The cases of a sweep: their edits and their labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Edits = Mapping[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case: what is edited, as for ``th.edit``, and its place on the axes of the sweep."""
+    """One case: its edits, as for ``th.edit``, and its position on the axes of the sweep."""
 
     edits: Edits
     labels: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Case:
 
 
 class Grid(Sequence[Case]):
-    """Every combination of some axes, each a case; the last axis runs fastest."""
+    """One case for every combination of some axes. The last axis changes fastest."""
 
     def __init__(self, make: Callable[..., Edits], axes: Mapping[str, Iterable[Any]]) -> None:
         self._make = make
@@ -65,7 +65,7 @@ class Grid(Sequence[Case]):
 
 
 def grid(make: Callable[..., Edits], /, **axes: Iterable[Any]) -> Grid:
-    """The cases of a sweep over every combination of some axes.
+    """Return the cases of a sweep over every combination of some axes.
 
     >>> import tenterhook as th
     >>> cases = th.grid(lambda layer, unit: {f"h.{layer}": th.zero(at=th.at[..., unit])}, layer=range(2), unit=[3, 5])
@@ -73,15 +73,21 @@ def grid(make: Callable[..., Edits], /, **axes: Iterable[Any]) -> Grid:
     ((2, 2), 'layer=0, unit=5')
 
     Args:
-        make: gives the edits of one case, from its place on each axis by name.
-        **axes: the values along each axis, in order.
+        make: a function that takes one value of each axis by name, and returns the edits of that case.
+        **axes: the values of each axis.
+
+    Returns:
+        A sequence of cases for :func:`tenterhook.sweep`.
+
+    Raises:
+        SweepError: there is no axis, or an axis is empty.
     """
     return Grid(make, axes)
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A case whose points have been found."""
+    """A case with its points resolved."""
 
     index: int
     case: Case
@@ -89,17 +95,17 @@ class Prepared:
 
     @property
     def key(self) -> tuple[tuple[str, int | None], ...]:
-        """Cases with the same key edit at the same points, and can go together."""
+        """The edited points. Cases with the same key can run in one batch."""
         return tuple((point.address, point.call) for point, _ in self.edits)
 
     @property
     def has_parameter(self) -> bool:
-        """Whether it edits a parameter, which is one for all examples of a batch."""
+        """True if it edits a parameter, which all examples of a batch share."""
         return any(point.site is Site.PARAMETER for point, _ in self.edits)
 
 
 def prepare(model: nn.Module, cases: Iterable[Any]) -> list[Prepared]:
-    """Find the points of all cases before anything runs."""
+    """Resolve the points of all cases before anything runs."""
     found: dict[Any, tuple[Point, ...]] = {}
 
     def points(selector: Any) -> tuple[Point, ...]:

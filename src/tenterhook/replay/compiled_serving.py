@@ -1,7 +1,7 @@
-"""Serving calls inside compiled graphs: what can be decided beforehand is decided before a graph runs.
+"""Serving of calls inside compiled graphs. All possible decisions are made before a graph runs.
 
-One thing cannot, that a call is given what it was given in the recorded run. The graph compares that itself, and what
-it has found is looked at when the model's call is over.
+One condition can only be checked during the run: a call must get the same arguments as in the recorded run. The graph
+compares them itself, and the result is checked after the model's call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledServing"]
 
-STRUCTURE = "it is given or gives a structure that a compiled graph cannot be given"
+STRUCTURE = "its arguments or outputs have a structure that a compiled graph cannot take"
 APART = (
-    "a call of {path!r} was served to compiled code, which then saw that it was given something else than in the "
-    "recorded run, so that what came out is not to be used. What the model computes before it rests on something "
-    "beside its input and what its modules hold. Replay it without compiling it."
+    "a call of {path!r} was served in compiled code, but its arguments differed from those of the recorded run, so the "
+    "output of this run is wrong. The model depends on something other than its input and the state of its modules. "
+    "Replay it without compiling it."
 )
 
 
 class CompiledServing:
-    """What a server lets compiled code know, and what it is told."""
+    """The decisions of a server for compiled code, and the results that compiled code reports."""
 
     def __init__(self, server: CallServer, model: nn.Module, *, copies: bool) -> None:
         self._server, self._model, self._copies = server, model, copies
@@ -38,13 +38,13 @@ class CompiledServing:
         self._found: list[tuple[str, Any]] = []
 
     def cue(self, module: nn.Module, path: str) -> None:
-        """Have something that compiled code can ask at this module."""
+        """Create the ServeSpec that compiled code reads at this module."""
         self.cues[module] = ServeSpec(path, copies=self._copies)
 
     def decide(self, modules: Iterable[nn.Module], limit: float) -> None:
-        """Decide what is served at these modules: of the calls that end before a certain time of the recorded run."""
+        """Decide which calls of these modules to serve: those that end before ``limit`` in the recorded run."""
         run = self._server.run
-        # Where the run drew or changed something, what its calls are given can only be seen as they are made.
+        # If the run drew random numbers or changed something, arguments of its calls are only known when they run.
         known = run is not None and run.pure and self._server.times == 1
         for module in modules:
             cue = self.cues[module]
@@ -56,7 +56,7 @@ class CompiledServing:
                 cue.serves = None
 
     def reset(self, *, serves: bool | None) -> None:
-        """Another run begins, or one is over."""
+        """Reset all decisions before a run or after it."""
         for cue in self.cues.values():
             cue.serves, cue.calls, cue.count = serves, (), 0
 
@@ -71,16 +71,16 @@ class CompiledServing:
         return None
 
     def was_served(self, path: str, found: Iterable[Any]) -> None:
-        """A graph has run without a call; ``found`` has whether it was given something else."""
+        """Count a call that a graph served. ``found`` has tensors that are True if its arguments differed."""
         self._server.served.serve(path)
         self._found.extend((path, each) for each in found)
 
     def was_computed(self, path: str, why: str) -> None:
-        """A graph has run with a call in it."""
+        """Count a call that a graph computed."""
         self._server.served.compute(path, why)
 
     def settle(self) -> None:
-        """Raise if a call was served that was given something else."""
+        """Raise if a served call had other arguments than in the recorded run."""
         found, self._found = self._found, []
         for path, apart in found:
             if bool(apart):

@@ -1,14 +1,13 @@
-"""One batch for several groups of cases: it grows on its way through the model, as each group joins where it begins.
+"""One batch for several groups of cases, which grows while the model runs: each group joins at its own point.
 
-Cases that edit the same point share a batch. Those that edit a later one need nothing of what the others compute
-before that point: there, they have the value of the unedited run. So they are added to the batch at that very point,
-and what follows is computed once for all. No case is computed for longer than by itself, and the model runs once for
-many groups.
+Cases that edit the same point share a batch. Cases that edit a later point do not need the computations before it:
+there they have the value of the unedited run. So they are added to the batch at that point, and the rest of the model
+runs once for all. No case runs longer than it would alone, and the model runs once for many groups.
 
-It works where the edited value carries all that the rest of the model needs of an example, as the output of a block
-does. Elsewhere, as with a branch whose result is added to what was there before, the two no longer fit and the model
-says so; then each group has a batch of its own. With each group that joins goes one unedited example, whose result has
-to be that of the unedited run.
+This works if the edited value has all the information about an example that the rest of the model needs, like the
+output of a block. It does not work for a branch whose result is added to an earlier value: the sizes differ and the
+model raises an error. Then each group has its own batch. Each group that joins also has one unedited example, and its
+result must equal that of the unedited run.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from tenterhook.replay.row_checks import numbers, spread
 
 __all__ = ["TOLERANCE", "GrowingBatch", "apart", "begins", "is_whole", "keep_memory", "still_holds", "train"]
 
-# How far a batched result may be from the one computed by itself, relative to the largest value: kernels differ.
+# Largest relative difference between a batched result and a single one: kernels differ.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 LARGEST = 31 * 2**20
-CACHED = 2**19  # Bytes of a value on a CPU beyond which a larger batch falls out of a core's cache.
+CACHED = 2**19  # Size in bytes of a value on a CPU above which a larger batch does not fit in a core's cache.
 
 
 class GrowingBatch(Slices):
-    """An edit at a point where a group joins ``before`` others, each on its own examples of the unedited value.
+    """An edit at a point where a group joins ``before`` other cases, each on its own examples of the unedited value.
 
-    ``server`` serves the recorded run from which that value is, if the live one is like it.
+    ``server`` serves the recorded run with that value, if the current run matches it.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class GrowingBatch(Slices):
             or value.shape != (self._before, *new.shape[1:])
             or (value.dtype, value.device) != (new.dtype, new.device)
         ):
-            raise CannotBatch(f"{context.address!r} passes something else than the cases that are under way")
+            raise CannotBatch(f"the value at {context.address!r} does not fit the running batch")
         repeated = new.unsqueeze(0).expand(count, *new.shape).flatten(0, 1)
         joined = torch.cat((value, repeated))
         self.reached = True
@@ -66,7 +65,7 @@ class GrowingBatch(Slices):
 
 
 def begins(group: list[Prepared], run: TracedRun, batch: int) -> TracedCall | None:
-    """The recorded call at whose end a group may join others; None where it may not."""
+    """Return the recorded call at whose end a group may join others, or None if it may not."""
     edits = group[0].edits
     if len(edits) != 1 or edits[0][0].site is not Site.RETURN:
         return None
@@ -81,10 +80,10 @@ def begins(group: list[Prepared], run: TracedRun, batch: int) -> TracedCall | No
 
 
 def train(waiting: list[list[Prepared]], run: TracedRun, batch: int, most: int) -> list[list[Prepared]]:
-    """The next group, and those behind it that may join it, up to so many cases."""
+    """Return the next group and the following groups that may join it, with at most ``most`` cases."""
     groups, count = [waiting[0]], len(waiting[0])
     last = begins(groups[0], run, batch)
-    # One example could pass for one that is meant for all.
+    # A batch of one example could broadcast to all others.
     if last is None or count * batch == 1 or count > most:
         return groups
     for group in waiting[1:]:
@@ -103,21 +102,22 @@ def _cached(call: TracedCall) -> int:
 
 
 def keep_memory() -> None:
-    """Have glibc keep memory of a batch's size from one operation to the next.
+    """Make glibc keep freed memory of a batch's size.
 
-    It hands blocks back to the system and takes them again, page by page, which costs as much as many an operation,
-    until one was freed that is as large as it ever keeps. This one is never touched, so that it costs nothing.
+    By default glibc returns such blocks to the system and maps them again page by page, which costs as much as many
+    operations. It stops this after a block of its largest threshold was freed. This block is never written to, so it
+    costs nothing.
     """
     torch.empty(LARGEST, dtype=torch.uint8)
 
 
 def still_holds(run: TracedRun) -> bool:
-    """Whether all modules hold what they held in the recorded run: what joins was computed then."""
+    """Return whether all modules have the same state as in the recorded run, which computed the values that join."""
     return all(own.holds() for own in run.state.values()) and not run.dependencies.changed()
 
 
 def is_whole(output: Any, unedited: Any, count: int, batch: int) -> bool:
-    """Whether everything that came out for so many cases is there for all of them."""
+    """Return whether every output tensor has the size for all cases."""
     found, alone = dict(tensors(output)), dict(tensors(unedited))
     if found.keys() != alone.keys():
         return False
@@ -127,11 +127,11 @@ def is_whole(output: Any, unedited: Any, count: int, batch: int) -> bool:
 
 
 def apart(one: Any, other: Any) -> list[Tensor]:
-    """Whether two values differ by more than batching explains, tensor by tensor; the device is not waited for."""
+    """Return, for each tensor, whether two values differ by more than batching explains. Do not wait for the device."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     alike = mine.keys() == theirs.keys() and all(mine[path].shape == theirs[path].shape for path in mine)
     if not alike or list(numbers(one)) != list(numbers(other)):
-        return [torch.tensor(True)]  # noqa: FBT003  A tensor, as for the others.
+        return [torch.tensor(True)]  # noqa: FBT003  A tensor, as in the other return value.
     return [_apart(tensor, theirs[path]) for path, tensor in mine.items() if tensor.numel()]
 
 

@@ -1,10 +1,10 @@
-"""Finding out whether the cases of a batch depend on each other.
+"""Checks for whether the cases of a batch depend on each other.
 
-A model may compute something over the whole batch: a statistic, a scale for quantisation, an early exit, a capacity.
-Three rows that belong to no case go with each batch. The *unedited* one must give what the unedited run gave. At the
-edited point, the *loud* one has large values, which disturb a statistic or a maximum over the batch and so change the
-unedited row. The *quiet* one is zero; it is also run by itself, as are some of the cases, and must give the same in the
-batch: that finds a decision that loud rows make for quiet ones.
+A model may compute something over the whole batch: a statistic, a scale for quantization, an early exit, a capacity. To
+detect this, each batch gets three extra rows. The *unedited* row must give the result of the unedited run. The *loud*
+row has large values at the edited point. They disturb a statistic or a maximum over the batch and so change the
+unedited row. The *quiet* row is zero. It also runs alone, as some of the cases do, and must give the same result in the
+batch. This detects a decision that loud rows cause for quiet ones.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from tenterhook.replay.cases import Prepared
 
 __all__ = ["CheckedRow", "Chooser", "is_probe", "joining_rows", "loud", "numbers", "quiet", "rows_of", "spread"]
 
-LOUD = 16  # times the largest value
-FIRST = (8, 4)  # cases of the first group that are run by themselves as well, in a small sweep and in a large one
-LATER = (4, 1)  # cases of each later group
-SMALL = 64  # cases of a small sweep
-FEWEST, SHARE = 32, 10  # So many cases of a sweep at most, and of every ten cases one more.
+LOUD = 16  # Factor of the largest value.
+FIRST = (8, 4)  # Number of cases of the first group that also run alone, in a small sweep and in a large one.
+LATER = (4, 1)  # The same for each later group.
+SMALL = 64  # Largest number of cases in a small sweep.
+FEWEST, SHARE = 32, 10  # At most this many cases of a sweep run alone, plus one of every ten.
 
 
 @dataclass(slots=True)
 class CheckedRow:
-    """One part of a batch: a case, or a probe of one of three kinds."""
+    """One part of a batch: a case, or one of the three extra rows."""
 
     case: Prepared | None
     changes: list[list[Change]]
-    """what is done at each of the points that the group edits"""
+    """The changes at each point that the group edits."""
     kind: str = "case"
 
 
 def rows_of(cases: list[Prepared]) -> list[CheckedRow]:
-    """Return the rows of a batch: the cases with the unedited input in their middle, and a probe at each end."""
+    """Return the rows of a batch: the cases with the unedited input in their middle, and an extra row at each end."""
     points, rows = len(cases[0].edits), [_of_case(each) for each in cases]
     rows.insert((len(rows) + 1) // 2, _probe(points, "unedited"))
     return [_probe(points, "loud", as_change(loud)), *rows, _probe(points, "quiet", as_change(quiet))]
 
 
 def joining_rows(cases: list[Prepared]) -> list[CheckedRow]:
-    """Return the rows of a group that joins a batch: the cases, and the unedited input behind them."""
+    """Return the rows of a group that joins a batch: the cases, and the unedited input after them."""
     return [*map(_of_case, cases), _probe(len(cases[0].edits), "unedited")]
 
 
@@ -66,12 +66,12 @@ def is_probe(changes: list[Change]) -> bool:
 
 
 def quiet(value: Any) -> Any:
-    """Return zeros in the place of a value."""
+    """Return zeros in place of a value."""
     return map_tensors(torch.zeros_like, value)
 
 
 def loud(value: Any) -> Any:
-    """Return large values of both signs in the place of a value; no random numbers are drawn for them."""
+    """Return large values of both signs in place of a value, without random numbers."""
     return map_tensors(_loud, value)
 
 
@@ -84,7 +84,7 @@ def _loud(tensor: Tensor) -> Tensor:
 
 
 def spread(value: Tensor, count: int) -> Tensor | None:
-    """Return measures of the values of each of so many cases: what is extreme among them is extreme in one of these."""
+    """Return statistics of the values of each case. An extreme case is extreme in one of them."""
     if not value.is_floating_point() or not value.numel():
         return None
     rows = value.detach().reshape(count, -1)
@@ -92,18 +92,18 @@ def spread(value: Tensor, count: int) -> Tensor | None:
 
 
 class Chooser:
-    """Chooses the cases of each group that are run by themselves: extreme ones, a random one, the last and the first.
+    """A selector of the cases of each group that also run alone: extreme ones, a random one, the last and the first.
 
-    All groups have at least one, until a share of all cases has been reached.
+    Each group has at least one, until a share of all cases is reached.
     """
 
     def __init__(self, cases: int) -> None:
         self._left = FEWEST + cases // SHARE
         self._most, self._later = FIRST[cases > SMALL], LATER[cases > SMALL]
-        self._draw = random.Random(cases)  # noqa: S311  Nothing is kept secret.
+        self._draw = random.Random(cases)  # noqa: S311  Not for security.
 
     def choose(self, count: int, measures: Tensor | None) -> list[int]:
-        """Return the places of the chosen ones among the cases of a group."""
+        """Return the indices of the selected cases of a group."""
         extreme = [] if measures is None else measures.nan_to_num(0.0).argmax(1).tolist()
         others = [count - 1, 0, *self._draw.sample(range(count), min(count, max(FIRST)))]
         found = list(dict.fromkeys([*extreme, *others]))[: min(self._left, self._most)]
@@ -112,7 +112,10 @@ class Chooser:
 
 
 def numbers(value: Any) -> Iterator[float | int | str]:
-    """Yield the Python numbers and texts in a structure: where they are one for all cases they must be so alone too."""
+    """Yield the Python numbers and texts in a structure.
+
+    The batch has one for all cases, so it must equal the single run.
+    """
     if isinstance(value, bool | int | float | str):
         yield value
     elif not isinstance(value, Tensor):

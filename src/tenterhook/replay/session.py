@@ -1,4 +1,4 @@
-"""A replay: it stands at the modules whose calls can be served, run by run."""
+"""The replay session: in each run it guards the modules whose calls can be served."""
 
 from __future__ import annotations
 
@@ -28,33 +28,36 @@ if TYPE_CHECKING:
 __all__ = ["Replay", "opened"]
 
 NO_SCRIPT = (
-    "this tape holds values, but not what it takes to serve them again. Record the run with replay=True: "
-    "th.record(model, ..., replay=True); or leave the tape out, and the first run is recorded: th.replay(model)."
+    "this tape has values, but not the data to serve them again. Record the run with replay=True: "
+    "th.record(model, ..., replay=True). Or leave out the tape, and the first run is recorded: th.replay(model)."
 )
-OTHER_MODEL = "this tape was recorded on another model, a {kind}; it can only be replayed on the very same object."
+OTHER_MODEL = "this tape was recorded on another model, a {kind}; it can only be replayed on the same object."
 OTHER_INPUTS = (
     "nothing was served, because the model was never called with the inputs of the recorded run. Call it with the same "
-    "arguments, given in the same way (by place or by name), or record a run with the new ones."
+    "arguments, passed in the same way (positional or keyword), or record a run with the new ones."
 )
 
 
 def opened(model: nn.Module, tape: Tape | None, *, grad: bool, verify: bool) -> Replay:
-    """The session that ``th.replay`` gives, if the tape can be replayed."""
+    """Return the session of ``th.replay``, or raise if the tape cannot be replayed."""
     script = None
     if tape is not None:
         script = getattr(tape, "script", None)
         if script is None:
             raise ReplayError(NO_SCRIPT)
         if script.model is not model:
-            kind = type(script.model).__name__ if script.model is not None else "model that is gone"
+            kind = type(script.model).__name__ if script.model is not None else "model that no longer exists"
             raise ReplayError(OTHER_MODEL.format(kind=kind))
         if not script.runs:
-            raise ReplayError(f"this tape has no run that could be served: {script.refused or 'the model never ran'}.")
+            raise ReplayError(f"this tape has no run that can be served: {script.refused or 'the model never ran'}.")
     return Replay(model, script, grad=grad, verify=verify)
 
 
 class Replay(Session):
-    """A session that serves. ``.served`` tells what was served, what was computed, and why."""
+    """A session that serves recorded calls.
+
+    ``.served`` lists the calls that were served or computed, and the reasons.
+    """
 
     verb = "replay"
     needs = ("modes",)
@@ -72,10 +75,11 @@ class Replay(Session):
 
     @property
     def nbytes(self) -> int:
-        """The size of what is kept for serving."""
+        """Number of bytes that are kept for serving."""
         return self.script.nbytes
 
-    # -- in and out ---------------------------------------------------------------------------------------------------
+    # -- start and close
+    # ------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
         if self._verify and self.script.digest and self._state == "new":
@@ -105,12 +109,13 @@ class Replay(Session):
                 f"nothing could be served, everything was computed.\n  {shown}", TenterhookWarning, stacklevel=4
             )
 
-    # -- a run of the whole model -------------------------------------------------------------------------------------
+    # -- one run of the model
+    # --------------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ahead: bool) -> Any:
-        """The model is called: find the recorded run, and stand where its calls can be served.
+        """Prepare a call of the model: find the recorded run, and guard the modules whose calls can be served.
 
-        ``ahead``: compiled code is to run, and has to be told beforehand.
+        ``ahead``: compiled code runs next, so all decisions are made before it.
         """
         self.served.runs += 1
         if ahead:
@@ -127,7 +132,7 @@ class Replay(Session):
             return MISSING
         why = run.why or in_the_way()
         if not why and run.ambient != ambient():
-            why = "PyTorch's modes (autocast, inference mode, determinism, threads …) are not those of the recorded run"
+            why = "PyTorch's modes (autocast, inference mode, determinism, threads …) differ from the recorded run"
         if why:
             self.served.compute("", why)
             return MISSING
@@ -140,11 +145,11 @@ class Replay(Session):
         return MISSING
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole call gave, where it can be served."""
+        """Return the recorded output of the whole model, or ``MISSING`` if it cannot be served."""
         return self.server.before(self.model, args, kwargs) if self.model in (self._standing or ()) else MISSING
 
     def end(self, value: Any) -> None:
-        """The model's call is over."""
+        """Finish a call of the model."""
         self.server.begin(None)
         self.server.ahead.reset(serves=None)
         if self._run_recorder is not None:
@@ -161,10 +166,10 @@ class Replay(Session):
                 return run
         return None
 
-    # -- where it stands ----------------------------------------------------------------------------------------------
+    # -- guards -------------------------------------------------------------------------------------------------------
 
     def _stand(self, run: TracedRun, others: list[Session]) -> float:
-        """Have a guard at each module whose calls are to be served, given what other sessions do; tells until when."""
+        """Guard each module whose calls can be served, given the other sessions. Return the time of the first edit."""
         action_sets = [actions for each in others for actions in each.action_sets.values()]
         key = (run, *map(_what, action_sets))
         plan = self._plans.get(key)
@@ -186,7 +191,7 @@ class Replay(Session):
         return limit
 
     def _learn(self) -> None:
-        """Write this run's script, in the place of an earlier one."""
+        """Record this run, in place of an earlier one."""
         self._leave()
         self.script.runs.clear()
         self._run_recorder = RunRecorder(self.script, self.model, self.model.modules())
@@ -201,7 +206,7 @@ class Replay(Session):
             attach(actions)
 
     def _leave(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Take guards out, all if none are named, but for the one at the model itself."""
+        """Remove the guards of some modules, or of all, except the guard of the model itself."""
         self._standing = None
         for module in list(self.action_sets) if modules is None else modules:
             if module is not self.model:
@@ -213,7 +218,7 @@ class Replay(Session):
 
 
 class _Root:
-    """The guard at the model itself."""
+    """The guard of the model itself."""
 
     def __init__(self, session: Replay) -> None:
         self._session, self._depth = session, 0
@@ -221,7 +226,7 @@ class _Root:
         self.ahead.cue(session.model, "")
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compiled code is about to run."""
+        """Prepare a run of compiled code."""
         self._depth += 1
         if self._depth == 1:
             self._session.begin(args, kwargs, ahead=True)
@@ -241,9 +246,9 @@ class _Root:
 
 
 def frontier(run: TracedRun, action_sets: list[ModuleActions]) -> tuple[dict[nn.Module, str], list[tuple[str, str]]]:
-    """The modules with the largest calls that end before the first edit and that no session looks into.
+    """Return the modules with the largest calls that end before the first edit and that no session observes inside.
 
-    Also those calls that would have been among them, with the reason why they are not.
+    Also return the calls that could have been among them, with the reasons against it.
     """
     limit = first_edit(run, action_sets)
     touched = {actions.module for actions in action_sets}
@@ -269,7 +274,7 @@ def frontier(run: TracedRun, action_sets: list[ModuleActions]) -> tuple[dict[nn.
 
 
 def first_edit(run: TracedRun, action_sets: list[ModuleActions]) -> float:
-    """When, in the recorded run, the first value passed that is now edited."""
+    """Return the time, in the recorded run, of the first value that is edited now."""
     limit = math.inf
     for actions in action_sets:
         calls = [call for (module, _), call in run.calls.items() if module is actions.module]
@@ -289,7 +294,7 @@ def first_edit(run: TracedRun, action_sets: list[ModuleActions]) -> float:
 
 
 def _owns_swap(actions: ModuleActions, action_sets: list[ModuleActions]) -> bool:
-    """Whether this module keeps an edited parameter itself, and not only a module below it."""
+    """Return whether this module itself has an edited parameter, and not only a module below it."""
     own = [swap for swap in actions.swaps if isinstance(swap, Swap)]
     below = [
         other
@@ -314,7 +319,7 @@ def check_weights(model: nn.Module, script: CallTrace) -> None:
 
 
 def _what(actions: ModuleActions) -> tuple[Any, ...]:
-    """What there is about a set of actions that decides which calls can be served."""
+    """Return the properties of a module's actions that decide which calls can be served."""
     edits = any(not binding.action.observes for binding in actions.inner)
     return (
         actions.module,

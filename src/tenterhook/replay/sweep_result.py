@@ -1,4 +1,4 @@
-"""What a sweep found: a value for each case, with its labels."""
+"""The result of a sweep: one value for each case, with labels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SHOWN = 40
 
 
 class Sweep(Drawn):
-    """The results of a sweep. ``.values`` has one row for each case, in the order given.
+    """The results of a sweep. ``.values`` has one row for each case, in the given order.
 
-    ``.base`` is the metric of the unedited run; ``.failed`` has the error of each case that failed, by its index, and
-    its row is NaN; ``.how`` says how the cases were run.
+    ``.base`` is the metric of the unedited run. ``.failed`` has the errors of failed cases by index; their rows are
+    NaN. ``.how`` describes how the cases were run.
     """
 
     def __init__(self, cases: list[Case], axes: Mapping[str, tuple[Any, ...]], served: ServedCall) -> None:
@@ -35,11 +35,12 @@ class Sweep(Drawn):
         self._found: dict[int, Tensor] = {}
         self._runner: Any = None
 
-    # -- the values ---------------------------------------------------------------------------------------------------
+    # -- values
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def values(self) -> Tensor:
-        """One row for each case; NaN where it failed or has not run."""
+        """One row for each case. It is NaN if the case failed or has not run."""
         if not self._found:
             raise SweepError("no case of this sweep has a result so far")
         like = next(iter(self._found.values()))
@@ -50,7 +51,7 @@ class Sweep(Drawn):
 
     @property
     def grid(self) -> Tensor:
-        """The values with one dimension for each axis of the grid of cases."""
+        """The values with one dimension for each axis of the grid."""
         if not self.axes:
             raise SweepError("the cases of this sweep were given as a list; th.grid(...) gives them axes")
         values = self.values
@@ -58,29 +59,30 @@ class Sweep(Drawn):
 
     @property
     def done(self) -> bool:
-        """Whether every case was run."""
+        """True if every case was run."""
         return len(self._found) + len(self.failed) == len(self.cases)
 
     def __len__(self) -> int:
         return len(self.cases)
 
     def resume(self) -> Sweep:
-        """Run the cases that have not run: after an interruption, and those that failed, once more."""
+        """Run the cases that have no result: those that have not run, and those that failed. Return this object."""
         if self._runner is not None:
             self.failed.clear()
             self._runner.go()
         return self
 
-    # -- elsewhere ----------------------------------------------------------------------------------------------------
+    # -- conversion
+    # -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict for each case: its labels, and its value where that is one number, or its numbers."""
+        """Return one dict for each case: its labels, and its value as a number or a list."""
         values = self.values.cpu()
         named = [dict(case.labels) or {"case": str(case)} for case in self.cases]
         return [{**labels, "value": value.tolist()} for labels, value in zip(named, values, strict=True)]
 
     def to_pandas(self) -> Any:
-        """A data frame with a column for each axis and one for the value."""
+        """Return a data frame with a column for each axis and one for the value."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -88,7 +90,10 @@ class Sweep(Drawn):
         return pd.DataFrame(self.rows())
 
     def heatmap(self, *, title: str = "", center: float | None = None) -> Any:
-        """A matplotlib figure of a sweep over two axes whose metric is one number; blue below ``center``, red above."""
+        """Return a matplotlib figure of a sweep over two axes with a single number as metric.
+
+        Values below ``center`` are blue, values above are red. The default center is the unedited metric.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -110,7 +115,7 @@ class Sweep(Drawn):
         return figure
 
     def table(self) -> Table:
-        """One row for each case, for whatever draws it."""
+        """Return a table with one row for each case."""
         names = list(self.axes) or ["case"]
         ran = bool(self._found)
         values = self.values.cpu() if ran else None

@@ -1,4 +1,4 @@
-"""Running a sweep: the unedited run, the cases in groups, batches where they are no other than single runs."""
+"""The runner of a sweep: one unedited run, then the cases in groups, batched where a batch gives the same results."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = ["Runner"]
 
 WITH_CASE = 2
 TRAINING = (
-    "the model is in training mode, and each run of it changes its buffers ({changed}). A sweep runs it many times, so "
-    "that they are not what they were afterwards; call model.eval() first, or sweep a copy of the model."
+    "the model is in training mode, and each run changes its buffers ({changed}). A sweep runs it many times, so the "
+    "buffers will differ afterwards. Call model.eval() first, or sweep a copy of the model."
 )
 
 
 class Runner:
-    """What is known while a sweep runs."""
+    """The state of a sweep while it runs."""
 
     def __init__(
         self,
@@ -66,21 +66,22 @@ class Runner:
         self._most = batch
         self._progress = progress
         self._per_case = examples(given)
-        self._alone = "" if self._per_case else "the input has no tensor with a batch in front"
+        self._alone = "" if self._per_case else "the input has no tensor with a batch dimension"
         self._checked = False
-        self._unedited: Any = None  # What came out of the unedited run.
-        self._joins = read is None  # Whether groups join a batch that is under way.
+        self._unedited: Any = None  # The output of the unedited run.
+        self._joins = read is None  # Whether groups may join a batch that is already running.
         self._joined = False
-        self._patient = self._depend = False  # Whether some cases of a batch depended on others.
+        # _patient: wait for each comparison at once. _depend: cases of a batch depended on each other.
+        self._patient = self._depend = False
         self._chooser = Chooser(len(cases))
         self._checks_served = ServedCall()
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
-        self._checks: list[Tensor] = []  # What came out for the unedited input, compared, but not looked at so far.
+        self._checks: list[Tensor] = []  # Comparisons of the unedited input in a batch, not read from the device yet.
         self._replay: Replay | None = None
         self.result = Sweep([each.case for each in cases], axes, ServedCall())
 
     def go(self) -> Sweep:
-        """Run every case that has no result so far."""
+        """Run every case that has no result yet, and return the results."""
         result = self.result
         with torch.no_grad():
             if self._replay is None:
@@ -99,18 +100,18 @@ class Runner:
         if result.failed:
             self._say_what_failed()
         else:
-            result._runner = None  # Nothing is left to do, and it holds the model.
+            result._runner = None  # Nothing is left to run, and the runner holds the model.
         result.how = self._how()
         return result
 
-    # -- the unedited run ---------------------------------------------------------------------------------------------
+    # -- unedited run --------------------------------------------------------------------------------------------------
 
     def _record(self) -> None:
         args, kwargs = self.given
         points = {point.module: point for each in self.cases for point, _ in each.edits}
         session = record(self.model, replay=list(points.values()))
-        session.run_recorder.digests = False  # Nobody else comes near the model before the sweep is over.
-        # The kernels of batch norm change buffers without counting.
+        session.run_recorder.digests = False  # No other code uses the model before the sweep ends.
+        # The kernels of batch norm change buffers without a new version.
         buffers = dict(self.model.named_buffers()) if any(each.training for each in self.model.modules()) else {}
         before = digest(list(buffers.values()))
         with session as tape:
@@ -149,7 +150,10 @@ class Runner:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _in_order(self, groups: list[list[Prepared]]) -> list[list[Prepared]]:
-        """Groups in the order in which the model comes to them, those of which that cannot be told first."""
+        """Return the groups in the order in which the model reaches them.
+
+        Groups with an unknown position come first.
+        """
         if not self._joins or not self._script.runs:
             return groups
         ends = {id(group): begins(group, self._script.runs[0], self._per_case or 1) for group in groups}
@@ -169,14 +173,14 @@ class Runner:
                 yield from self._run_group(group)
 
     def _run_joined(self, groups: list[list[Prepared]]) -> bool:
-        """Run groups as one batch that each of them joins where it begins; False if that was no good."""
-        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        """Run groups as one batch, which each group joins at its own point. Return False if that was not possible."""
+        assert self._replay is not None  # noqa: S101  It exists while a sweep runs.
         run, batch, server = self._script.runs[0], self._per_case or 1, self._replay.server
         rows = [rows_of(groups[0])]
         edits: list[Slices] = [Slices([row.changes[0] for row in rows[0]], batch)]
         for group in groups[1:]:
             call = begins(group, run, batch)
-            assert call is not None and call.gave is not None  # noqa: S101, PT018  It is one of a train.
+            assert call is not None and call.gave is not None  # noqa: S101, PT018  train() returns only such groups.
             before = sum(map(len, rows))
             rows.append(joining_rows(group))
             edits.append(GrowingBatch([row.changes[0] for row in rows[-1]], batch, before, call.gave.value, server))
@@ -188,7 +192,7 @@ class Runner:
             output = self._run(bindings, *inputs, times=len(rows[0])) if fine else None
             self._joins = fine and is_whole(output, self._unedited, count, batch)
             pieces = iter(parts(output, count, batch))
-        except Exception:  # noqa: BLE001  The model, or a case. It will be seen which when each group has its own.
+        except Exception:  # noqa: BLE001  The model or a case failed. Separate runs of the groups show which.
             self._joins = False
         if not self._joins:
             return False
@@ -202,7 +206,10 @@ class Runner:
     def _compared(
         self, group: list[Prepared], rows: list[CheckedRow], pieces: list[Any], measures: Tensor | None
     ) -> Iterator[tuple[str, Any, Any]]:
-        """Keep the results of a group, and yield what was also run alone: its name, that output, that of the batch."""
+        """Store the results of a group.
+
+        Yield each row that was also run alone: its name, that output, the batch's output.
+        """
         places = [place for place, row in enumerate(rows) if row.case is not None]
         chosen = self._chooser.choose(len(group), None if measures is None else measures[:, places])
         for row, piece in zip(rows, pieces, strict=True):
@@ -213,9 +220,10 @@ class Runner:
                 try:
                     with self._checking():
                         alone = self._run_edits(edits)
-                except Exception:  # noqa: BLE001, S112  A model that cannot take zeros there is checked by the cases.
+                # If the model cannot take zeros here, the cases themselves are the check.
+                except Exception:  # noqa: BLE001, S112
                     continue
-                yield "an input that is set to zero there", alone, piece
+                yield "an input with zeros at the edited point", alone, piece
         for place, at in enumerate(places):
             case, piece = group[place], pieces[at]
             if place not in chosen:
@@ -228,8 +236,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
-        """Count a run apart from those of the sweep."""
-        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        """Count the calls of a check separately from those of the sweep."""
+        assert self._replay is not None  # noqa: S101  It exists while a sweep runs.
         session, served = self._replay, self.result.served
         session.served = session.server.served = self._checks_served
         try:
@@ -238,7 +246,7 @@ class Runner:
             session.served = session.server.served = served
 
     def _run_group(self, group: list[Prepared]) -> Iterator[None]:
-        """Run cases that edit at the same points, one step for each that is done."""
+        """Run cases that edit the same points. Yield once for each finished case."""
         waiting = list(group)
         while waiting:
             size = self._most or self._room
@@ -249,19 +257,19 @@ class Runner:
                     yield from [None] * len(now)
                     continue
                 if not self._alone:
-                    continue  # It did not fit, and the next batch is smaller.
+                    continue  # The batch did not fit in memory. The next one is smaller.
             case = waiting.pop(0)
             if case.index not in self.result._found:
                 self._run_alone(case)
             yield
 
     def _settle(self) -> None:
-        """Look at the comparisons that were not waited for, and run those cases again that rested on a wrong one."""
-        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        """Read the comparisons that were deferred, and run the affected cases again if one failed."""
+        assert self._replay is not None  # noqa: S101  It exists while a sweep runs.
         self._replay.server.doubts = None
         self._patient = True
         wrong, self._checks = _any(self._checks), []
-        if wrong:  # No batch can be trusted: the next one is compared at once.
+        if wrong:  # No batch can be trusted. Compare the next one at once.
             self._joins = self._joined = self._checked = False
         while waiting := [cases for cases, doubts in self._unsettled if wrong or self._depend or _any(doubts)]:
             self._unsettled, wrong = [], False
@@ -274,8 +282,8 @@ class Runner:
                         pass
 
     def _run_together(self, cases: list[Prepared]) -> bool:
-        """Run cases as one batch; False if that was no good."""
-        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        """Run cases as one batch. Return False if that was not possible."""
+        assert self._replay is not None  # noqa: S101  It exists while a sweep runs.
         batch, rows = self._per_case or 1, rows_of(cases)
         edits = [Slices([row.changes[place] for row in rows], batch) for place in range(len(cases[0].edits))]
         bindings = [Binding(point, edit) for (point, _), edit in zip(cases[0].edits, edits, strict=True)]
@@ -290,7 +298,7 @@ class Runner:
             self._alone = str(error)
             return False
         except Exception as error:  # noqa: BLE001
-            # An edit or the model failed. One by one it will be seen which case did, or that only the batch does.
+            # An edit or the model failed. Single runs show which case failed, or that only the batch fails.
             fine = [self._run_alone(each) is not None for each in cases]
             if all(fine):
                 self._alone = f"the model failed with several cases at once: {error!r:.120}"
@@ -299,16 +307,16 @@ class Runner:
         for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
             far = _distance(alone, piece)
             if far:  # Earlier batches cannot be trusted either.
-                self._depend, self._alone = True, f"in a batch, {what} comes out otherwise than by itself ({far})"
+                self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
                 return True
         self._checked = True
         return True
 
     def _run_alone(self, case: Prepared) -> Any:
-        """Run one case, and return its output; None if it failed."""
+        """Run one case and return its output, or None if it failed."""
         try:
             output = self._run_edits(case.edits)
-        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+        except Exception as error:  # noqa: BLE001  The other cases continue after any error.
             self.result.failed[case.index] = error
             return None
         return output if self._keep(case, output) else None
@@ -319,10 +327,10 @@ class Runner:
         return self._run(bindings, args, kwargs, times=1)
 
     def _run(self, bindings: list[Binding], args: Any, kwargs: Any, *, times: int) -> Any:
-        assert self._replay is not None  # noqa: S101  A sweep that runs has one.
+        assert self._replay is not None  # noqa: S101  It exists while a sweep runs.
         server = self._replay.server
         server.times, server.batch = times, self._per_case or 1
-        # A run that changes nothing may be made once more, so the device is not waited for in the middle of it.
+        # A run without side effects can be repeated, so it need not wait for comparisons on the device.
         server.doubts = [] if times > 1 and self._checked and self._script.runs[0].pure and not self._patient else None
         with BatchedSession(self.model, bindings):
             return self._read(lambda: self.model(*args, **kwargs))
@@ -330,20 +338,20 @@ class Runner:
     def _keep(self, case: Prepared, output: Any) -> bool:
         try:
             found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
-        except Exception as error:  # noqa: BLE001  Whatever fails, the other cases are kept.
+        except Exception as error:  # noqa: BLE001  The other cases continue after any error.
             self.result.failed[case.index] = error
             return False
-        self.result._found[case.index] = found.clone()  # A view would keep the whole output.
+        self.result._found[case.index] = found.clone()  # A view would keep the whole output alive.
         return True
 
     def _of_one_shape(self, found: Tensor) -> Tensor:
         first = next(iter(self.result._found.values()), found)
         if found.shape != first.shape:
-            shapes = f"{list(found.shape)}, and {list(first.shape)} for the others"
-            raise SweepError(f"the metric gives a value of the shape {shapes}")
+            shapes = f"{list(found.shape)}, and of shape {list(first.shape)} for the other cases"
+            raise SweepError(f"the metric returns a value of shape {shapes}")
         return found
 
-    # -- what is said -------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _say_what_failed(self) -> None:
         failed = self.result.failed
@@ -365,10 +373,11 @@ class Runner:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
             alone = self._checks_served.runs
-            text = "1 row that was" if alone == 1 else f"{alone} rows that were"
-            lines.append(f"cases were run as batches; the unedited input, and {text} also run alone, came out the same")
+            text = "1 row" if alone == 1 else f"{alone} rows"
+            same = f"the unedited input, and {text} that also ran alone, gave the same results"
+            lines.append(f"cases ran in batches; {same}")
             if self._joined:
-                lines.append("cases that begin later joined a batch that was under way")
+                lines.append("cases with later edits joined a running batch")
         reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
@@ -386,10 +395,10 @@ def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
 
 
 def _distance(one: Any, other: Any) -> str:
-    """How two values part, in words; nothing if they do not."""
+    """Return a description of the difference of two values, or an empty string if they agree within the tolerance."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     if mine.keys() != theirs.keys():
-        return "they are built otherwise"
+        return "the structures differ"
     if list(numbers(one)) != list(numbers(other)):
         return "numbers differ"
     for path, tensor in mine.items():
@@ -398,14 +407,14 @@ def _distance(one: Any, other: Any) -> str:
             return f"shape {list(partner.shape)} instead of {list(tensor.shape)}"
         if not tensor.is_floating_point():
             if not torch.equal(tensor, partner):
-                return "whole numbers differ"
+                return "integers differ"
             continue
         gap = float((tensor.double() - partner.double()).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
         size = float(tensor.double().abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
         if gap > TOLERANCE.get(tensor.dtype, 0.1) * max(size, 1e-12) or not torch.equal(
             tensor.isnan(), partner.isnan()
         ):
-            return f"by {gap:.2g} where the largest value is {size:.2g}"
+            return f"by {gap:.2g}, and the largest value is {size:.2g}"
     return ""
 
 
@@ -420,7 +429,7 @@ def _takes_case(metric: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def _quietly(session: Replay) -> Iterator[None]:
-    """A replay whose report is the sweep's to give."""
+    """Open a replay without its own warnings, because the sweep reports instead."""
     session.start()
     try:
         yield

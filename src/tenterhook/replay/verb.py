@@ -1,4 +1,4 @@
-"""``th.replay``, ``th.run_from`` and ``th.sweep``. What they need is loaded when they are called."""
+"""``th.replay``, ``th.run_from`` and ``th.sweep``. They import what they need when they are called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["replay", "run_from", "sweep"]
 
 
 def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, verify: bool = True) -> Replay:
-    """Serve the calls of a recorded run instead of computing them, wherever that cannot change what comes out.
+    """Serve the calls of a recorded run instead of computing them, wherever this cannot change the result.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
@@ -31,20 +31,29 @@ def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, ve
     >>> session.served.calls
     {'0': 1, '1': 1, '2': 1, '3': 1, '4': 1}
 
-    What is served: the largest calls that ended before anything is edited, and in which no open session looks inside.
-    A call is served only if it is given the same as in the recorded run, to the last bit, if nothing that its forward
-    may read has changed (parameters, attributes, containers, objects, NumPy arrays, classes, global variables,
-    closures), and if it was seen to draw no random numbers and to change nothing. All others are computed, and
-    ``session.served`` says why.
+    The session serves the largest calls that ended before the first edit, if no open session observes a point inside
+    them. It serves a call only under these conditions: its arguments are bit-identical to those of the recorded run;
+    nothing that its forward may read has changed (parameters, attributes, containers, objects, NumPy arrays, classes,
+    global variables, closures); and in the recorded run it drew no random numbers and changed nothing. All other calls
+    are computed, and ``session.served`` has the reasons.
 
     Args:
         model: the model that was recorded.
-        tape: a recording made with ``replay=True``. Without one, the first run of the session is recorded and the later
-            ones with the same inputs are served from it.
-        grad: serve also where gradients are on. What is served is then a constant: no gradient flows into or past it.
-        verify: compare the bits of all parameters and buffers with those of the recorded run as the session starts,
-            and before each run the bits of the tensors that served calls may read. Without it, a change of a tensor is
-            only seen if PyTorch counts it; fused optimizers, ``.data`` and NumPy change tensors without counting.
+        tape: a recording made with ``replay=True``. Without one, the session records its first run and serves later
+            runs with the same inputs from it.
+        grad: whether to serve calls while gradients are enabled. A served value is a constant: no gradient flows
+            through it.
+        verify: whether to compare the bits of all parameters and buffers with those of the recorded run when the
+            session starts, and before each run the bits of the tensors that served calls may read. Without it, only
+            changes that increase a tensor's version are detected. Fused optimizers, ``.data`` and NumPy change tensors
+            without that.
+
+    Returns:
+        A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
+
+    Raises:
+        ReplayError: the tape was recorded without ``replay=True`` or on another model, or the weights have changed.
+            When the session ends, if the model was never called with the recorded inputs.
     """
     from tenterhook.replay.session import opened
 
@@ -52,7 +61,7 @@ def replay(model: nn.Module, tape: Tape | None = None, *, grad: bool = False, ve
 
 
 def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a model from one or more points, with given values there; what lies before them is not computed.
+    """Run a model from one or more points on, with given values there. Nothing before these points is computed.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -63,15 +72,22 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     >>> torch.equal(again, output), torch.autograd.grad(again.sum(), hidden)[0].shape
     (True, torch.Size([2, 8]))
 
-    The gradient of what comes out flows into the values given, if they require one, and into the parameters after them;
-    what was served from the tape is a constant.
+    Gradients of the output flow into the given values, if these require a gradient, and into the parameters after them.
+    Values that are served from the tape are constants.
 
     Args:
         model: the model that was recorded.
         tape: a recording made with ``replay=True``.
-        values: address to the value that passes there.
-        *args: the model's input; left out, that of the recorded run.
-        **kwargs: more input, by name.
+        values: a dict of address to the value at that point.
+        *args: positional arguments of the model. Without any arguments, those of the recorded run are used.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        The output of the model.
+
+    Raises:
+        ReplayError: the tape cannot be replayed, ``values`` is empty, or the tape has several runs and no arguments are
+            given.
     """
     from tenterhook.edit.ready import Set
     from tenterhook.edit.verb import edit
@@ -79,7 +95,7 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     if not isinstance(tape, Tape):
         got = "None" if tape is None else f"a {type(tape).__name__}"
         raise ReplayError(
-            f"run_from serves what comes before from a tape, and got {got} for it. Record one with "
+            f"run_from needs a tape for the calls before the given points; got {got}. Record one with "
             "th.record(model, ..., replay=True), then th.run_from(model, tape, {'h.6': value})"
         )
     given: Any = values
@@ -90,7 +106,7 @@ def run_from(model: nn.Module, tape: Tape, values: Mapping[str, Any], *args: Any
     if not args and not kwargs:
         runs = tape.script.runs
         if len(runs) > 1:
-            raise ReplayError(f"the tape has {len(runs)} runs: give the input of the one that is meant")
+            raise ReplayError(f"the tape has {len(runs)} runs: pass the arguments of one of them")
         args, kwargs = runs[0].root.given.value
     with session, edit(model, {address: Set(value) for address, value in values.items()}):
         return model(*args, **kwargs)
@@ -106,7 +122,7 @@ def sweep(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Sweep:
-    """Run one input with many different edits, and measure each.
+    """Run one input with many different edits, and compute a metric of each.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -115,31 +131,38 @@ def sweep(
     >>> found.values.shape, found.grid.shape
     (torch.Size([8]), torch.Size([8]))
 
-    The model runs once unedited. Then, for each case, what lies before its first edit is served from that run and not
-    computed again. Cases that edit at the same points run as one batch. The unedited input is in each batch, and some
-    cases of each group are also run alone; if one of these gives something else in the batch, or the model cannot take
-    the batch, all cases run one by one, and ``.how`` says so. No gradients are computed.
+    The model runs once without edits. For each case, the calls before its first edit are served from that run. Cases
+    that edit the same points run as one batch. Each batch also has the unedited input, and some cases of each group
+    also run alone. If one of these gives another result in the batch, or the model cannot run the batch, all cases run
+    one by one, and ``.how`` has the reason. No gradients are computed.
 
     Args:
         model: any ``nn.Module``.
-        cases: dicts of edits, as for :func:`tenterhook.edit`, or :func:`tenterhook.grid`.
-        metric: a function of the model's output, or ``(output, case)``, that gives a number or a tensor.
-        *args: the input of the model.
-        read: a point; the metric is given its value instead of the output, and nothing after it runs.
-        batch: how many cases run at once; chosen by the free memory if it is not given, and 1 runs them one by one.
-        progress: whether to show a bar; by default, where there is a terminal.
-        **kwargs: more input of the model, by name.
+        cases: dicts of edits, as for :func:`tenterhook.edit`, or the result of :func:`tenterhook.grid`.
+        metric: a function of ``(output)`` or ``(output, case)`` that returns a number or a tensor.
+        *args: positional arguments of the model.
+        read: the address of a point. The metric then gets its value instead of the output, and the model stops there.
+        batch: the number of cases to run at once. By default it depends on the free memory. 1 runs them one by one.
+        progress: whether to show a progress bar. By default, if standard error is a terminal.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        A :class:`tenterhook.Sweep` with one value for each case.
+
+    Raises:
+        SweepError: an argument is wrong, or every case failed.
+        SweepInterrupted: Ctrl-C was pressed. ``.sweep.resume()`` continues.
     """
     from tenterhook.replay.cases import prepare
     from tenterhook.replay.sweep_runner import Runner
 
     if not callable(metric):
         raise SweepError(
-            f"metric= is a function of the model's output that gives a number; got {metric!r:.40}. For example "
+            f"metric= is a function of the model's output that returns a number; got {metric!r:.40}. For example "
             "metric=lambda out: out.logits[0, -1, right] - out.logits[0, -1, wrong]"
         )
     if batch is not None and (type(batch) is not int or batch < 1):
-        raise SweepError(f"batch= is how many cases run at once, a positive number; got {batch!r}")
+        raise SweepError(f"batch= is the number of cases to run at once, a positive int; got {batch!r}")
     prepared = prepare(model, cases)
     axes = getattr(cases, "axes", {})
     runner = Runner(model, prepared, axes, metric, (args, kwargs), read=read, batch=batch, progress=progress)

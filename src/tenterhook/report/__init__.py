@@ -1,1 +1,1 @@
-"""Reports: what was recorded, for people to look at. They read tapes and tensors, never a model."""
+"""Reports of recordings, for people to look at. They read tapes and tensors, never a model."""

@@ -1,4 +1,4 @@
-"""The differences between two tapes, values and gradients, in the order of execution."""
+"""Differences between two tapes, values and gradients, in the order of execution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "pairs",
 ]
 
-# As torch.testing has them: what rounding alone does to a number of that type.
+# The tolerances of torch.testing: the rounding error of each dtype.
 RELATIVE = {
     torch.float16: 1e-3,
     torch.bfloat16: 1.6e-2,
@@ -42,18 +42,18 @@ RELATIVE = {
 }
 ABSOLUTE = dict.fromkeys(RELATIVE, 1e-5) | {torch.float64: 1e-7, torch.complex128: 1e-7}
 ONLY_FIRST, ONLY_SECOND = "only in the first", "only in the second"
-EXACT = 2.0**62  # Beyond, the difference of two int64 may overflow.
+EXACT = 2.0**62  # Beyond this, the difference of two int64 may overflow.
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart two values may be; None is what rounding does to their type."""
+    """The allowed difference of two values. None stands for the rounding error of their dtypes."""
 
     relative: float | None = None
     absolute: float | None = None
 
     def of(self, left: Tensor, right: Tensor) -> tuple[float, float]:
-        """Relative and absolute, for these two."""
+        """Return the relative and absolute tolerance for these two tensors."""
         types = (left.dtype, right.dtype)
         relative = max(RELATIVE.get(each, 0.0) for each in types) if self.relative is None else self.relative
         absolute = max(ABSOLUTE.get(each, 0.0) for each in types) if self.absolute is None else self.absolute
@@ -62,43 +62,43 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two values at one address differ: ``largest`` in their own unit, ``relative`` to the size of the first."""
+    """The difference of two values at one address. ``largest`` is absolute, ``relative`` to the norm of the first."""
 
     address: str
     parts: bool
-    """whether it is more than the tolerance"""
+    """True if the difference is larger than the tolerance"""
     largest: float = 0.0
     relative: float = 0.0
     why: str = ""
-    """where there are no numbers to compare: what is there instead"""
+    """the reason if there are no numbers to compare"""
     gradient: bool = False
     compared: bool = True
-    """whether both values were there and could be compared"""
+    """True if both values exist and could be compared"""
 
 
 class Pair(NamedTuple):
-    """The names of one value on two tapes; None for a tape that does not hold it."""
+    """The names of one value on two tapes. None means that the tape does not have it."""
 
     key: str
     """the address with the number of the call"""
     address: str
-    """the same as it is shown: without the number where each tape has one call"""
+    """the address for display: without the number if each tape has one call"""
     left: str | None
     right: str | None
     gradient: bool
 
 
 def compare(left: Tape, right: Tape, tolerance: Tolerance | None = None) -> list[Difference]:
-    """Compare every value and every gradient that either tape holds.
+    """Compare all values and gradients of two tapes.
 
-    Values come in the order in which the first tape's were produced, then gradients in the opposite order.
+    Values are in the order in which the first tape's were produced. Gradients follow, in reverse order.
     """
     tolerance = tolerance or Tolerance()
     return [each for pair in pairs(left, right) for each in differences(left, right, pair, tolerance)]
 
 
 def first_difference(found: Iterable[Difference]) -> Difference | None:
-    """Return the first difference: at a point that both tapes hold, if there is one."""
+    """Return the first difference, preferably at a point that both tapes have."""
     differing = [each for each in found if each.parts]
     return next((each for each in differing if each.compared), differing[0] if differing else None)
 
@@ -106,7 +106,7 @@ def first_difference(found: Iterable[Difference]) -> Difference | None:
 def pairs(left: Tape, right: Tape) -> Iterator[Pair]:
     """Pair the values of two tapes by module and call, then their gradients.
 
-    A module that is called once on one tape and several times on the other has its first calls compared.
+    If a module is called once on one tape and several times on the other, the first calls are compared.
     """
     values = _named(in_order(left)), _named(in_order(right))
     known = dict.fromkeys((*values[0], *values[1]))
@@ -128,7 +128,7 @@ def _paired(
     gradient: bool,
 ) -> Iterator[Pair]:
     for key in keys:
-        # A tape may hold the value under another name of the same module.
+        # A tape may have the value under another name of the same module.
         held = [own.get(key) or (key if own and key in view else None) for own, view in zip(names, views, strict=True)]
         told = [name for name in held if name is not None]
         if told:
@@ -137,7 +137,7 @@ def _paired(
 
 
 def differences(left: Tape, right: Tape, pair: Pair, tolerance: Tolerance) -> list[Difference]:
-    """Compare one pair: a difference for each tensor, and for each other part that is not the same."""
+    """Compare one pair. Return a difference for each tensor, and for each other part that is not equal."""
     if pair.left is None or pair.right is None:
         why = ONLY_SECOND if pair.left is None else ONLY_FIRST
         return [Difference(pair.address, parts=True, why=why, gradient=pair.gradient, compared=False)]
@@ -171,7 +171,7 @@ def _two(left: Any, right: Any) -> str:
 
 
 def _constants(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each part of a structure that is neither a tensor nor a structure itself."""
+    """Yield each part of a structure that is neither a tensor nor a structure itself."""
     parts = None if isinstance(value, (Tensor, *CONSTANTS)) else parts_of(value)
     if parts is not None:
         for key, part in parts:
@@ -223,7 +223,7 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
-    """Return all values on the CPU as int64, float64 or complex128, which hold them exactly; None if there are none."""
+    """Return all values on the CPU as int64, float64 or complex128, which are exact. Return None if there are none."""
     if _is_empty(tensor):
         return None
     tensor = tensor.detach()
@@ -239,7 +239,7 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 def _apart(a: Tensor, b: Tensor, relative: float, absolute: float) -> tuple[bool, Tensor]:
-    """Return whether two tensors differ by more than a tolerance, and how far apart each pair of numbers is."""
+    """Return True if two tensors differ by more than a tolerance, and the difference of each pair of numbers."""
     if a.dtype == b.dtype == torch.int64:
         far = (a.double() - b.double()).abs()
         apart = torch.where(far < EXACT, (a - b).abs().double(), far)

@@ -1,4 +1,4 @@
-"""The order in which the values of a tape were produced."""
+"""Order in which the values of a tape were produced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["chosen", "gradient_order", "in_order", "with_call"]
 def in_order(tape: Tape) -> list[str]:
     """Return the addresses of a tape in the order in which their values were produced.
 
-    A file of an earlier version does not know it, unless the command wrote it: then it is the order in which the model
-    is built, inside out.
+    A file of an earlier version does not store the order, unless the command line wrote it. Then the result is the
+    order in which the model is built, children before parents.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Linear(2, 2))
@@ -40,8 +40,8 @@ def in_order(tape: Tape) -> list[str]:
 def gradient_order(tape: Tape) -> list[str]:
     """Return the addresses of the gradients of a tape in the order of the backward pass.
 
-    A tape without values (``values=False``) does not know it: there it is the order in which the model is built,
-    inside out and from the end.
+    A tape without values (``values=False``) does not store the order. Then the result is the reverse of the order in
+    which the model is built, children before parents.
     """
     places = {with_call(address): place for place, address in enumerate(reversed(in_order(tape)))}
     addresses = list(reversed(_inside_out(list(tape.grad))))
@@ -59,7 +59,7 @@ def with_call(address: str) -> str:
 
 
 def _inside_out(addresses: list[str]) -> list[str]:
-    """Arguments before what is below a module, its output after it; otherwise as they were recorded."""
+    """Sort arguments before the children of a module, and its output after them. Otherwise keep the recorded order."""
     first: dict[tuple[str, ...], int] = {}
     keys = {}
     for place, address in enumerate(addresses):
@@ -68,14 +68,15 @@ def _inside_out(addresses: list[str]) -> list[str]:
         for end in range(len(names) + 1):
             first.setdefault(names[:end], place)
         is_output = not parsed.inner
-        # One step for each level: where that level was first met, and within the last one before or after its children.
+        # The key has one step for each level: the position of its first occurrence. The last step sorts before or after
+        # the children.
         steps = [(first[names[:end]], 1) for end in range(1, len(names) + 1)]
         keys[address] = ([*steps, (len(addresses), 2)] if is_output else [*steps, (-1, 0)], place)
     return sorted(addresses, key=keys.__getitem__)
 
 
 def chosen(tape: Tape, selectors: Sequence[str]) -> list[str]:
-    """The addresses on a tape that any of the selectors stands for, by text alone; all of them without one."""
+    """Return the addresses on a tape that match any of the selectors, by text only. Without selectors, return all."""
     if not selectors:
         return list(tape)
     addresses = {address: parse(address) for address in tape}
@@ -86,7 +87,7 @@ def chosen(tape: Tape, selectors: Sequence[str]) -> list[str]:
         if not fit:
             near = nearest(selector, addresses)
             hint = f"Did you mean {listed(near)}?" if near else f"It has {listed(list(addresses)[:5])}."
-            raise NotRecorded(f"{selector!r} stands for nothing on this tape.\n{hint}")
+            raise NotRecorded(f"{selector!r} matches nothing on this tape.\n{hint}")
         found |= dict.fromkeys(fit)
     return [address for address in addresses if address in found]
 

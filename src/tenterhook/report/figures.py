@@ -1,4 +1,4 @@
-"""Results that draw themselves, as cards of a page: a picture, and what they say of themselves."""
+"""Cards of a page for results with a picture: the picture, and the text of the result."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tenterhook.errors import TenterhookError
 __all__ = ["drawable", "figures"]
 
 SHARPNESS = 110  # dots per inch
-NOT_DRAWN = "No picture: the page would have become larger than allowed."
+NOT_DRAWN = "No picture: it does not fit within the maximum size of the page."
 
 
 def drawable(each: Any) -> bool:
-    """Whether something draws itself: the result of a recipe, or a matplotlib figure."""
+    """Return True if something can draw itself: the result of a recipe, or a matplotlib figure."""
     return hasattr(each, "savefig") or (not isinstance(each, type) and callable(getattr(each, "show", None)))
 
 
 def figures(results: Iterable[Any], room: int) -> list[dict[str, Any]]:
-    """A card for each result: what it says, and its picture as long as there is room for it, in bytes."""
+    """Return a card for each result: its text, and its picture as long as ``room`` bytes are enough."""
     made = []
     for each in results:
         figure, (title, *lines) = _drawn(each)
@@ -34,13 +34,13 @@ def figures(results: Iterable[Any], room: int) -> list[dict[str, Any]]:
 
 
 def _drawn(result: Any) -> tuple[Any, list[str]]:
-    """A matplotlib figure, or None for what has none; and its title, with what else is to be said."""
+    """Return a matplotlib figure or None, and a list of the title and further lines of text."""
     if hasattr(result, "savefig"):
         return result, [result.get_suptitle() or result.get_label() or "figure"]
     said = repr(result).splitlines() or [type(result).__name__]
     try:
         return result.show(), said
-    except TenterhookError as error:  # A value of five dimensions, say, has numbers and no picture.
+    except TenterhookError as error:  # For example, a value of five dimensions has numbers but no picture.
         return None, [*said, str(error)]
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a page: quantised, put into PNG files, and kept within a size."""
+"""Pictures of a page: quantised, encoded as PNG, and limited in size."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ except ImportError:
 
 __all__ = ["Pictures"]
 
-# How large one map may be, from fine to coarse; the first with which all pictures fit is taken.
+# Maximum side of one map, from fine to coarse. The first with which all pictures fit is used.
 SIDES = (256, 192, 128, 96, 72, 56, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2)
-# A matrix is one picture where maps are hundreds, and a line has one row: they may be longer.
+# A matrix is one picture, not hundreds of maps, and a vector has one row. So they may be longer.
 MATRIX, LINE = 8, 16
-TALLEST = 8192  # pixels of an image that every browser can draw
+TALLEST = 8192  # pixels; every browser can draw an image of this height
 SAMPLED = 16
-FLOAT_BYTES = 5.4  # of one float in base64
+FLOAT_BYTES = 5.4  # per float in base64
 
 
 @dataclass
 class Pictures:
-    """The pictures of one page. ``add`` gives each its number; ``encode`` makes them all at once, within ``size``."""
+    """The pictures of one page. ``add`` returns the number of each, and ``encode`` encodes them all within ``size``."""
 
     size: int
     maps: int = 512
@@ -41,7 +41,7 @@ class Pictures:
     _alive: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, *, module: str = "", parameter: bool = False) -> int | None:
-        """The number of a tensor's picture; None if there is nothing to draw. The same tensor is drawn once."""
+        """Return the number of a tensor's picture, or None if it cannot be drawn. The same tensor is drawn once."""
         key = _identity(tensor)
         if key is None or key not in self._known:
             layout = lay_out(tensor, module=module, parameter=parameter)
@@ -51,11 +51,11 @@ class Pictures:
             if key is None:
                 return number
             self._known[key] = number
-            self._alive.append(tensor)  # While it lives, nothing else is in its memory.
+            self._alive.append(tensor)  # Keep it alive, so that no other tensor reuses its memory.
         return self._known[key]
 
     def encode(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> list[dict[str, Any] | None]:
-        """Every picture, as the page reads it: as fine as fits; None for those that do not fit at all."""
+        """Return every picture as plain data, as fine as the size allows. None stands for those that do not fit."""
         maps, room = self.maps, self.size
         made: list[dict[str, Any] | None] = []
         for side in self._sides():
@@ -73,12 +73,12 @@ class Pictures:
         return _within(made, room)
 
     def _sides(self) -> Iterator[int]:
-        """The sides to try: from the finest that should fit, as a sample of the pictures tells."""
+        """Yield the sides to try, from the finest that should fit according to a sample of the pictures."""
         step = max(1, len(self.layouts) // SAMPLED)
         sample = self.layouts[::step]
         for place, side in enumerate(SIDES):
             area = sum(_area(layout, self.maps, side) for layout in self.layouts)
-            if area * 0.2 > self.size:  # Not even well compressed ones would fit.
+            if area * 0.2 > self.size:  # Even with good compression they would not fit.
                 continue
             part = sum(_area(layout, self.maps, side) for layout in sample) or 1
             bytes_ = sum(weight(encoded(layout.bounded(self.maps, *limits(layout, side)))) for layout in sample)
@@ -89,7 +89,7 @@ class Pictures:
 
 
 def limits(layout: Layout, side: int) -> tuple[int, int]:
-    """The rows and columns that a picture may have."""
+    """Return the maximum rows and columns of a picture."""
     if layout.kind == "maps":
         return side, side
     return (side * MATRIX, side * MATRIX) if layout.kind == "matrix" else (1, side * LINE)
@@ -103,7 +103,7 @@ def _area(layout: Layout, maps: int, side: int) -> float:
 
 
 def encoded(layout: Layout) -> dict[str, Any]:
-    """One picture as plain data: floats for a line, otherwise a PNG with one byte to a value, and each map's range."""
+    """Return one picture as plain data: floats for a vector, otherwise a PNG with a byte per value, and map ranges."""
     count, rows, columns = layout.values.shape
     made: dict[str, Any] = {
         "kind": layout.kind,
@@ -116,12 +116,12 @@ def encoded(layout: Layout) -> dict[str, Any]:
         return made | {"floats": _floats(layout.values)}
     levels, low, high = quantised(layout.values)
     if bool(beyond(layout.values).any()):
-        made["beyond"] = BEYOND  # The first level and the last then mean what lies beyond that.
+        made["beyond"] = BEYOND  # The first and last level then stand for values beyond this limit.
     across = max(1, math.ceil(count * rows / TALLEST))
     down = math.ceil(count / across)
     sheet = levels.new_zeros((across * down, rows, columns))
     sheet[:count] = levels
-    # Maps stand one below the other, in as many stacks as it takes.
+    # Maps are placed one below the other, in as many columns as necessary.
     stacked = sheet.view(across, down * rows, columns).permute(1, 0, 2).reshape(down * rows, across * columns)
     file = io.BytesIO()
     Image.fromarray(stacked.numpy()).save(file, "PNG", compress_level=6)
@@ -134,14 +134,14 @@ def encoded(layout: Layout) -> dict[str, Any]:
 
 
 def weight(picture: dict[str, Any] | None) -> int:
-    """How many bytes a picture takes in the page."""
+    """Return the number of bytes that a picture takes in the page."""
     if picture is None:
         return len("null,")
     return 180 + sum(len(picture.get(key, "")) for key in ("png", "floats", "low", "high"))
 
 
 def _within(made: list[dict[str, Any] | None], room: int) -> list[dict[str, Any] | None]:
-    """Leave the heaviest out until the rest fits."""
+    """Leave out the largest pictures until the rest fits."""
     used = sum(map(weight, made))
     for number in sorted(range(len(made)), key=lambda number: -weight(made[number])):
         if used <= room:
@@ -158,5 +158,5 @@ def _floats(values: Tensor) -> str:
 def _identity(tensor: Tensor) -> Any:
     try:
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-    except (RuntimeError, NotImplementedError):  # Sparse and nested tensors have no single memory.
+    except (RuntimeError, NotImplementedError):  # Sparse and nested tensors have no single storage.
         return None

@@ -1,6 +1,6 @@
-"""One HTML page that opens from disk: everything that it needs is inside it, and it fetches nothing.
+"""A self-contained HTML page that opens from disk and loads nothing else.
 
-:func:`write` takes plain rows and series; :func:`write_tapes` makes them of tapes.
+:func:`write` takes plain rows and series. :func:`write_tapes` creates them from tapes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "axes.js", "charts.j
 SIZE = 10_000_000
 MOST_RUNS = 2
 LEAST = 300_000  # bytes: a page without any picture
-SPARE = 6  # bytes for a picture that is left out, and what is said of it
+SPARE = 6  # bytes for a picture that is left out, and for the text about it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis: steps of a training run, layers, or anything else that is counted."""
+    """Lines over one axis: steps of a training run, layers, or another count."""
 
     title: str
     x: Sequence[float]
@@ -45,16 +45,16 @@ class Chart:
 
 @dataclass
 class Page:
-    """What stands on a page. Everything is plain: numbers, text, rows."""
+    """The contents of a page, as plain data: numbers, text, rows."""
 
     title: str
     facts: Mapping[str, str] = field(default_factory=dict)
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     remarks: Sequence[Mapping[str, Any]] = ()
-    """each a ``text``, where there is one the ``address`` that it is about, and ``details``, which are folded"""
+    """each has a ``text``, optionally the ``address`` that it is about, and ``details``, which are folded"""
     runs: Sequence[str] = ()
-    """the names of the tapes, if the points are of any"""
+    """the names of the tapes, if the points are from tapes"""
     tokens: Sequence[Sequence[str]] = ()
     failures: Sequence[Mapping[str, Any] | None] = ()
     points: Sequence[Mapping[str, Any]] = ()
@@ -62,16 +62,16 @@ class Page:
     """the ``address`` and ``call`` of the first difference between two tapes, and whether it is of a ``gradient``"""
     pictures: Sequence[Mapping[str, Any] | None] = ()
     figures: Sequence[Mapping[str, Any]] = ()
-    """each a ``title``, some ``lines`` of text, and a ``png`` in base64, which is empty where there is none"""
+    """each has a ``title``, some ``lines`` of text, and a ``png`` in base64, which may be empty"""
 
 
 def write(path: str | os.PathLike[str], page: Page) -> int:
-    """Write a page, whole or not at all; gives its size in bytes."""
+    """Write a page completely or not at all, and return its size in bytes."""
     target = Path(path).resolve()
     if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a directory, and a page is one file", str(target))
+        raise IsADirectoryError(errno.EISDIR, "is a directory; the path of a page must be a file", str(target))
     if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory; make it first", str(target.parent))
+        raise FileNotFoundError(errno.ENOENT, "no such directory; create it first", str(target.parent))
     content = render(page).encode()
     with replacing(target) as temporary:
         temporary.write_bytes(content)
@@ -88,16 +88,16 @@ def write_tapes(
     also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> int:
-    """Write the page of one tape, or of two side by side; gives its size in bytes.
+    """Write the page of one tape, or of two side by side, and return its size in bytes.
 
     Args:
-        path: where to; a file that is there is replaced.
-        tapes: a tape, or one or two under the names that they are shown by.
-        size: how many bytes it may have. Pictures are made as fine as that allows, and left out where it does not.
-        maps: how many maps are drawn of one value.
-        title: what stands at its top.
-        also: results of recipes, or matplotlib figures, that are shown with them.
-        progress: is told how many pictures were made, and of how many.
+        path: the file to write. An existing file is replaced.
+        tapes: a tape, or a dict of one or two tapes by the names to show.
+        size: maximum size in bytes. Pictures are as fine as this allows, and are left out if they do not fit.
+        maps: maximum number of maps to draw of one value.
+        title: the heading of the page.
+        also: results of recipes, or matplotlib figures, to show in addition.
+        progress: called with the number of finished pictures and the number of all.
     """
     named = {"tape": tapes} if isinstance(tapes, Tape) else dict(tapes)
     return write(path, tapes_page(named, size=size, maps=maps, title=title, also=also, progress=progress))
@@ -112,7 +112,7 @@ def tapes_page(
     also: Sequence[Any] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Page:
-    """The page of one or two tapes, before it is written."""
+    """Return the page of one or two tapes, before it is written."""
     from tenterhook.report.figures import figures
     from tenterhook.report.images import Pictures
     from tenterhook.report.page_rows import points
@@ -122,11 +122,11 @@ def tapes_page(
     from tenterhook.report.value_limit import Limit
 
     if not 1 <= len(tapes) <= MOST_RUNS:
-        raise ValueError(f"a page shows one tape, or two side by side; got {len(tapes)}")
+        raise ValueError(f"a page shows one or two tapes; got {len(tapes)}")
     if maps < 1:
-        raise ValueError(f"maps= is how many maps are drawn of one value, at least one; got {maps}")
+        raise ValueError(f"maps= is the number of maps to draw of one value and must be at least 1; got {maps}")
     if size < LEAST:
-        raise ValueError(f"a page has at least {LEAST:,} bytes, for its script and its numbers; got size={size:,}")
+        raise ValueError(f"a page needs at least {LEAST:,} bytes for its script and numbers; got size={size:,}")
     pictures = Pictures(size, maps)
     limit = Limit.of(list(tapes.values()))
     rows = points(tapes, pictures, limit)
@@ -165,7 +165,7 @@ def _facts(tape: Tape, rows: Sequence[Any]) -> dict[str, str]:
 
 
 def render(page: Page) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     data = {
         "title": page.title,
         "facts": list(page.facts.items()),
@@ -181,7 +181,7 @@ def render(page: Page) -> str:
         "figures": list(page.figures),
         "version": __version__,
     }
-    # What ends a script must not stand in it, whatever a module is called.
+    # A "</script>" in the data would end the script element.
     plain = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = printable_strings(plain).replace("<", "\\u003c")
     parts = {

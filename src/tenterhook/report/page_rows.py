@@ -1,4 +1,4 @@
-"""Tapes as plain rows: what a page shows of each point, before it is drawn."""
+"""Conversion of tapes to plain rows, with everything that a page shows of each point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGITS = 5
 
 @dataclass
 class _RowBuilder:
-    """Gathers the points of several tapes under their addresses."""
+    """Collector of the points of several tapes by address."""
 
     tapes: list[Tape]
     pictures: Pictures
@@ -36,7 +36,7 @@ class _RowBuilder:
     def build(self) -> list[dict[str, Any]]:
         for run, tape in enumerate(self.tapes):
             if tape.gradients_alone:
-                raise TapeError("this tape has no values to draw, only gradients: record without values=False.")
+                raise TapeError("this tape has only gradients and no values to draw. Record without values=False.")
             ranks = {address: rank for rank, address in enumerate(in_order(tape))}
             for base, track in tape._tracks.items():
                 if not self.limit.shows(base):
@@ -103,16 +103,16 @@ class _RowBuilder:
 
 
 def points(tapes: Mapping[str, Tape], pictures: Pictures, limit: Limit | None = None) -> list[dict[str, Any]]:
-    """One row for each point that any of the tapes has, with every call and every tensor in numbers, up to a limit.
+    """Return one row for each point of any tape, with the numbers of every call and tensor, up to a limit.
 
-    The pictures are asked for, and stand under their number.
+    The tensors are added to ``pictures``, and the rows refer to the pictures by number.
     """
     given = list(tapes.values())
     return _RowBuilder(given, pictures, limit or Limit.of(given)).build()
 
 
 def _gradients(tape: Tape, base: str, name: str) -> dict[Any, Tensor]:
-    if base not in tape.grad._tracks:  # Asking by another name would look through the whole model.
+    if base not in tape.grad._tracks:  # A lookup by another name would search the whole model.
         return {}
     try:
         return dict(tensors(tape.grad[name])) if name in tape.grad else {}
@@ -139,7 +139,7 @@ def _plain(found: Numbers) -> dict[str, Any]:
 
 
 def _ends(low: float, high: float) -> tuple[float | None, float | None]:
-    """The two ends of a range, with so many digits that they stay apart and the bins between them keep their width."""
+    """Return the two ends of a range, with enough digits to keep them apart and to keep the width of the bins."""
     width = high - low
     if not 0 < width < math.inf:
         return short(low), short(high)
@@ -148,5 +148,5 @@ def _ends(low: float, high: float) -> tuple[float | None, float | None]:
 
 
 def short(number: float, digits: int = DIGITS) -> float | None:
-    """A number with as many digits as anybody reads; None for what JSON has no word for."""
+    """Return a number with a readable number of digits. Return None for NaN and Inf, which JSON does not have."""
     return float(f"{number:.{digits}g}") if math.isfinite(number) else None

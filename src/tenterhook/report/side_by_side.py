@@ -1,4 +1,4 @@
-"""The comparison of two tapes on their page: which calls differ, how, and which of them is the first."""
+"""Comparison of two tapes on their page: the calls that differ, how much, and the first of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Comparison:
 
 
 def add_comparison(tapes: Mapping[str, Tape], rows: Sequence[dict[str, Any]]) -> Comparison:
-    """Compare two tapes, values and gradients, and write into each call of the rows how far apart they are."""
+    """Compare the values and gradients of two tapes, and add the differences to each call of the rows."""
     left, right = tapes.values()
     by_address = {row["address"]: row for row in rows}
     every: list[tuple[Pair, Difference]] = []
@@ -49,13 +49,13 @@ def add_comparison(tapes: Mapping[str, Tape], rows: Sequence[dict[str, Any]]) ->
 
 
 def _call(row: dict[str, Any] | None, number: int) -> dict[str, Any] | None:
-    """The call of a row in the first of the two runs that has it."""
+    """Return the call of a row, from the first of the two runs that has it."""
     runs = [] if row is None else row["runs"]
     return next((call for run in runs for call in run or () if call["call"] == number), None)
 
 
 def _summary(found: Sequence[Difference], names: Sequence[str]) -> dict[str, Any]:
-    """What a page shows of one value, or gradient, of two tapes."""
+    """Return what a page shows of one value, or gradient, of two tapes."""
     numbers = [each.relative for each in found if each.compared and not each.why]
     worst = next((each for each in found if each.parts), None)
     largest = max(numbers, default=math.nan)
@@ -77,7 +77,7 @@ def _how(each: Difference) -> str:
     if each.why:
         return each.why
     if math.isinf(each.largest):
-        return "one of them has NaN or Inf where the other has not"
+        return "one has NaN or Inf where the other has not"
     return f"off by up to {each.largest:.3g}, {_relative(each.relative)}"
 
 
@@ -86,7 +86,7 @@ def _relative(number: float) -> str:
 
 
 def _counts(found: Sequence[Difference]) -> str:
-    """How many values and gradients were compared, and how many of them differ."""
+    """Return the numbers of compared and of different values and gradients, as text."""
     texts = []
     for gradient, noun in NOUNS.items():
         kind = [each for each in found if each.gradient is gradient]

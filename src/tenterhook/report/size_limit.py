@@ -1,4 +1,4 @@
-"""Keeps the numbers of a page within a size: first histograms go, then calls in the middle."""
+"""Reduction of a page to a maximum size: it leaves out histograms first, then calls in the middle."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tenterhook.report.value_limit import ends
 __all__ = ["lighten"]
 
 TOO_SMALL = (
-    "the numbers of these {points:,} points alone take {bytes:,} bytes, and the page may have {size:,}. "
-    "Allow more (size=, or --size on the command line), or record fewer points."
+    "the numbers of these {points:,} points take {bytes:,} bytes, but the page may have only {size:,}. "
+    "Increase size= (--size on the command line), or record fewer points."
 )
 
 
 def lighten(rows: list[dict[str, Any]], size: int, measure: Callable[[], int]) -> list[str]:
-    """Leave out of the rows what it takes until ``measure()`` is at most ``size``; says in words what was left out."""
+    """Remove parts of the rows until ``measure()`` is at most ``size``. Return sentences about what was left out."""
     said: list[str] = []
     if measure() <= size:
         return said
     for row in rows:
         for call in _calls(row):
             _without_histograms(call)
-    said.append("histograms are left out, so that the page is not larger than allowed")
+    said.append("histograms are left out to keep the page within its maximum size")
     most = max((len(run) for row in rows for run in row["runs"] if run), default=1)
     while measure() > size:
         if most <= 1:
@@ -31,7 +31,7 @@ def lighten(rows: list[dict[str, Any]], size: int, measure: Callable[[], int]) -
         most = max(1, most // 2)
         for row in rows:
             row["runs"] = [None if run is None else ends(run, most) for run in row["runs"]]
-        said[1:] = [f"of modules that were called often, {most} calls are shown, from the first and the last ones"]
+        said[1:] = [f"at most {most} calls of a module are shown: the first and the last ones"]
     return said
 
 

@@ -1,4 +1,4 @@
-"""Pictures in a terminal: a map of numbers as blocks, several of them side by side."""
+"""Pictures in a terminal: maps of numbers as blocks, side by side."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["heat", "maps"]
 
 SHADES = " ░▒▓█"
 MAP_DIMENSIONS = 2
-# Dark blue over green to yellow, and for signed values blue over white to red.
+# Dark blue, green, yellow; for signed values blue, white, red.
 WARM = ((13, 8, 68), (46, 94, 140), (31, 150, 139), (122, 209, 81), (253, 231, 37))
 SIGNED = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
 
 
 def heat(values: Tensor, *, signed: bool = False, color: bool = True) -> Text:
-    """A map as half-blocks, two rows of numbers to a line; ``signed`` puts zero in the middle of the scale.
+    """Draw a map with half-blocks, two rows of numbers per line. ``signed`` puts zero in the middle of the scale.
 
     >>> print(heat(torch.tensor([[0.0, 1.0], [0.5, 0.0]]), color=False))
       ██
@@ -33,7 +33,7 @@ def heat(values: Tensor, *, signed: bool = False, color: bool = True) -> Text:
     from rich.text import Text
 
     if values.dim() != MAP_DIMENSIONS:
-        raise ValueError(f"a map has rows and columns; got a tensor of shape {list(values.shape)}")
+        raise ValueError(f"a map needs a tensor with two dimensions; got shape {list(values.shape)}")
     levels = _levels(values.detach().float().cpu(), signed=signed)
     if not color:
         rows = ["".join(SHADES[round(level * (len(SHADES) - 1))] * 2 for level in row).rstrip() for row in levels]
@@ -50,7 +50,7 @@ def heat(values: Tensor, *, signed: bool = False, color: bool = True) -> Text:
 
 
 def maps(titled: Sequence[tuple[str, Tensor]], *, signed: bool = False, color: bool = True) -> Columns:
-    """Several maps side by side, each under its title."""
+    """Draw several maps side by side, each under its title."""
     from rich.columns import Columns
     from rich.text import Text
 
@@ -62,7 +62,7 @@ def maps(titled: Sequence[tuple[str, Tensor]], *, signed: bool = False, color: b
 
 
 def _levels(values: Tensor, *, signed: bool) -> list[list[float]]:
-    """The numbers on a scale from 0 to 1."""
+    """Return the numbers on a scale from 0 to 1."""
     values = torch.nan_to_num(values)
     if signed:
         reach = float(values.abs().max()) or 1.0

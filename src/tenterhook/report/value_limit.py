@@ -1,4 +1,4 @@
-"""The limit of a page: how many values it draws, so that a tape of a hundred thousand calls is still a page."""
+"""Limit of the number of values on a page, so that a tape of a hundred thousand calls still fits on one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tenterhook.record.tape import Tape
 __all__ = ["MOST_VALUES", "Limit", "ends"]
 
 MOST_VALUES = 20_000
-POINTS = "{shown:,} of {all:,} points are shown, the first and the last ones; record fewer to see each"
-CALLS = "of modules that were called often, {most:,} calls are shown, the first and the last ones"
+POINTS = "{shown:,} of {all:,} points are shown: the first and the last ones. Record fewer points to see all."
+CALLS = "at most {most:,} calls of a module are shown: the first and the last ones"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The points that a page shows, and at most how many calls of each."""
+    """The points that a page shows, and the maximum number of calls of each."""
 
     points: frozenset[str] | None
     calls: int
     left_out: tuple[str, ...] = ()
-    """the same in words, where anything is left out"""
+    """sentences about what is left out"""
 
     @classmethod
     def of(cls, tapes: Sequence[Tape], most: int | None = None) -> Limit:
-        """The limit for some tapes."""
+        """Return the limit for some tapes."""
         most = MOST_VALUES if most is None else most
         names = list(dict.fromkeys(base for tape in tapes for base in tape._tracks))
         shown = ends(names, max(1, most // len(tapes)))
@@ -39,12 +39,12 @@ class Limit:
         return cls(None if len(shown) == len(names) else frozenset(shown), calls, tuple(said))
 
     def shows(self, base: str) -> bool:
-        """Whether a point is on the page."""
+        """Return True if a point is on the page."""
         return self.points is None or base in self.points
 
 
 def ends(many: list[Any], most: int) -> list[Any]:
-    """The first and the last of many, so many in all.
+    """Return the first and last items of a list, ``most`` in all.
 
     >>> ends([1, 2, 3, 4, 5, 6], 3)
     [1, 2, 6]

@@ -1,4 +1,4 @@
-"""``th.page``: one HTML file that shows what was recorded, watched or found."""
+"""``th.page``: one HTML file that shows a recording, a watch or results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["page"]
 def page(
     path: str | os.PathLike[str], of: Any, *, also: Any = (), title: str | None = None, size: int = 10_000_000
 ) -> int:
-    """Write one HTML page that opens from disk and fetches nothing; gives its size in bytes.
+    """Write one HTML page that opens from disk and loads nothing else, and return its size in bytes.
 
     >>> import os, tempfile, torch, tenterhook as th
     >>> model = torch.nn.Linear(2, 2)
@@ -25,11 +25,16 @@ def page(
     True
 
     Args:
-        path: where to; a file that is there is replaced.
-        of: a tape; two tapes by name, to be shown side by side; a watch; or what a recipe found, or a list of that.
-        also: what recipes found, shown with the tape or the watch. A matplotlib figure can stand for a result.
-        title: what stands at its top.
-        size: how many bytes it may have. Pictures are made as fine as that allows.
+        path: the file to write. An existing file is replaced.
+        of: a tape; a dict of two tapes by name, to show side by side; a watch; or the result of a recipe, or a list of
+            results.
+        also: results of recipes, or matplotlib figures, to show with the tape or the watch.
+        title: the heading of the page.
+        size: maximum size in bytes. Pictures are as fine as this allows.
+
+    Raises:
+        TypeError: ``of`` or ``also`` is something else.
+        ValueError: ``size`` is too small for the page without pictures.
     """
     from tenterhook.report.figures import drawable, figures
     from tenterhook.report.page import LEAST, Page, write, write_tapes
@@ -37,7 +42,7 @@ def page(
 
     more = _listed(also)
     if wrong := [each for each in more if not drawable(each)]:
-        raise TypeError(f"also= is what recipes found, or matplotlib figures; got a {type(wrong[0]).__name__}")
+        raise TypeError(f"also= takes results of recipes or matplotlib figures; got a {type(wrong[0]).__name__}")
     if isinstance(of, Results):
         from tenterhook.report.watch_page import watch_page
 
@@ -52,7 +57,7 @@ def page(
         heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
         return write(path, Page(title or heading, figures=shown))
     raise TypeError(
-        "a page is of a tape, of two tapes by name, of a watch, or of what recipes found; "
+        "a page shows a tape, two tapes in a dict by name, a watch, or results of recipes; "
         f"got a {type(found[0] if found else of).__name__}"
     )
 

@@ -1,4 +1,4 @@
-"""The page of a watch: sizes of values and gradients step by step, what was found, and all the numbers."""
+"""Page of a watch: values and gradients step by step, the findings, and all the numbers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 __all__ = ["watch_page"]
 
-LINES = 12  # of a chart; more cannot be told apart
+LINES = 12  # of a chart; more lines cannot be distinguished
 CHARTS = {
-    "values": ("spread of values", "std"),
+    "values": ("standard deviation of values", "std"),
     "gradients": ("norm of gradients", "norm"),
     "updates": ("norm of updates", "norm"),
 }
 
 
 def watch_page(watch: Results, *, title: str | None = None) -> Page:
-    """The page of a watch, before it is written."""
+    """Return the page of a watch, before it is written."""
     rows = watch.rows()
     facts = {"model": type(watch.model).__name__, "steps": str(watch.steps), "findings": str(len(watch.findings))}
     remarks = [_remark(group) for group in watch.finding_groups]
@@ -36,19 +36,19 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
         if len(steps) > 1:
             lines = {address: [series.get(step) for step in steps] for address, series in found.items()}
             charts.append(Chart(name, steps, lines, x_label="step", log=True))
-    heading = title or f"A watch over {type(watch.model).__name__}"
+    heading = title or f"Watch of {type(watch.model).__name__}"
     return Page(heading, facts, charts=charts, tables=[table_of(watch, findings=False)], remarks=remarks)
 
 
 def _remark(group: FindingGroup) -> dict[str, Any]:
-    """An entry for all findings of a kind; more than one are listed below it."""
+    """Return an entry for all findings of a kind. If there are several, they are listed as details."""
     if len(group.details) == 1:
         return {"text": str(group), "kind": group.kind}
     return {"text": str(group), "kind": group.kind, "details": [str(each) for each in group.details]}
 
 
 def _spread(addresses: list[str]) -> list[str]:
-    """Some of many, evenly along the model."""
+    """Return some of the addresses, spread evenly along the model."""
     if len(addresses) <= LINES:
         return addresses
     return [addresses[round(index * (len(addresses) - 1) / (LINES - 1))] for index in range(LINES)]

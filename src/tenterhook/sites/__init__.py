@@ -1,1 +1,1 @@
-"""How a point is reached: module calls, arguments, parameters and plain tensors."""
+"""The sites of points: module calls, arguments, parameters and plain tensors."""

@@ -1,7 +1,7 @@
-"""The backward hooks of a module: where they are kept, and how a call of the module finds them.
+"""The backward hooks of a module: where they are stored, and how a call of the module finds them.
 
-They stand among PyTorch's forward hooks of the module, under a key of their own: a pre-hook that comes last, so that it
-sees what ``forward`` gets, and a forward hook that comes last, so that it sees what the caller gets.
+Two forward hooks with our own key are in the module's dicts of hooks. The pre-hook is last, so it sees the arguments
+that ``forward`` gets. The forward hook is last, so it sees the output that the caller gets.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from tenterhook.sites.threads import current
 __all__ = ["KEY", "BackwardHooks", "backward_hooks", "name_of", "put_last"]
 
 KEY = "tenterhook-backward"
-STALE = 32  # calls under way in one thread, from which on those that an exception ended are looked for
+STALE = 32  # With more running calls in one thread than this, look for calls that an exception ended.
 
 
 class BackwardHooks:
-    """The backward hooks of one module. It stands among the module's native hooks as long as there are any of them."""
+    """The backward hooks of one module. They stay in the module's dicts of hooks as long as there is at least one."""
 
     def __init__(self) -> None:
         self.before: OrderedDict[int, Hook] = OrderedDict()
         self.after: OrderedDict[int, Hook] = OrderedDict()
-        # The calls that are running, by thread, the innermost last.
+        # The running calls of each thread; the innermost is last.
         self._running: dict[int, list[CallGradients]] = {}
 
     def add(self, which: str, key: int, hook: Hook, *, prepend: bool) -> None:
-        """Add a hook that is called ``before`` or ``after`` the gradient passes through the module."""
+        """Add a hook that is called ``before`` or ``after`` the backward pass of the module."""
         line: OrderedDict[int, Hook] = getattr(self, which)
         line[key] = hook
         if prepend:
             line.move_to_end(key, last=False)
 
     def discard(self, module: nn.Module, which: str, key: int) -> None:
-        """Remove a hook, and with the last one all of this from the module."""
+        """Remove a hook. With the last one, remove our hooks from the module."""
         getattr(self, which).pop(key, None)
         if not self.before and not self.after:
             for table in hook_tables_of(module):
                 table.pop(KEY, None)
 
     def install(self, module: nn.Module) -> None:
-        """Add the two hooks that see a call of the module."""
+        """Add the two forward hooks that see a call of the module."""
         pre_hooks, pre_kwargs, hooks, hooks_kwargs, always = hook_tables_of(module)
         pre_hooks[KEY], hooks[KEY] = self.way_in, self.way_out
-        # Called after an exception too, to forget the call.
+        # The forward hook also runs after an exception, to remove the call.
         pre_kwargs[KEY] = hooks_kwargs[KEY] = always[KEY] = True
 
     def way_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -61,7 +61,7 @@ class BackwardHooks:
             running[:] = [each for each in running if not each.is_over]
         running.append(call)
         call.is_last = next(reversed(forward_pre_hooks_of(module))) == KEY
-        # PyTorch reads the table of forward hooks after the forward, so it still finds this one last.
+        # PyTorch reads the dict of forward hooks after the forward, so our hook is still the last one in it.
         put_last(hook_tables_of(module)[2])
         if not torch.is_grad_enabled():
             return None
@@ -69,24 +69,24 @@ class BackwardHooks:
         return new if new is None or kwargs is not None else new[0]
 
     def way_out(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Give the caller aliases of the outputs; ``rest`` is the keywords, where they are passed, and the output."""
+        """Give the caller aliases of the outputs. ``rest`` is the keyword arguments, if passed, and the output."""
         kwargs, output = rest if len(rest) > 1 else ({}, rest[0])
-        put_last(forward_pre_hooks_of(module))  # For the next call; a pre-hook may have been registered since.
+        put_last(forward_pre_hooks_of(module))  # For the next call: a pre-hook may have been registered since.
         running = self._running.get(current.token)
-        if not running:  # The hook came while the call was running.
+        if not running:  # The hook was registered while the call was running.
             return None
         given, depth = (args, kwargs), len(running) - 1
         if depth:
             depth = next((n for n in range(depth, -1, -1) if running[n].got(given)), depth)
         call = running[depth]
-        del running[depth:]  # Calls inside this one that are still there were ended by an exception.
+        del running[depth:]  # Calls inside this one that are still in the list were ended by an exception.
         if not running:
             del self._running[current.token]
         new = call.leave(given, output)
         return new if torch.is_grad_enabled() else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the hooks; a copy of the module has calls of its own."""
+        """Return the hooks without the running calls: a copy of the module has its own calls."""
         return {"before": OrderedDict(self.before), "after": OrderedDict(self.after), "_running": {}}
 
 
@@ -101,6 +101,6 @@ def backward_hooks(module: nn.Module) -> BackwardHooks:
 
 
 def put_last(table: Any) -> None:
-    """Move our hook to the end of one of PyTorch's tables, if it is there."""
+    """Move our hook to the end of one of PyTorch's dicts of hooks, if it is there."""
     if KEY in table and next(reversed(table)) != KEY:
         table.move_to_end(KEY)

@@ -1,13 +1,13 @@
-"""The gradients of one call of a module, caught on private aliases of its inputs and outputs.
+"""The gradients of one call of a module, taken on private aliases of its inputs and outputs.
 
-An alias is a view, so autograd follows every change in place, before, during and after the call, as it does without us.
-The gradient through the module is the gradient of the alias. If the memory is changed in place, autograd routes what
-comes later past the alias, to the tensor whose memory it is (the base), and the gradient is taken there:
+An alias is a view, so autograd tracks in-place changes before, during and after the call as usual. The gradient through
+the module is the gradient of the alias. After an in-place change of the memory, autograd sends later gradients past the
+alias, to the tensor that owns the memory (the base). The gradient is then taken there:
 
-- An output that the module computed: its base has a node of its own from the end of the call on (:func:`rebase`), which
-  sees the gradients of all such outputs together.
-- An input that the module itself changes: the operations that send gradients to the base are known when the call ends.
-- An input, or an output that shows the memory of one, that is changed later: the gradient is that of the memory.
+- An output that the module computed: from the end of the call, its base has its own node (:func:`rebase`), which
+  gets the gradients of all such outputs together.
+- An input that the module itself changes: when the call ends, it is known which operations send gradients to the base.
+- An input, or an output that shares memory with one, that is changed later: the gradient is that of the base.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = ["CallGradients"]
 
 
 class _Pass:
-    """One backward pass through a call: the gradients that have arrived, and what the hooks made of them."""
+    """One backward pass through a call: the gradients that have arrived, and the gradients that the hooks returned."""
 
     __slots__ = ("after_called", "before_called", "incoming", "new_incoming", "new_outgoing", "outgoing", "waits")
 
@@ -78,9 +78,9 @@ class _Pass:
 
 
 class CallGradients:
-    """One call of a module: its inputs and outputs, and the gradients that come back.
+    """One call of a module: its inputs, its outputs, and their gradients.
 
-    The graph holds it, so it holds no tensor any more once the call is over.
+    The autograd graph holds this object, so it holds no tensors after the call.
     """
 
     def __init__(self, module: nn.Module, before: tuple[Hook, ...], after: tuple[Hook, ...]) -> None:
@@ -91,8 +91,8 @@ class CallGradients:
         self._input_count = self._output_count = 0
         self._passes: dict[int, _Pass] = {}
         self.is_last = True
-        """Whether no forward pre-hook comes between this and the forward."""
-        # While the call runs: the aliases, and how to put back what was exchanged inside lists and dicts.
+        """True if no other forward pre-hook runs after ours."""
+        # During the call: the aliases, and functions that restore the tensors replaced in lists and dicts.
         self._given: list[tuple[weakref.ref[Tensor], CallTensor]] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -100,7 +100,7 @@ class CallGradients:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the arguments of this call are gone."""
+        """True if the arguments of this call were freed."""
         return bool(self._given) and all(find() is None for find, _ in self._given)
 
     def got(self, given: tuple[Any, Any]) -> bool:
@@ -109,7 +109,7 @@ class CallGradients:
         return any(id(tensor) in mine for _, tensor in slots_of(given[0]) + slots_of(given[1]))
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Return the arguments with an alias of each tensor that requires a gradient."""
+        """Return the arguments with an alias of each tensor that requires grad, or None if no alias is needed."""
         slots = input_slots(args, kwargs)
         wanted = wanted_of(slots)
         self._input_count = len(slots)
@@ -126,7 +126,7 @@ class CallGradients:
         return new  # type: ignore[no-any-return]
 
     def _let_in(self, index: int, outer: Tensor, *, several: bool) -> tuple[CallTensor, Tensor]:
-        """Return an alias of an input, hooked; of several inputs, ``outer`` is an alias too, which waits for all."""
+        """Return a hooked alias of an input. With several inputs, ``outer`` is an alias too, and gets the last hook."""
         alias = own_alias(outer) if can_alias(outer) else outer
         slot = CallTensor(index, alias)
         alias.register_hook(lambda gradient: self._take_in(slot, gradient))
@@ -136,7 +136,7 @@ class CallGradients:
         return slot, alias
 
     def leave(self, given: tuple[Any, Any], output: Any) -> Any:
-        """Return the output with an alias of each tensor that requires a gradient; the call is over."""
+        """End the call. Return the output with an alias of each tensor that requires grad, or None to keep it."""
         bases = [slot.base for slot in self._inputs]
         slots = slots_of(output)
         wanted = wanted_of(slots)
@@ -156,7 +156,7 @@ class CallGradients:
         return self._let_out(output, wanted, [base for base in bases if base is not None])
 
     def _check_inputs(self, given: tuple[Any, Any]) -> None:
-        """Note what ``forward`` got in the end: forward pre-hooks may have come after ours in this call."""
+        """Update the inputs: forward pre-hooks that ran after ours in this call may have replaced them."""
         mine = {id(alias): slot for find, slot in self._given if (alias := find()) is not None}
         slots = input_slots(*given)
         found = [(index, tensor) for index, _, tensor in wanted_of(slots)]
@@ -193,7 +193,7 @@ class CallGradients:
                 node.register_hook(lambda sent, _, edge=edge, slot=slot: self._sent(slot, sent[edge]))
 
     def _senders(self, starts: list[Any], slot: CallTensor) -> list[tuple[Any, int]]:
-        """Return the operations of this call that send a gradient to an input's base, each with the number of it."""
+        """Return the operations of this call that send a gradient to an input's base, and that gradient's index."""
         found, seen, todo = [], set(slot.nodes), list(starts)
         while todo:
             node = todo.pop()
@@ -208,7 +208,7 @@ class CallGradients:
         return found
 
     def _let_out(self, output: Any, wanted: list[Any], inputs: list[Tensor]) -> Any:
-        """Return the output with aliases: below them, one node for all that the module computed."""
+        """Return the output with aliases. Below them, one node gets the gradients of all computed tensors."""
         bases: list[Tensor] = []
         ready: list[tuple[Any, Tensor, int | None]] = []
         for _, path, tensor in wanted:
@@ -220,7 +220,7 @@ class CallGradients:
             ready.append((path, inner, number))
         if bases:
             rebase(bases, self._see_out if len(wanted) > 1 else as_it_is)
-        if len(wanted) > 1:  # Views that were there before pass by the new node.
+        if len(wanted) > 1:  # Views that exist already do not pass the new node, so they are made again.
             ready = [(path, t if n is None or t is bases[n] else again(t, bases[n]), n) for path, t, n in ready]
         for (index, *_), (path, inner, number) in zip(wanted, ready, strict=True):
             alias = self._hook_out(index, inner, number, several=len(wanted) > 1)
@@ -228,7 +228,7 @@ class CallGradients:
         return output
 
     def _own_base(self, tensor: Tensor, inputs: list[Tensor], outputs: list[Tensor]) -> Tensor | None:
-        """Return the tensor that has this output's memory, if the module computed it and may share it with nobody."""
+        """Return the tensor that owns this output's memory if the module computed it and the inputs do not share it."""
         base = view_base(tensor)
         base = tensor if base is None else base
         if (
@@ -245,7 +245,7 @@ class CallGradients:
         return base
 
     def _hook_out(self, index: int, inner: Tensor, number: int | None, *, several: bool) -> Tensor:
-        """Return an alias of an output, hooked: of several, they are taken on their way to where all are changed."""
+        """Return a hooked alias of an output. With several outputs, the hooks run where all gradients are known."""
         alias = own_alias(inner) if can_alias(inner) else inner
         slot = CallTensor(index, alias, number=number)
         self._outputs.append(slot)
@@ -255,7 +255,7 @@ class CallGradients:
         if slot.base is not None and not (several and number is not None):
             attach_part(slot.base, alias.grad_fn, lambda total: self._base_out(slot, total))
         slot.forget()
-        return own_alias(alias) if several and can_alias(alias) else alias  # Hooks of others act before ours look.
+        return own_alias(alias) if several and can_alias(alias) else alias  # Hooks of other code then run before ours.
 
     # -- the backward pass: outputs ------------------------------------------------------------------------------------
 
@@ -268,19 +268,19 @@ class CallGradients:
         return found
 
     def _end(self, number: int) -> None:
-        """The backward pass has ended: call the hooks that waited for it, and forget it."""
+        """End a backward pass: call the hooks that waited for it."""
         found = self._passes.pop(number, None)
         if found is not None and found.waits:
             self._call_before(found, late=True)
             self._call_after(found, late=True)
 
     def _take_out(self, slot: CallTensor, gradient: Tensor | None) -> None:
-        """Note the gradient of an output's alias."""
+        """Store the gradient of an output's alias."""
         if gradient is not None and not slot.changed:
             self._now().outgoing[slot.index] = gradient
 
     def _hand_out(self, slot: CallTensor, gradient: Tensor | None) -> Tensor | None:
-        """Return what the hooks make of an output's gradient, if anything, as it enters the module."""
+        """Return the new gradient of an output before it enters the module, or None to keep it."""
         if gradient is None or slot.changed:
             return None
         current = self._now()
@@ -291,7 +291,7 @@ class CallGradients:
         return replacement(current.new_outgoing, slot, current.outgoing)
 
     def _base_out(self, slot: CallTensor, total: Tensor | None) -> Tensor | None:
-        """Take the gradient of an output that shows other memory, which was changed in place since."""
+        """Handle the gradient of an output that shares other memory, after an in-place change of that memory."""
         if total is None or not slot.changed:
             return None
         current = self._now()
@@ -304,14 +304,14 @@ class CallGradients:
         return None if new is None else merge(total, slot, mine, new)
 
     def _see_out(self, totals: Gradients) -> Gradients:
-        """All gradients of the memory that the module computed have arrived."""
+        """Handle the gradients of all memory that the module computed, when all of them have arrived."""
         own = [slot for slot in self._outputs if slot.number is not None]
         self._check_overlap(own)
         for slot in own:
             total = totals[slot.number or 0]
             if slot.changed and total is not None:
                 self._now().outgoing[slot.index] = slot.take(total)
-        # In a second backward pass, gradients may come from inside the module alone.
+        # In a second backward pass, all gradients may come from inside the module.
         if not self._now().outgoing:
             return totals
         current = self._now()
@@ -350,7 +350,7 @@ class CallGradients:
     # -- the backward pass: inputs -------------------------------------------------------------------------------------
 
     def _take_in(self, slot: CallTensor, gradient: Tensor | None) -> None:
-        """Note the gradient of an input's alias."""
+        """Store the gradient of an input's alias."""
         if gradient is None or slot.gone:
             return
         if slot.changed_inside:
@@ -359,7 +359,7 @@ class CallGradients:
             self._now().incoming[slot.index] = gradient
 
     def _sent(self, slot: CallTensor, gradient: Tensor | None) -> None:
-        """Note a gradient that an operation of the module sends to an input's base."""
+        """Add a gradient that an operation of the module sends to an input's base."""
         if gradient is not None:
             self._add_in(slot, slot.take(gradient))
 
@@ -369,13 +369,13 @@ class CallGradients:
         incoming[slot.index] = gradient if known is None else known + gradient
 
     def _hand_in(self, slot: CallTensor, gradient: Tensor | None) -> Tensor | None:
-        """Return what the hooks make of an input's gradient, if anything, as it leaves the module."""
+        """Return the new gradient of an input when it leaves the module, or None to keep it."""
         if gradient is None or slot.gone or slot.changed:
             return None
         return self._deliver_in()(slot)
 
     def _base_in(self, slot: CallTensor, total: Tensor | None) -> Tensor | None:
-        """Take the gradient of an input whose memory was changed in place since the call began."""
+        """Handle the gradient of an input whose memory was changed in place since the start of the call."""
         if total is None or slot.gone or not slot.changed:
             return None
         incoming = self._now().incoming
@@ -388,7 +388,7 @@ class CallGradients:
         return None if new is None else merge(total, slot, mine, new)
 
     def _deliver_in(self) -> Callable[[CallTensor], Tensor | None]:
-        """Call the hooks if all gradients of the inputs are there."""
+        """Call the hooks if all gradients of the inputs have arrived. Return a function from input to new gradient."""
         current = self._now()
         missing = any(
             slot.number is None and slot.changed and slot.index not in current.outgoing for slot in self._outputs
@@ -402,7 +402,7 @@ class CallGradients:
         return lambda slot: replacement(current.new_incoming, slot, current.incoming)
 
     def _call_after(self, current: _Pass, *, late: bool = False) -> None:
-        # Without a gradient of an output, this is a pass that starts inside the module: a second backward pass.
+        # Without a gradient of an output, the pass starts inside the module: a second backward pass.
         if current.after_called or not current.outgoing or not self._inputs:
             return
         current.after_called = True
@@ -419,7 +419,7 @@ class CallGradients:
     def _called(
         self, hook: Hook, gradients: Gradients, others: tuple[Any, ...], what: str, places: set[int], *, late: bool
     ) -> Gradients:
-        """Call a hook with these gradients, and return what it makes of them."""
+        """Call a hook with these gradients and return the gradients after it."""
         new = run_hook(hook, self._module, gradients, *others)
         if new is None:
             return gradients

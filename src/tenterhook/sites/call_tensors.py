@@ -1,4 +1,4 @@
-"""The tensors that enter and leave a call of a module, and where their gradients are."""
+"""The tensors that enter and leave a call of a module, and the positions of their gradients."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
     "wanted_of",
 ]
 
-NO_PART = f"a backward hook cannot have the gradient of a tensor: {TIED}."
+NO_PART = f"a backward hook cannot get the gradient of a tensor: {TIED}."
 
 
 class CallTensor:
-    """One tensor among the inputs or the outputs of a call, known by an alias of it."""
+    """One tensor among the inputs or outputs of a call, represented by an alias of it."""
 
     def __init__(self, index: int, alias: Tensor, *, number: int | None = None, late: bool = False) -> None:
         self.index = index
         self.number = number
-        """The position of its base among those that :func:`rebase` was given; None for memory that is not its own."""
+        """The index of its base in the list passed to :func:`rebase`; None if it shares memory of other tensors."""
         self.gone = self.changed_inside = False
         self._late = late
         base = view_base(alias) if number is not None else base_of(alias)
@@ -54,23 +54,23 @@ class CallTensor:
 
     @staticmethod
     def fits(tensor: Tensor, base: Tensor) -> bool:
-        """Return whether the gradient of a view can be read from that of its base."""
+        """Return whether the gradient of a view can be read from the gradient of its base."""
         if tensor is base:
             return True
         return base_of(tensor) is base and not TensorPlace(tensor, layout_of(base)).tied
 
     @property
     def changed(self) -> bool:
-        """Return whether the memory was changed in place, so that later gradients go past the alias."""
+        """True if the memory was changed in place, so that later gradients do not pass the alias."""
         return self._place is not None and self._place.changed
 
     @property
     def arrives_late(self) -> bool:
-        """Return whether its gradient may be known only after those of other inputs were passed on."""
+        """True if its gradient may arrive after the gradients of other inputs were returned to autograd."""
         return self._late or (self.changed and not self.changed_inside)
 
     def settle(self) -> None:
-        """Note that nothing else shows the module's share of the memory: all its gradient comes by the alias."""
+        """Note that nothing else shares the memory inside the module, so the whole gradient passes the alias."""
         self._place = None
 
     def forget(self) -> None:
@@ -84,7 +84,7 @@ class CallTensor:
         return self._place.take(total)
 
     def put(self, total: Tensor, new: Tensor) -> Tensor:
-        """Return its base's gradient with another one in its part."""
+        """Return its base's gradient with its part replaced."""
         if self._place is None or self._place.tied:
             raise HookError(NO_PART)
         if new.shape != (mine := self._place.take(total)).shape:
@@ -92,20 +92,20 @@ class CallTensor:
         return self._place.put(total, new)
 
     def layout(self) -> Any:
-        """Return its position, size and strides in its base."""
+        """Return its size, strides and offset in its base."""
         return None if self._place is None else self._place.layout
 
 
 def merge(total: Tensor, slot: CallTensor, old: Tensor, new: Tensor) -> Tensor:
-    """Return a base's gradient in which a slot's share of it is replaced."""
+    """Return a base's gradient with the contribution of one tensor replaced."""
     part = slot.take(total)
     if part is old or torch.equal(part, old):
         return slot.put(total, new)
-    return slot.put(total, part + (new - old))  # Others use the same memory.
+    return slot.put(total, part + (new - old))  # Other tensors share this memory and contribute too.
 
 
 def overlap(slots: list[CallTensor]) -> bool:
-    """Return whether two slots show the same memory of one base."""
+    """Return whether two of these tensors overlap in the memory of one base."""
     marks: dict[Any, Tensor] = {}
     for slot in slots:
         size, stride, offset = slot.layout()
@@ -120,12 +120,12 @@ def overlap(slots: list[CallTensor]) -> bool:
 
 
 def can_alias(tensor: Tensor) -> bool:
-    """Return whether a tensor can have an alias: sparse ones cannot."""
+    """Return whether a tensor can have an alias. Sparse and nested tensors cannot."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def slots_of(value: Any) -> list[tuple[Path, Tensor | None]]:
-    """Return a slot for each tensor, and an empty one for whatever else stands directly in a tuple, as PyTorch does."""
+    """Return a slot for each tensor, and an empty slot for other items directly in a tuple, as PyTorch does."""
     if not isinstance(value, tuple):
         return list(tensors(value))
     slots: list[tuple[Path, Tensor | None]] = []
@@ -136,14 +136,15 @@ def slots_of(value: Any) -> list[tuple[Path, Tensor | None]]:
 
 
 def wanted_of(slots: list[Any]) -> list[tuple[int, Path, Tensor]]:
-    """Return the slots whose tensor requires a gradient, each with its number."""
+    """Return the slots whose tensor requires grad, with their indices."""
     return [(place, path, t) for place, (path, t) in enumerate(slots) if t is not None and t.requires_grad]
 
 
 def exchange(value: Any, path: Path, new: Any, undo: list[Callable[[], None]]) -> Any:
-    """Return ``value`` with the part at ``path`` replaced: lists, dicts and dataclasses stay the same objects.
+    """Return ``value`` with the part at ``path`` replaced. Lists, dicts and dataclasses stay the same objects.
 
-    The module may append to a list that it was given, so it must get that list. ``undo`` gets what puts the part back.
+    The module may append to a list that is an argument, so it must get the same list. A function that restores the old
+    part is appended to ``undo``.
     """
     if not path:
         return new
@@ -177,7 +178,7 @@ def _set(value: Any, key: Any, new: Any) -> None:
 
 
 def _put_back(value: Any, key: Any, made: Any, old: Any) -> None:
-    """Put the caller's tensor back, wherever the module left the alias of it."""
+    """Restore the caller's tensor in place of its alias."""
     if isinstance(value, list):
         value[:] = [old if part is made else part for part in value]
     elif isinstance(value, MutableMapping):
@@ -188,28 +189,28 @@ def _put_back(value: Any, key: Any, made: Any, old: Any) -> None:
 
 
 def shows(tensor: Tensor, base: Tensor | None) -> bool:
-    """Return whether a tensor shows the memory of a base."""
+    """Return whether a tensor is a base or a view of it."""
     return base is not None and (tensor is base or view_base(tensor) is base)
 
 
 def again(view: Tensor, base: Tensor) -> Tensor:
-    """Return the same view of its base, made now."""
+    """Return the same view of its base, created again."""
     return base.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 def as_it_is(gradients: Gradients) -> Gradients:
-    """Return gradients unchanged."""
+    """Return the gradients unchanged."""
     return gradients
 
 
 def input_slots(args: Any, kwargs: Any) -> list[Any]:
-    """Return the slots of arguments, and then of keywords."""
+    """Return the slots of the positional arguments, then those of the keyword arguments."""
     slots = [((0, *path), tensor) for path, tensor in slots_of(args)]
     return slots + [((1, *path), tensor) for path, tensor in slots_of(kwargs)]
 
 
 def replacement(new: Gradients, slot: CallTensor, old: dict[int, Tensor]) -> Tensor | None:
-    """Return the gradient that takes the place of a slot's own; None where it stays."""
+    """Return the gradient that replaces that of a slot, or None to keep it."""
     if not new or slot.index not in old:
         return None
     mine = new[slot.index]

@@ -1,11 +1,11 @@
-"""Layers that in eval mode run as one fused kernel, which calls none of their children.
+"""Layers that run as one fused kernel in eval mode and then call none of their children.
 
-PyTorch takes the kernel only where it sees no native hook on the layer or below it, and a ``nn.TransformerEncoder``
-packs padded sequences into a nested tensor that only the kernel can take. Both are switched off for single calls, so
-that between calls nothing stands in the model, and other models keep their kernels.
+PyTorch uses the kernel only if neither the layer nor a module below it has hooks. A ``nn.TransformerEncoder`` also
+packs padded sequences into a nested tensor, which only the kernel accepts. Both are switched off for single calls, so
+that between calls nothing stays in the model, and other models keep their kernels.
 
-The layer then computes what it computes in training: the same up to rounding, but where an encoder would have packed
-its input, padded positions hold numbers instead of zeros.
+The layer then computes as in training mode. The result is the same up to rounding, with one exception: where an encoder
+would have packed its input, padded positions hold numbers instead of zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _keys = itertools.count()
 
 
 class Unfused:
-    """Puts an entry into a dict of a module's while at least one call is inside."""
+    """An entry in a dict of a module that is present while at least one call is running."""
 
     __slots__ = ("_depth", "_found", "_key", "_table", "_value")
 
@@ -44,24 +44,24 @@ class Unfused:
         return self
 
     def add_undo(self, undo: Callable[[], None]) -> None:
-        raise NotImplementedError  # Only what changes a computation is asked.
+        raise NotImplementedError  # Only exchanges that change a computation are asked for this.
 
     def enter(self) -> None:
-        """Put it in, unless an outer call has."""
+        """Set the entry, unless an outer call has done so."""
         self._depth += 1
         if self._depth == 1:
             self._found = self._table.get(self._key)
             self._table[self._key] = self._value
 
     def leave(self) -> None:
-        """Put back what was there, as the outermost call ends."""
+        """Restore the dict when the outermost call ends."""
         if self._depth > 1:
             self._depth -= 1
         else:
             self.put_back()
 
     def put_back(self) -> None:
-        """Put back what was there, however many calls are inside."""
+        """Restore the dict, even if calls are still running."""
         if self._table.get(self._key) is self._value:
             if self._found is None:
                 self._table.pop(self._key, None)
@@ -71,7 +71,7 @@ class Unfused:
 
 
 def unfused(module: nn.Module) -> Unfused:
-    """What keeps this layer or encoder from bypassing its children."""
+    """Return the exchange that makes this layer or encoder call its children."""
     if isinstance(module, nn.TransformerEncoder):
         return Unfused(module.__dict__, "use_nested_tensor", value=False)
     table = forward_pre_hooks_of(module)
@@ -79,4 +79,4 @@ def unfused(module: nn.Module) -> Unfused:
 
 
 def _nothing(*_: Any) -> None:
-    """A native hook that only needs to be there."""
+    """Do nothing: the presence of this hook disables the fused kernel."""

@@ -1,9 +1,9 @@
-"""Whether a model shows any sign of changing tensors in place.
+"""Detection of code that may change tensors in place.
 
-A kept value is only in danger where something writes into it later. Nothing in PyTorch announces that beforehand, but
-most of it is plain to see: a module with ``inplace=True``, or code with ``+=``, ``x[...] = ``, ``add_`` in a
-``forward``. Where there is such a sign values are copied as they are kept; where there is none they are kept by
-reference and their version is compared when they are read.
+A recorded value is in danger only if something writes into it later. PyTorch does not announce such writes, but most
+are visible: a module with ``inplace=True``, or ``+=``, ``x[...] =`` or ``add_`` in the code of a ``forward``. If a
+model has such signs, values are copied when they are recorded. If not, values are kept by reference, and their version
+is compared when they are read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tenterhook.pytorch.python_code import constants_of, nested_codes
 
 __all__ = ["changes_in_place", "model_changes_in_place"]
 
-# Modules of PyTorch itself write into what they are given only where they say so by `inplace`.
+# PyTorch's own modules write into their arguments only with `inplace=True`.
 TRUSTED = ("torch.nn.modules.", "torch.ao.nn.")
 
 
 def model_changes_in_place(modules: Iterator[nn.Module]) -> bool:
-    """Whether any of these modules may write into a tensor that it was given or got from a child."""
+    """Return whether any of these modules may write into an argument or into the output of a child."""
     return any(changes_in_place(module) for module in modules)
 
 
 def changes_in_place(module: nn.Module) -> bool:
-    """Whether this module's own code may change a tensor in place.
+    """Return whether this module's own code may change a tensor in place.
 
     >>> changes_in_place(nn.ReLU()), changes_in_place(nn.ReLU(inplace=True))
     (False, True)
@@ -52,7 +52,7 @@ def _class_writes(cls: Any) -> bool:
 
 
 def _reachable(cls: type, forward: types.FunctionType) -> list[types.FunctionType]:
-    """The forward, the methods of its class that it names, and the functions of its own file, and so on."""
+    """Return the forward, and the methods of its class and functions of its file that it names, recursively."""
     found: dict[types.CodeType, types.FunctionType] = {}
     todo = [forward]
     while todo:
@@ -79,7 +79,7 @@ def _plain_function(target: Any) -> types.FunctionType | None:
 
 @functools.lru_cache(maxsize=4096)
 def _code_writes(code: types.CodeType) -> bool:
-    # The names of keywords stand among the constants, as tuples; how a call gets at them differs between Pythons.
+    # Keyword names are tuples among the constants; how a call reads them differs between Python versions.
     if any(isinstance(const, tuple) and "inplace" in const for const in constants_of(code)):
         return True
     before = statement = None
@@ -107,7 +107,7 @@ def _step_writes(step: dis.Instruction, before: dis.Instruction | None) -> bool:
 
 
 def _counts_or_grows(added: dis.Instruction) -> bool:
-    """A counter (``i += 1``) and a growing tuple or text (``all += (x,)``) are no tensors."""
+    """Return whether ``+=`` adds to a counter (``i += 1``), a tuple or a string (``all += (x,)``), not to a tensor."""
     if added.opname == "BUILD_TUPLE":
         return True
     return added.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and (
@@ -116,10 +116,13 @@ def _counts_or_grows(added: dis.Instruction) -> bool:
 
 
 def _stores_a_flag(step: dis.Instruction, statement: dis.Instruction | None) -> bool:
-    """``done[i] = True`` marks a list or a dict; the value is the first thing that such a statement loads."""
+    """Return whether the statement is like ``done[i] = True``, which writes into a list or dict, not into a tensor.
+
+    The stored value is the first thing that such a statement loads.
+    """
     if step.opname != "STORE_SUBSCR" or statement is None or statement.opname != "LOAD_CONST":
         return False
-    # Identity, because 0 and 1 equal False and True, and `x[i] = 0` does write into a tensor.
+    # Compare by identity, because 0 == False and 1 == True, and `x[i] = 0` does write into a tensor.
     return any(statement.argval is flag for flag in (True, False, None))
 
 

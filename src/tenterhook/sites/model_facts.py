@@ -1,4 +1,4 @@
-"""What must be known of a whole model before any of its points is hooked, found once and kept as long as the model."""
+"""Facts about a whole model that are needed before any of its points is hooked. They are cached per model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Facts", "facts"]
 class Facts:
     """Facts about a model.
 
-    ``in_place``: its code shows signs of changing tensors in place. ``fused``: the paths of layers whose fast path
-    bypasses their children.
+    ``in_place``: its code may change tensors in place. ``fused``: the paths of layers whose fast path bypasses their
+    children.
     """
 
     in_place: bool
@@ -30,11 +30,11 @@ _known: weakref.WeakKeyDictionary[nn.Module, Facts] = weakref.WeakKeyDictionary(
 
 
 def facts(model: nn.Module) -> Facts:
-    """The facts about ``model``.
+    """Return the facts about ``model``.
 
-    They are found at the first question and not again: walking a large model costs more than a session on one point.
-    Nothing rests on their being fresh, because a value that is changed in place against them is noticed by its version
-    and a bypassed point is noticed as never reached.
+    They are computed once, because walking a large model costs more than a session on one point. They may be out of
+    date without harm: a value that is changed in place is detected by its version, and a bypassed point is reported as
+    never reached.
     """
     known = _known.get(model)
     if known is None:

@@ -1,4 +1,4 @@
-"""The site of a module's call: how an argument is read from a call and written back into it."""
+"""The arguments of a module's call: how to read them and how to replace them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 class _Missing:
-    """Says that a call did not carry the argument."""
+    """A marker for an argument that a call does not have."""
 
     def __repr__(self) -> str:
         return "<missing>"
@@ -28,17 +28,17 @@ MISSING = _Missing()
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether the module has a ``forward`` at all, of its class or its own; a ModuleList, say, has none.
+    """Return whether the module has a ``forward``, from its class or its own. For example, a ModuleList has none.
 
     >>> can_be_called(nn.Linear(1, 1)), can_be_called(nn.ModuleList())
     (True, False)
     """
-    # A scripted module's class cannot be asked for its forward.
+    # The class of a scripted module has no readable forward.
     return "forward" in module.__dict__ or getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What ``module.compile()`` has put in the place of the module's call; None if it has not, or a session has."""
+    """Return the call that ``module.compile()`` has installed, or None. An override by a session does not count."""
     call = call_override(module)
     return None if hasattr(getattr(call, "__func__", None), "patch") else call
 
@@ -47,7 +47,7 @@ def _read(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     try:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return ()  # Compiled code that does not tell.
+        return ()  # Compiled code without a signature.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,9 +56,9 @@ def _read_class(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 
 def parameters_of(module: nn.Module) -> tuple[inspect.Parameter, ...]:
-    """What the module's ``forward`` declares, without ``self``; nothing where Python cannot tell."""
+    """Return the parameters of the module's ``forward`` without ``self``; empty if the signature is not known."""
     own = module.__dict__.get("forward")
-    # An instance's own forward is not remembered: it may hold the module, and the memory would keep the model alive.
+    # Do not cache an instance's own forward: it may refer to the module, and the cache would keep the model alive.
     return _read(own) if own is not None else _read_class(type(module).forward)
 
 
@@ -66,7 +66,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Argument(Protocol):
-    """One argument of a call: ``get`` reads it (MISSING where there is none), ``put`` gives the call with another."""
+    """One argument of a call. ``get`` returns it or MISSING; ``put`` returns the arguments with it replaced."""
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -75,7 +75,7 @@ class Argument(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """An argument that ``forward`` declares: given by place, by name, or left to its default."""
+    """An argument that ``forward`` declares. A call passes it by position or by name, or leaves its default."""
 
     name: str
     index: int | None
@@ -93,7 +93,7 @@ class Named:
 
 
 class First:
-    """Whatever comes first in a call whose ``forward`` declares no first argument."""
+    """The first argument of a call whose ``forward`` declares no first parameter."""
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0] if args else next(iter(kwargs.values()), MISSING)
@@ -106,7 +106,7 @@ class First:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestOfPlaces:
-    """``*args``: the tuple of what was given beyond the declared places."""
+    """``*args``: the tuple of positional arguments after the declared ones."""
 
     start: int
 
@@ -119,7 +119,7 @@ class RestOfPlaces:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestOfNames:
-    """``**kwargs``: the dict of what was given beyond the declared names."""
+    """``**kwargs``: the dict of keyword arguments besides the declared ones."""
 
     declared: frozenset[str]
 
@@ -131,7 +131,7 @@ class RestOfNames:
 
 
 def argument(module: nn.Module, name: str | None) -> Argument:
-    """How the argument ``name`` of the module's ``forward`` is reached; None stands for the first one.
+    """Return the accessor of the argument ``name`` of the module's ``forward``; None means the first one.
 
     >>> second = argument(nn.Bilinear(2, 2, 2), "input2")
     >>> second.get((1, 2), {}), second.get((1,), {"input2": 5})
@@ -153,6 +153,6 @@ def _declared(index: int, parameters: tuple[inspect.Parameter, ...]) -> Argument
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return RestOfNames(frozenset(other.name for other in parameters))
     place = index if parameter.kind in POSITIONAL else None
-    # A default that could not be overridden by name is left alone.
+    # A default that cannot be overridden by name is not used.
     fixed = parameter.default is inspect.Parameter.empty or parameter.kind is inspect.Parameter.POSITIONAL_ONLY
     return Named(parameter.name, place, MISSING if fixed else parameter.default)

@@ -1,4 +1,4 @@
-"""The site of a parameter or buffer: putting another tensor in its place for the time of a call."""
+"""Edits of a parameter or buffer: another tensor takes its place during a call."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["Exchange", "OwnUpdate", "Swap", "is_offloaded", "own_update"]
 
 
 class Exchange(Protocol):
-    """Something in a module that is other than usual while a call is inside.
+    """A temporary change of a module while calls of it are running.
 
-    ``active``: a call is inside. ``put_back()``: undo it, however many calls are inside. ``apart()``: the same, leaving
-    no trace in what autograd saves. ``changes``: whether the module computes something else because of it, so that
-    other threads would notice. ``add_undo``: have a function called as the last call that is inside ends.
+    ``active``: a call is running. ``put_back()``: undo the change, even if calls are running. ``apart()``: return the
+    same exchange without effect on the tensors that autograd saves. ``changes``: the module computes something else
+    because of it, so other threads would notice. ``add_undo``: add a function to call when the last running call ends.
     """
 
     changes: ClassVar[bool]
@@ -53,15 +53,15 @@ class Exchange(Protocol):
 
 
 def is_offloaded(module: nn.Module, tensor: Tensor | None) -> bool:
-    """Whether accelerate keeps this tensor elsewhere, and brings it only for the module's calls."""
+    """Return whether accelerate offloads this tensor, and materialises it only during the module's calls."""
     return tensor is not None and tensor.is_meta and getattr(getattr(module, "_hf_hook", None), "offload", False)
 
 
 class FlatWeights:
-    """The flat list of weights that a recurrent layer keeps beside its parameters, and reads instead of them.
+    """The flat list of weights that a recurrent layer stores beside its parameters, and reads instead of them.
 
-    The layer makes a new list whenever the list's weak references do not fit its parameters any more, so both are
-    exchanged, and the very same lists put back.
+    The layer makes a new list if the weak references beside the list do not match its parameters. So both lists are
+    exchanged, and the same list objects are restored.
     """
 
     __slots__ = ("_found", "_state")
@@ -71,24 +71,24 @@ class FlatWeights:
         self._found: list[tuple[str, Any]] = []
 
     def exchange(self, old: Tensor, new: Tensor) -> None:
-        """Put lists in that have ``new`` where those that are there have ``old``."""
+        """Install copies of the lists with ``new`` in place of ``old``."""
         places = [index for index, held in enumerate(self._state[FLAT_WEIGHTS]) if held is old]
         for name, entry in ((FLAT_WEIGHTS, new), (FLAT_WEIGHT_REFERENCES, weakref.ref(new))):
             self._found.append((name, self._state[name]))
             self._state[name] = [entry if index in places else held for index, held in enumerate(self._state[name])]
 
     def put_back(self) -> None:
-        """Put back the lists that were found."""
+        """Restore the original lists."""
         self._state.update(self._found)
         self._found.clear()
 
 
 class DerivedWeights:
-    """The weights that are computed from a parameter outside of ``forward``, and kept.
+    """The weights that are computed from a parameter outside ``forward`` and stored.
 
-    Pruning and normalisation set an attribute before each call, ``parametrize.cached()`` keeps what it computed, and
-    spectral normalisation refines vectors in training. With the edited parameter in place all of these are computed
-    anew; afterwards they are what they would be without the edit.
+    Pruning and weight normalisation set an attribute before each call, ``parametrize.cached()`` stores its result, and
+    spectral normalisation updates vectors in training. While the edited parameter is installed, all of these are
+    computed again. Afterwards they have the values that they would have without the edit.
     """
 
     __slots__ = ("_attributes", "_cached", "_hooks", "_keys", "_powers", "_states")
@@ -110,7 +110,7 @@ class DerivedWeights:
         return bool(self._hooks or self._keys or self._powers)
 
     def before(self) -> None:
-        """Note what is there, while the original is still in place."""
+        """Store the current state, while the original parameter is still installed."""
         for power in self._powers:
             power.note()
         for hook in self._hooks:
@@ -128,7 +128,7 @@ class DerivedWeights:
             setattr(hook.module, hook.name, _uncounted(hook.compute))
 
     def leave(self) -> None:
-        """Put back what was found; compute it anew if the parameters have changed since the first call."""
+        """Restore the weights. Compute them again if the parameters have changed since the first call."""
         cache = parametrization_cache()
         for key in self._keys:
             cache.pop(key, None)
@@ -142,19 +142,19 @@ class DerivedWeights:
                 setattr(hook.module, hook.name, _uncounted(hook.compute))
 
     def forget(self) -> None:
-        """Forget what was found: it is back."""
+        """Drop the stored state after it was restored."""
         self._attributes, self._cached = [], {}
 
 
 _After = tuple[list[tuple[Any, Any, Tensor]], Tensor | None]
-"""After a call: the tensor of each place, and the values that are copied into the original."""
+"""After a call: the tensor for each place, and the values to copy into the original."""
 
 
 class Swap:
-    """Exchanges a tensor in all its places while at least one call is inside.
+    """A replacement of a tensor in all its places while at least one call is running.
 
-    Swaps of several sessions may stack on one tensor: each replaces what it finds and puts that back. All that is to be
-    undone is noted before it is done, so that :meth:`put_back` is right at any time.
+    Swaps of several sessions may stack on one tensor: each replaces the tensor that it finds, and restores that one.
+    Every step is noted before it is done, so :meth:`put_back` works at any time.
     """
 
     __slots__ = (
@@ -177,22 +177,22 @@ class Swap:
         self.found: Tensor | None = None
         self.made: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
-        self._before: Tensor | None = None  # What was made, as it was before the model could update it.
+        self._before: Tensor | None = None  # A copy of ``made`` from before the model could update it.
         self._after: _After | None = None
         self.depth = 0
-        self.binding: Any = None  # Whose edit it makes, for the tracer.
+        self.binding: Any = None  # The binding of the edit, for the tracer.
 
     @property
     def active(self) -> bool:
         return self.depth > 0
 
     def enter(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Compute the tensor anew and put it in place, unless an outer call has done so."""
+        """Compute the edited tensor and install it, unless an outer call has done so."""
         self.depth += 1
         if self.depth > 1:
             return
         container, key = self.places[0]
-        # Made anew for each call, so that every backward pass finds a graph of its own from it to the parameter.
+        # Compute it for each call, so that every backward pass has its own graph from it to the parameter.
         found = container[key]
         made = (make or self._make)(found)
         if self._is_buffer and made is not found and not made.is_meta:
@@ -205,7 +205,7 @@ class Swap:
         self.derived.enter()
 
     def make_apart(self, found: Tensor) -> Tensor:
-        """The tensor without its graph, and computed behind the back of whoever packs what autograd saves."""
+        """Return the edited tensor without its graph, computed without calling the current saved-tensor hooks."""
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             made = self._make(found)
         return made.detach().requires_grad_(made.requires_grad)
@@ -217,16 +217,16 @@ class Swap:
         self._undo.append(undo)
 
     def leave(self) -> None:
-        """Put back what was found, as the outermost call ends."""
+        """Restore the original when the outermost call ends."""
         if self.depth > 1:
             self.depth -= 1
         else:
             self.put_back()
 
     def put_back(self) -> None:
-        """Put back what was found, however many calls are inside; nothing if it is back already.
+        """Restore the original, even if calls are running. If it is already restored, do nothing.
 
-        An interrupt may come at any instant. It is then called again, and all that it does can be done twice.
+        An interrupt may come at any time. This method then runs again, and every step of it can run twice.
         """
         if self.found is not None and self.made is not None:
             if self._after is None:
@@ -248,14 +248,14 @@ class Swap:
         self.depth = 0
 
     def _afterwards(self, found: Tensor, made: Tensor) -> _After:
-        """Return what each place holds afterwards: the original, with the changes that the model made meanwhile."""
+        """Return the tensor that each place gets afterwards: the original, with the changes that the model made."""
         before, places = self._before, list[tuple[Any, Any, Tensor]]()
         for container, key in self.places:
             now = container[key]
             if now is made:
                 places.append((container, key, found))
             elif now is not found and isinstance(now, Tensor) and before is not None:
-                places.append((container, key, _updated(found, before, now)))  # The model has assigned another one.
+                places.append((container, key, _updated(found, before, now)))  # The model assigned another tensor.
         return places, _values_after(found, before, made) if before is not None else None
 
     def _exchange(self, old: Tensor, new: Tensor) -> None:
@@ -265,7 +265,7 @@ class Swap:
 
 
 def _updated(found: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """The original, changed as the model changed the edited tensor; the model's own tensor if its shape differs."""
+    """Return the original plus the model's changes of the edited tensor, or the model's tensor if its shape differs."""
     if now.shape != found.shape or now.dtype != found.dtype or now.device != found.device:
         return now
     with torch.no_grad():
@@ -274,14 +274,17 @@ def _updated(found: Tensor, before: Tensor, now: Tensor) -> Tensor:
 
 
 def _values_after(found: Tensor, before: Tensor, made: Tensor) -> Tensor | None:
-    """Return the original's values with the changes that the model made in place to the edited tensor, if any."""
+    """Return the original's values with the model's in-place changes of the edited tensor, or None without changes."""
     if storage_identity(made) == storage_identity(found) or torch.equal(made, before):
         return None
     return _updated(found, before, made)
 
 
 class OwnUpdate:
-    """Lets a normalisation layer in training update its original running statistics, which it does not read then."""
+    """An exchange that lets a normalisation layer in training update its original running statistics.
+
+    In training, the layer writes these statistics but does not read them.
+    """
 
     __slots__ = ("_key", "_module", "_swap", "_table")
 
@@ -301,21 +304,21 @@ class OwnUpdate:
         self._swap.add_undo(undo)
 
     def enter(self) -> None:
-        """Put the original in place for this layer's own call."""
+        """Install the original during this layer's own call."""
         if self._module.training and self._table[self._key] is self._swap.made:
             self._table[self._key] = self._swap.found
 
     def put_back(self) -> None:
-        """Do nothing: the original is in place, or the swap puts it there."""
+        """Do nothing: the original is installed, or the swap restores it."""
 
     def leave(self) -> None:
-        """Put the edited one back."""
+        """Install the edited tensor again."""
         if self._swap.made is not None and self._table[self._key] is self._swap.found:
             self._table[self._key] = self._swap.made
 
 
 def own_update(swap: Swap, module: nn.Module) -> list[OwnUpdate]:
-    """What is needed around the calls of a module so that its update of an edited buffer is not lost."""
+    """Return the exchanges around the calls of a module that keep its updates of an edited buffer."""
     if not updates_running_statistics(module):
         return []
     held = buffers_of(module)
@@ -324,10 +327,10 @@ def own_update(swap: Swap, module: nn.Module) -> list[OwnUpdate]:
 
 
 class SwapWithoutGraph:
-    """A swap in the recomputation of a checkpoint that was not around when the first run made the tensor.
+    """A swap in the recomputation of a checkpoint that did not contain the first computation of the edited tensor.
 
-    A checkpoint counts on autograd saving the same tensors in the same order again, and those that the edit saves were
-    not among them.
+    A checkpoint expects autograd to save the same tensors in the same order again. In the first run, the tensors that
+    the edit saves were not among them.
     """
 
     __slots__ = ("_swap",)
@@ -342,19 +345,19 @@ class SwapWithoutGraph:
         return self._swap.active
 
     def enter(self) -> None:
-        """As the swap does."""
+        """Enter the swap, with an edited tensor that has no graph."""
         self._swap.enter(self._swap.make_apart)
 
     def leave(self) -> None:
-        """As the swap does."""
+        """Leave the swap."""
         self._swap.leave()
 
     def put_back(self) -> None:
-        """As the swap does."""
+        """Restore the original."""
         self._swap.put_back()
 
     def add_undo(self, undo: Callable[[], None]) -> None:
-        """As the swap does."""
+        """Add a function to call when the last running call ends."""
         self._swap.add_undo(undo)
 
     def apart(self) -> SwapWithoutGraph:
@@ -362,7 +365,7 @@ class SwapWithoutGraph:
 
 
 def _uncounted(compute: Callable[[], Tensor]) -> Tensor:
-    """Compute a tensor; a checkpoint does not count what autograd saves for it, as it would not in the other run."""
+    """Compute a tensor without calling a checkpoint's saved-tensor hooks, because the other run does not compute it."""
     if saved_tensor_hooks() is None:
         return compute()
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):

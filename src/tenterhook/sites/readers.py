@@ -1,7 +1,7 @@
-"""The places in a model that keep a tensor: tables of modules, attributes, lists, dicts, closures, globals.
+"""The places in a model that refer to a tensor: dicts of modules, attributes, lists, dicts, closures and globals.
 
-An edited parameter is put into all of them. :class:`Readers` is one walk over everything that a model holds, and
-answers which places keep a tensor and which modules can read it from there.
+An edited parameter is put into all of them. :class:`Readers` walks once over everything that a model refers to. It
+returns the places of a tensor and the modules that can read it from there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tenterhook.pytorch.python_code import cell_value, cells_of, global_names, s
 __all__ = ["ClosureCell", "Readers", "SlotAttributes", "refuse_outside_owners"]
 
 FIXED = (
-    "{address!r} cannot be edited: {where} keeps it too, in a {kind}, which cannot be changed for the time of a call. "
-    "Keep it in a list or a dict there, or edit the outputs that are computed from it."
+    "{address!r} cannot be edited: {where} also holds it, in a {kind}, which cannot be changed during a call. "
+    "Store it in a list or a dict there, or edit the outputs that are computed from it."
 )
 VIEW = (
     "{address!r} cannot be edited: {where} shares its memory and would keep the unedited value. Compute it from the "
     "parameter in forward, or edit the outputs that are computed from it."
 )
 OUTSIDE = (
-    "{address!r} cannot be edited here: another module, of class {kind}, has it as its {name!r} outside of the {model} "
-    "that was given, and would compute with the unedited value. Open the session on the model that holds both."
+    "{address!r} cannot be edited here: a {kind} outside this {model} has it as its {name!r}, and would use the "
+    "unedited value. Open the session on the model that contains both."
 )
 
 PLAIN = frozenset({
@@ -48,7 +48,7 @@ LIBRARIES = frozenset({"torch", "tenterhook", "numpy", "builtins", "threading", 
 
 
 class ClosureCell:
-    """A variable of a closure, written as a container with one key."""
+    """A closure variable with the interface of a container with one key."""
 
     __slots__ = ("_cell",)
 
@@ -63,7 +63,7 @@ class ClosureCell:
 
 
 class SlotAttributes:
-    """The attributes that an object keeps in ``__slots__``, written as a container."""
+    """The attributes in an object's ``__slots__`` with the interface of a container."""
 
     __slots__ = ("_owner",)
 
@@ -78,30 +78,31 @@ class SlotAttributes:
 
 
 class Readers:
-    """Everything that a model holds: which places keep a tensor, and which objects lead to them."""
+    """Everything that a model refers to: the places of each tensor, and the objects that lead to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules: list[nn.Module] = []
         self._above: dict[int, list[int]] = {}
-        self._places: dict[int, list[tuple[Any, Any, int]]] = {}  # By the tensor: container, key, the object it is in.
+        # By tensor: container, key, and the id of the owning object.
+        self._places: dict[int, list[tuple[Any, Any, int]]] = {}
         self._fixed: dict[int, list[tuple[str, int]]] = {}
-        self._memory: list[tuple[int, int, int, str]] = []  # Of each tensor: its id, address, length and name.
+        self._memory: list[tuple[int, int, int, str]] = []  # For each tensor: id, address, length and name.
         self._names: dict[int, str] = {}
-        self._alive: list[Any] = []  # So that no number is used twice.
+        self._alive: list[Any] = []  # Kept alive, so that no id is used twice.
         self._walk()
 
     def places(self, tensor: Tensor) -> list[tuple[Any, Any]]:
-        """Return the containers that keep this tensor, each with its key."""
+        """Return the containers that hold this tensor, with its key in each."""
         return [(container, key) for container, key, _ in self._places.get(id(tensor), ())]
 
     def keepers(self, tensor: Tensor) -> set[int]:
-        """Return the ids of the modules that keep this tensor themselves, or in a list, a closure and so on."""
+        """Return the ids of the modules that hold this tensor directly, or in a list, closure and so on."""
         modules = {id(module) for module in self.modules}
         return self._above_of(tensor, stop=modules) & modules
 
     def reaching(self, tensor: Tensor) -> set[int]:
-        """Return the ids of all objects from which this tensor can be read, modules among them."""
+        """Return the ids of all objects, including modules, from which this tensor can be read."""
         return self._above_of(tensor, stop=set())
 
     def _above_of(self, tensor: Tensor, stop: set[int]) -> set[int]:
@@ -114,7 +115,7 @@ class Readers:
         return found
 
     def check(self, tensor: Tensor, address: str) -> None:
-        """Raise if something in the model keeps the tensor where an edit cannot reach it."""
+        """Raise :class:`UnsupportedModel` if the model holds the tensor at a place that an edit cannot change."""
         for kind, owner in self._fixed.get(id(tensor), ()):
             where = self._names.get(owner, "something in the model")
             raise UnsupportedModel(FIXED.format(address=address, where=repr(where), kind=kind))
@@ -155,7 +156,8 @@ class Readers:
         else:
             places = self._places.setdefault(id(value), [])
             in_table = isinstance(owner, nn.Module) and container is not owner.__dict__
-            places.insert(0 if in_table else len(places), (container, key, id(owner)))  # Tables are read first.
+            # The dicts of modules come first.
+            places.insert(0 if in_table else len(places), (container, key, id(owner)))
         begin, size = memory_of(value)
         if size and not (isinstance(owner, nn.Module) and _is_derived(owner, key)):
             self._memory.append((id(value), begin, size, self._label(owner, key)))
@@ -166,7 +168,7 @@ class Readers:
 
 
 def memory_of(value: Any) -> tuple[int, int]:
-    """Return where the memory of a tensor or a NumPy array begins, and its length in bytes; zeros if it has none."""
+    """Return the address and length in bytes of the memory of a tensor or NumPy array, or zeros if it has none."""
     try:
         if isinstance(value, Tensor):
             last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
@@ -177,16 +179,16 @@ def memory_of(value: Any) -> tuple[int, int]:
 
 
 def _is_derived(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute is computed anew for every call; before the first it may be the parameter's own."""
+    """Return whether an attribute is computed for every call. Before the first, it may share the parameter's memory."""
     return any(hook.name == name for hook in weight_hooks(module))
 
 
 Content = tuple[Any, Any, Any]
-"""A container that can be written to (None if it cannot), the key, and what is there."""
+"""A container (None if it cannot be written to), a key in it, and the value there."""
 
 
 def _contents(owner: Any) -> Iterator[Content]:
-    """Yield what an object holds."""
+    """Yield the direct contents of an object."""
     if isinstance(owner, nn.Module):
         yield from _of_module(owner)
     elif isinstance(owner, dict):
@@ -221,7 +223,7 @@ def _of_module(module: nn.Module) -> Iterator[Content]:
 
 
 def _own_forward(value: Any) -> Any:
-    """Return the forward that a module had before a session put another one there."""
+    """Return the forward that a module had before a session installed its own."""
     patch = getattr(getattr(value, "__func__", None), "patch", None)
     return value if patch is None else patch.own
 
@@ -262,13 +264,13 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_library(name: str | None) -> bool:
-    """Return whether what a module of Python defines holds no reference to a user's parameter that a forward reads."""
+    """Return whether a Python module belongs to a library whose objects never hold a user's parameter for a forward."""
     return (name or "").partition(".")[0] in LIBRARIES
 
 
 @functools.lru_cache(maxsize=1024)
 def _methods(cls: Any) -> tuple[FunctionType, ...]:
-    """Return the functions of a class and its bases, PyTorch's own left out."""
+    """Return the functions of a class and its bases, except those of libraries."""
     values = [value for each in cls.__mro__ if not _is_library(each.__module__) for value in vars(each).values()]
     plain = [getattr(value, "fget", None) or getattr(value, "__func__", value) for value in values]
     return tuple(value for value in plain if isinstance(value, FunctionType))
@@ -277,14 +279,14 @@ def _methods(cls: Any) -> tuple[FunctionType, ...]:
 # -- owners outside of the model ---------------------------------------------------------------------------------------
 
 _alone: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-"""Tensors that no other model owned when they were looked at, with their number of references at that time."""
+"""Tensors that no other model owned at the last check, with their number of references at that time."""
 
 
 def refuse_outside_owners(readers: Readers, owner: nn.Module, name: str, address: str) -> None:
-    """Raise if a module outside of the model owns the same parameter or buffer.
+    """Raise :class:`UnsupportedModel` if a module outside the model owns the same parameter or buffer.
 
-    Who refers to a tensor is found by asking Python's garbage collector, which looks at all objects. So nobody is asked
-    where the tensor has no more references than known places, or as many as when it was last looked at.
+    The referrers of a tensor come from Python's garbage collector, which looks at all objects and is slow. It is
+    skipped if the tensor has no more references than known places, or as many as at the last check.
     """
     table = parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
     count = sys.getrefcount(table[name]) - 1
@@ -296,7 +298,7 @@ def refuse_outside_owners(readers: Readers, owner: nn.Module, name: str, address
         return
     inside = {id(module) for module in readers.modules}
     if _outside(tensor, inside):
-        gc.collect()  # It may be one that nobody holds any more.
+        gc.collect()  # The other owner may be garbage.
         for kind, key in _outside(tensor, inside):
             model = type(readers.model).__name__
             raise UnsupportedModel(OUTSIDE.format(address=address, kind=kind, name=key, model=model))
@@ -305,7 +307,7 @@ def refuse_outside_owners(readers: Readers, owner: nn.Module, name: str, address
 
 
 def _outside(tensor: Tensor, inside: set[int]) -> list[tuple[str, str]]:
-    """Return class and name for each module, none of ``inside``, that has a tensor as its parameter or buffer."""
+    """Return class and name for each module not in ``inside`` that has the tensor as a parameter or buffer."""
     tables = [each for each in gc.get_referrers(tensor) if type(each) in TABLES]
     found = []
     for table in tables:
@@ -318,7 +320,7 @@ def _outside(tensor: Tensor, inside: set[int]) -> list[tuple[str, str]]:
 
 
 def _modules_of(referrers: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules among some objects, and those whose ``__dict__`` is among them."""
+    """Return the modules among some objects, and the modules whose ``__dict__`` is among them."""
     objects = list(referrers)
     states = [each for each in objects if type(each) is dict and OWN_CONTENT[0] in each]
     beyond = gc.get_referrers(*states) if states else []

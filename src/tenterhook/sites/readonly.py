@@ -1,7 +1,7 @@
-"""The state of what a hook is given, to find out what it changes.
+"""A snapshot of the arguments of a hook, which shows what the hook changes.
 
-Containers and objects are compared part by part, tensors by identity, memory, version and contents: writes through
-``.data`` and through NumPy leave the version as it is.
+Containers and objects are compared item by item, and tensors by identity, memory, version and contents: writes through
+``.data`` and NumPy do not change the version.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tenterhook.pytorch.autograd import storage_identity
 
 __all__ = ["ReachableState"]
 
-PIECE = 1 << 20  # numbers that are looked at together
+PIECE = 1 << 20  # Elements per block of the digest.
 ATOMS = (*CONSTANTS, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, torch.Generator)
 
 
 class ReachableState:
-    """Everything that can be reached from the arguments of a hook, as it is now."""
+    """The state of everything that can be reached from the arguments of a hook."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
-        self._objects: list[Any] = []  # Kept alive, so that no two of them have one identity.
+        self._objects: list[Any] = []  # Kept alive, so that no id is used twice.
         self._found: dict[str, Any] = {}
         for number, value in enumerate(given):
             self._walk(value, "the module" if isinstance(value, nn.Module) else f"argument {number}")
 
     def change(self, later: ReachableState) -> str | None:
-        """Return in words what is different in a later state, or None."""
+        """Return a description of the first difference to a later state, or None."""
         for name in (*self._found, *later._found):
             before: Any = self._found.get(name)
             after: Any = later._found.get(name)
@@ -89,12 +89,12 @@ def _is_tensor(state: Any) -> bool:
 
 @torch.no_grad()
 def _contents(tensor: Tensor) -> tuple[Any, Any]:
-    """Return where a tensor's memory is, and a sum over its bits that depends on their order."""
+    """Return the position of a tensor's memory, and a sum over its bits that depends on their order."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
         return None, None
     try:
         place: Any = (storage_identity(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
-    except (RuntimeError, NotImplementedError):  # A wrapper without memory of its own.
+    except (RuntimeError, NotImplementedError):  # A wrapper without its own memory.
         return None, None
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -104,7 +104,8 @@ def _contents(tensor: Tensor) -> tuple[Any, Any]:
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    weights = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7C1  # Odd: every bit counts.
+    # Odd, so that every bit counts.
+    weights = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7C1
     return (bits.to(torch.int64) * weights).sum()
 
 

@@ -1,8 +1,8 @@
-"""Rewriting a function so that values at chosen places pass through our hands.
+"""Rewriting of a function, so that values at chosen places pass through callbacks.
 
-The function is compiled again from its own tree with small calls put in, under its own file name and line numbers. The
-new code has one more free variable, through which each use of it is given its own :class:`PlaceCallbacks`; so the code
-is made once for a set of places and shared by every session, module and thread.
+The function is compiled again from its syntax tree with small calls inserted, under its own file name and line numbers.
+The new code has one more free variable, which holds the :class:`PlaceCallbacks` of each use. The code is therefore
+compiled once per set of places, and shared by all sessions, modules and threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HANDS = "__tenterhook__"
 
 
 class PlaceCallbacks(Protocol):
-    """What the rewritten code calls: ``value`` at a place, ``enter`` for a function that is about to be called."""
+    """The callbacks of rewritten code: ``value`` at a place, ``enter`` for a function that is about to be called."""
 
     def value(self, place: int, value: Any) -> Any: ...
 
@@ -35,7 +35,7 @@ class PlaceCallbacks(Protocol):
 def rewritten(
     function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: PlaceCallbacks
 ) -> FunctionType:
-    """The function with ``tapped`` values and ``entered`` calls passing through ``hands``; in all else the same."""
+    """Return the function with ``tapped`` values and ``entered`` calls passed through ``hands``."""
     code = _code(function.__code__, function.__qualname__, tapped, entered)
     closure: tuple[CellType, ...] = (CellType(hands),)
     free = free_names(code)
@@ -70,7 +70,7 @@ def _code(code: CodeType, qualname: str, tapped: frozenset[Place], entered: froz
 
 
 class _Writer(ast.NodeTransformer):
-    """Puts the calls in. Nodes are known by the number that they had before anything was changed."""
+    """A transformer that inserts the calls. It identifies nodes by their number in the unchanged tree."""
 
     def __init__(self, numbered: dict[int, int], wanted: dict[Any, Place]) -> None:
         self._numbered, self._wanted = numbered, wanted
@@ -106,7 +106,7 @@ class _Writer(ast.NodeTransformer):
         return node
 
     def _assignment(self, node: Any, *, alone: bool) -> Any:
-        """Pass the value through where it has one target, or pass each target's value through afterwards."""
+        """Wrap the value of a single target; otherwise pass each target's value through a callback afterwards."""
         targets = list(bound_names(node))
         patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
@@ -129,7 +129,7 @@ class _Writer(ast.NodeTransformer):
         return self._assignment(node, alone=False)
 
     def _block(self, node: Any) -> Any:
-        """A loop, a ``with`` or a ``case``: pass what it binds through at the start of its body."""
+        """Rewrite a loop, ``with`` or ``case``: pass the bound names through callbacks at the start of its body."""
         targets = bound_names(node)
         patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
@@ -149,7 +149,7 @@ class _Writer(ast.NodeTransformer):
         return self._block(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> Any:
-        """A comprehension has no body: each name is bound once more, ``for x in (value(x),)``, before it is tested."""
+        """Rewrite a comprehension: bind each name again with ``for x in (value(x),)``, before the conditions."""
         targets = bound_names(node)
         patches = [self._place("patch", "name", node, index) for index in range(len(targets))]
         self.generic_visit(node)
@@ -160,10 +160,10 @@ class _Writer(ast.NodeTransformer):
 
 
 def _through(method: str, place: Place, value: ast.expr) -> ast.expr:
-    """``__tenterhook__.method(place, value)``, standing where the value stood."""
+    """Return the expression ``__tenterhook__.method(place, value)`` at the location of the value."""
     hands = ast.Attribute(value=ast.Name(id=HANDS, ctx=ast.Load()), attr=method, ctx=ast.Load())
     new = ast.Call(func=hands, args=[ast.Constant(value=key_of(place)), value], keywords=[])
-    # Of a method over several lines Python takes the last for the call's: a debugger would see a line more than before.
+    # For a method call over several lines, Python uses the last line: a debugger would see one line more than before.
     added = {"lineno": value.lineno, "end_lineno": value.lineno, "col_offset": value.col_offset}
     for node in (hands, hands.value, new.args[0]):
         for name, number in (added | {"end_col_offset": value.col_offset}).items():
@@ -172,19 +172,19 @@ def _through(method: str, place: Place, value: ast.expr) -> ast.expr:
 
 
 def _again(target: ast.expr, place: Place) -> ast.stmt:
-    """``target = __tenterhook__.value(place, target)``, on the target's own line."""
+    """Return the statement ``target = __tenterhook__.value(place, target)`` on the target's own line."""
     statement = ast.Assign(targets=[copy.deepcopy(target)], value=_through("value", place, _read(target)))
     return ast.copy_location(statement, target)
 
 
 def _once(target: ast.expr, place: Place) -> ast.comprehension:
-    """``for target in (__tenterhook__.value(place, target),)``, which Python compiles to an assignment."""
+    """Return ``for target in (__tenterhook__.value(place, target),)``, which Python compiles to an assignment."""
     alone = ast.Tuple(elts=[_through("value", place, _read(target))], ctx=ast.Load())
     return ast.comprehension(target=copy.deepcopy(target), iter=ast.copy_location(alone, target), ifs=[], is_async=0)
 
 
 def _read(target: ast.expr) -> ast.expr:
-    """A target, as it is written to be read."""
+    """Return a target as an expression that reads it."""
     load = copy.deepcopy(target)
     for node in ast.walk(load):
         if hasattr(node, "ctx"):
@@ -193,19 +193,19 @@ def _read(target: ast.expr) -> ast.expr:
 
 
 def _name_of(place: Place, tree: ast.FunctionDef) -> ast.expr:
-    """An argument as a target, on the function's first line of code."""
+    """Return an argument as a target, on the function's first line of code."""
     return ast.copy_location(ast.Name(id=place.name, ctx=ast.Store()), tree.body[0])
 
 
 def key_of(place: Place) -> Any:
-    """The constant by which the rewritten code names a place."""
+    """Return the constant that identifies a place in the rewritten code."""
     return (place.kind, *place.key)
 
 
 def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
-    """``wrapped`` with ``new`` at the bottom in place of ``old``: bindings and decorators are made again around it.
+    """Return ``wrapped`` with ``new`` in place of ``old`` at the bottom. Bindings and decorators are rebuilt around it.
 
-    A decorator is a function that holds what it wraps in a closure; its copy holds the new one instead.
+    A decorator is a function that holds the wrapped function in a closure. Its copy holds the new function instead.
     """
     if wrapped is old:
         return new
@@ -218,13 +218,13 @@ def rebuilt(wrapped: Any, old: FunctionType, new: FunctionType) -> Any:
             kept = zip(cells, before, strict=True)
             return _copy(wrapped, tuple(cell if cell is not None else other for cell, other in kept), new)
     raise NoSource(
-        f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it: what is inside it cannot be reached. "
-        "Its arguments and its output can."
+        f"{old.__qualname__} is wrapped by {wrapped!r:.80}, which hides it, so points inside it cannot be used. "
+        "Use its arguments or its output."
     )
 
 
 def _cell(cell: CellType, old: FunctionType, new: FunctionType) -> CellType | None:
-    """A new cell where this one holds the old function, under whatever wraps it there."""
+    """Return a new cell with the new function if this cell holds the old one, possibly wrapped; otherwise None."""
     held = cell_value(cell)
     return CellType(rebuilt(held, old, new)) if callable(held) and plain(held) is old else None
 

@@ -1,8 +1,8 @@
-"""The site of a plain tensor: hooks that stay with the value they were put on, and leave no trace when they go.
+"""Hooks on plain tensors, which stay with the value they were registered on and restore the tensor when removed.
 
-PyTorch keeps a tensor's hook with the value that the tensor has now, whatever is done to it in place later. A view is
-the exception: when it or its base is changed in place, it gets a new history and its hook sees nothing more, or only
-what earlier readers send back. The base's hook is not lost, so it stands in there, with the view's part of the base's
+PyTorch keeps a tensor's hook with the tensor's present value, despite later in-place changes. Views are an exception:
+if a view or its base is changed in place, the view gets a new history. Its hook then gets no more gradients, or only
+those of earlier uses. The hook of the base still works, so it is used instead, with the view's part of the base's
 gradient.
 """
 
@@ -51,40 +51,40 @@ __all__ = [
     "why_no_gradient",
 ]
 
-MANY = 16  # hooks of one base
+MANY = 16  # Above this number of hooks on one base, hooks without an owner are removed.
 
-# Why a value has no gradient.
+# Reasons why a value has no gradient.
 WHY = {
-    "no_grad": "gradients were switched off (no_grad) when it passed. Run the forward with gradients on.",
-    "inference": "it passed in inference_mode, whose tensors can have no gradient. Use no inference_mode.",
+    "no_grad": "gradients were disabled (no_grad) when it was computed. Run the forward with gradients enabled.",
+    "inference": "it was computed in inference_mode, whose tensors have no gradient. Run without inference_mode.",
     "transform": (
-        "it passed inside vmap or jvp of torch.func, which differentiate nothing there. Use torch.func.grad, or run "
-        "the model on the whole batch."
+        "it was computed inside vmap or jvp of torch.func, which compute no gradient there. Use torch.func.grad, or "
+        "run the model on the whole batch."
     ),
-    "no float": "it holds no floating-point tensor.",
+    "no float": "it contains no floating-point tensor.",
     "no need": (
-        "it did not require one: nothing before it does. Make an input require one, x.requires_grad_(), or unfreeze a "
-        "parameter before it."
+        "it does not require grad: no input and no parameter before it does. Make an input require grad, "
+        "x.requires_grad_(), or unfreeze a parameter before it."
     ),
 }
 TIED = (
-    "it shows the same memory more than once, or as another type, and that memory was changed in place later, so that "
-    "its gradient cannot be told from that of the memory. Return a copy of it: .clone()"
+    "it shows the same memory more than once, or as another dtype, and that memory was changed in place later, so its "
+    "gradient cannot be separated from that of the shared storage. Return a copy of it: .clone()"
 )
 TRANSFORMED = (
-    "inside a transform of torch.func, the gradient of a view, and of an argument through one module alone, cannot be "
-    "told from others. Ask for the gradient of the output that it comes from, or use no transform."
+    "inside a transform of torch.func, the gradient of a view, or of an argument through one module only, cannot be "
+    "separated from others. Use the gradient of the output that it comes from, or run without a transform."
 )
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
 
 class _TracelessHook:
-    """A hook on a leaf that leaves no trace: with the last of ours, the table of hooks goes too, if there was none."""
+    """A hook on a leaf. When our last hook is removed, the dict of hooks is removed too, if there was none before."""
 
     __slots__ = ("_handle", "_tensor")
 
     table = ""
-    # How many of our hooks a tensor has, and whether it had no table before the first; a hook keeps its tensor alive.
+    # The number of our hooks per tensor, and whether it had no dict before the first. A hook keeps its tensor alive.
     counts: ClassVar[dict[tuple[str, int], tuple[int, bool]]] = {}
 
     def __init__(self, tensor: Tensor, register: Callable[[], Any]) -> None:
@@ -94,7 +94,7 @@ class _TracelessHook:
         self.counts[key] = (count + 1, bare)
 
     def remove(self) -> None:
-        """Take it away; any number of times."""
+        """Remove the hook. Removing it again does nothing."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -117,9 +117,10 @@ class LeafHook(_TracelessHook):
     def __init__(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> None:
         super().__init__(tensor, lambda: tensor.register_hook(function))
         hooks: Any = tensor_hooks(tensor)
-        # What only looks sees what flows on, also if it was there before the hook that changes it.
+        # Observers must run after hooks that change the gradient, even if they were registered earlier.
         for key in [key for key, hook in hooks.items() if getattr(hook, "observes", False)]:
-            hooks[key] = hooks.pop(key)  # Not move_to_end: autograd reads the dict beneath, whose order that leaves.
+            # Not move_to_end: autograd reads the underlying dict, whose order that does not change.
+            hooks[key] = hooks.pop(key)
 
 
 class PostAccumulateHook(_TracelessHook):
@@ -140,19 +141,19 @@ class _Holder:
         self.hooks = LightHookTable()
 
     def count(self) -> int:
-        """The references that are counted where nobody else has any; it depends on the interpreter."""
+        """Return the reference count without other references. It depends on the interpreter."""
         return getrefcount(self.hooks)
 
 
 ALONE = _Holder().count()
-"""References to hooks that one attribute has, and no tensor and no graph."""
+"""The reference count of a dict of hooks that only one attribute refers to, and no tensor or graph."""
 
 
 def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
-    """``Tensor.register_hook`` for a tensor that has a history, without a handle: a third of its cost."""
+    """Register a hook on a tensor with a history. Without a handle, this costs a third of ``Tensor.register_hook``."""
     hooks: Any = tensor_hooks(tensor)
     if hooks is None:
-        # Reading grad_fn first spares a crash on a view that was changed through an alias
+        # Reading grad_fn first avoids a crash on a view that was changed through an alias
         # (https://github.com/pytorch/pytorch/issues/196459).
         node = node or tensor.grad_fn
         hooks = set_hooks(tensor, node, LightHookTable())
@@ -160,9 +161,9 @@ def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None)
 
 
 def attach_part(base: Tensor, node: Any, hook: Any) -> None:
-    """Hook a base for the view that ``node`` made; such hooks come before the base's own, and the latest view's first.
+    """Hook a base for the view that ``node`` made. Such hooks run before the base's own, and the latest view's first.
 
-    Gradients reach the views before they reach what the views were taken of, and hooks of one view keep their order.
+    Gradients reach views before they reach their base, and the hooks of one view keep their order.
     """
     hook.number = operation_number(node)
     hooks: Any = tensor_hooks(base)
@@ -172,9 +173,9 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
 
 
 def put_in_order(hooks: dict[Any, Any]) -> None:
-    """Put the hooks of a base into that order."""
+    """Sort the hooks of a base into that order."""
     found: Any = hooks.items()
-    if len(hooks) > MANY:  # A tensor that lives long and is handed on often: what nobody holds any more goes.
+    if len(hooks) > MANY:  # A tensor that lives long and is used often: remove hooks without an owner.
         found = [(key, each) for key, each in found if not getattr(each, "gone", False)]
     in_order = sorted(found, key=lambda item: -getattr(item[1], "number", -1))
     hooks.clear()
@@ -182,11 +183,11 @@ def put_in_order(hooks: dict[Any, Any]) -> None:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The base through which a change in place could rewrite this tensor's history, if it is such a view."""
+    """Return the base of a view if an in-place change of it could rewrite this tensor's history, or None."""
     base = view_base(tensor)
     if base is not None and is_of_several_views(tensor):
-        return None  # Autograd refuses to change it, and to use it once its base was changed.
-    # Nobody may change a leaf that requires a gradient in place, nor a view of it.
+        return None  # Autograd refuses in-place changes of it, and its use after a change of its base.
+    # A leaf that requires grad, and a view of it, cannot be changed in place.
     return base if base is not None and base.requires_grad and base.grad_fn is not None else None
 
 
@@ -194,39 +195,38 @@ def shows_every_change(tensor: Tensor) -> bool:
     """Return whether the version of a tensor counts every change of its memory.
 
     Memory of NumPy, of a buffer or of another library is changed without PyTorch, and fused optimizers do not count
-    what they do to parameters. Raises ``RuntimeError`` for a tensor that has no memory of its own to ask, such as a
-    sparse one.
+    their changes of parameters. Raises ``RuntimeError`` for a tensor without its own storage, such as a sparse one.
     """
     base = view_base(tensor)
     return tensor.untyped_storage().resizable() and (base is None or not isinstance(base, nn.Parameter))
 
 
 def mark_own(tensor: Tensor, module: nn.Module | None) -> None:
-    """Say that nobody but ``module`` has this tensor, for as long as its call runs; None takes it back."""
+    """Mark a tensor as used by ``module`` only, during the module's call. None removes the mark."""
     tensor.tenterhook_owner = module  # type: ignore[attr-defined]
 
 
 def is_own(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether nobody but ``module`` has this tensor."""
+    """Return whether only ``module`` uses this tensor."""
     return getattr(tensor, "tenterhook_owner", None) is module
 
 
 class Counter:
-    """Whether a tensor's memory was changed in place since; it holds neither the memory nor the graph."""
+    """A detector of in-place changes of a tensor's memory. It holds neither the memory nor the graph."""
 
     __slots__ = ("__weakref__", "_counter", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         if is_wrapped(tensor):
             raise GradientError(TRANSFORMED)
-        # A tensor that shares the other one's count of changes, and nothing else.
+        # A tensor that shares the version counter with the other one, and nothing else.
         self._counter = tensor.detach()
         self._counter.data = tensor.new_empty(0)
         self._version = tensor._version
 
     @property
     def changed(self) -> bool:
-        """Whether the memory was changed in place."""
+        """True if the memory was changed in place."""
         return self._counter._version != self._version
 
 
@@ -234,13 +234,13 @@ Layout = tuple[Any, ...]
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """How a tensor lies in its memory."""
+    """Return the layout of a tensor in its memory."""
     conjugate, negative = tensor.is_conj(), tensor.is_neg()
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
 
 
 class TensorPlace(Counter):
-    """Where a view lies in its base, and whether either was changed in place since."""
+    """The position of a view in its base, and a detector of in-place changes of either."""
 
     __slots__ = ("_base", "_exact", "_view")
 
@@ -258,24 +258,24 @@ class TensorPlace(Counter):
 
     @property
     def tied(self) -> bool:
-        """Whether the view's gradient cannot be read from the base's."""
+        """True if the view's gradient cannot be read from the base's gradient."""
         return not self._exact or _overlaps(*self._view[:2]) or self._view[2] < 0 or self._reaches_out()
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The view's part of the base's gradient."""
+        """Return the view's part of the base's gradient."""
         if self._is_whole:
             return gradient
         return self._laid_out(gradient).as_strided(*self._view)
 
     def put(self, gradient: Tensor, new: Tensor) -> Tensor:
-        """The base's gradient with another one in the view's part."""
+        """Return the base's gradient with the view's part replaced."""
         if self._is_whole:
             return new
         return torch.as_strided_scatter(self._laid_out(gradient), new, *self._view)
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the view shows all of its base as the base does."""
+        """True if the view has the same layout as its base."""
         return self._view == (*self._base, 0)
 
     def _laid_out(self, gradient: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class TensorPlace(Counter):
 
 
 def why_no_gradient(value: Any) -> str:
-    """Why this value can have no gradient, as a key of ``WHY``; nothing where it can."""
+    """Return the reason why this value has no gradient, as a key of ``WHY``, or "" if it can have one."""
     floats = [tensor for _, tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
     if not floats:
         return "no float"
@@ -305,15 +305,15 @@ def why_no_gradient(value: Any) -> str:
 def hook_tensor(
     tensor: Tensor, function: Callable[[Tensor], Any], *, tied: Callable[[], Exception] = lambda: HookError(NO_HOOK)
 ) -> Callable[[], None]:
-    """Hook the gradient of the value that ``tensor`` has now; gives what takes the hook away.
+    """Hook the gradient of the tensor's present value. Return a function that removes the hook.
 
-    Where an operation has several results, autograd calls the hooks of those that nobody used too, with None.
-    ``tied`` makes the error for a view that was changed in place and whose gradient cannot be had then.
+    If an operation has several outputs, autograd also calls the hooks of unused outputs, with None. ``tied`` returns
+    the error for a view that was changed in place and whose gradient is then not available.
     """
     base = base_of(tensor) if tensor.grad_fn is not None else None
     if base is None:
 
-        @functools.wraps(function)  # An audit tells whose it is.
+        @functools.wraps(function)  # So that an audit shows the name of the user's function.
         def flows(gradient: Tensor | None) -> Any:
             return None if gradient is None else function(gradient)
 
@@ -348,7 +348,7 @@ def hook_tensor(
 
 
 def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether some memory may be shown twice; dimensions that lie inside one another cannot do that."""
+    """Return whether some memory may occur twice. Dimensions that are nested in one another cannot overlap."""
     reach = 0
     for step, length in sorted(zip(stride, size, strict=True)):
         if length > 1:

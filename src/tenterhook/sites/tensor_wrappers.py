@@ -1,8 +1,8 @@
-"""Tensors that stand for others: inside ``torch.func`` transforms, and spread over processes.
+"""Tensor wrappers: those of ``torch.func`` transforms, and distributed tensors.
 
-A transform hands a model tensors that mean one example, or one level of differentiation, and are of no use outside it.
-Beneath them lies the whole value, with the examples of ``vmap`` along some dimension. A ``DTensor`` holds this process'
-part of a value; putting the parts together is something that all its processes have to do at once.
+In a transform, a model gets tensors that represent one example, or one level of differentiation. They are of no use
+outside the transform. Each wraps the whole value, with the examples of ``vmap`` along some dimension. A ``DTensor``
+holds this process' part of a value. To gather the parts, all its processes must call the collective operation.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = [
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; it is known by what it can do, because its class is slow to load."""
+    """Return whether a tensor is a DTensor. The class is slow to import, so this checks for one of its methods."""
     return type(tensor) is not Tensor and hasattr(type(tensor), "full_tensor")
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The plain tensor, where it is the result of a collective operation that may still be running."""
+    """Return the plain tensor, after waiting for a collective operation that may still be running."""
     wait = getattr(type(tensor), "trigger_wait", None)
     return tensor if wait is None else wait(tensor)
 
 
 def gathered(tensor: Any) -> Tensor:
-    """The whole value, on every process that has a part of it; all of them have to ask.
+    """Return the whole value, on every process that has a part of it. All of them must call this.
 
-    It is a copy also where each process has all of it already: a ``DTensor`` that is changed in place counts that
-    itself, and the memory beneath it does not.
+    The result is a copy even if each process already has the whole value: an in-place change of a ``DTensor`` changes
+    the version of the DTensor, but not that of its local tensor.
     """
     if not is_spread(tensor):
         return tensor  # type: ignore[no-any-return]
@@ -45,7 +45,10 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def spread_like(whole: Tensor, like: Any) -> Tensor:
-    """A whole value that every process has, spread as another is. What was a sum still to be made is made by now."""
+    """Return a whole value, which every process has, as a DTensor distributed like another.
+
+    Pending sums (partial placements) of the other are replicated here, because the whole value contains their result.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * like.device_mesh.ndim

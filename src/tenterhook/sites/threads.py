@@ -1,7 +1,7 @@
-"""Which thread a session belongs to.
+"""An identifier of the current thread, to which sessions belong.
 
-The number that the operating system gives a thread is given to another one when the first has ended. A token that is
-kept with the thread itself is never used twice.
+The operating system reuses the number of a thread after the thread has ended. A token that is stored in the thread
+itself is never reused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _tokens = itertools.count(1)
 
 
 class _Thread(threading.local):
-    """The thread that asks."""
+    """The current thread."""
 
     def __init__(self) -> None:
         self.token = next(_tokens)
 
 
 current = _Thread()
-"""``current.token`` is a number that no other thread of this process has, or ever had."""
+"""``current.token`` is a number that no other thread of this process has or had."""

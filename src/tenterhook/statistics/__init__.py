@@ -1,1 +1,1 @@
-"""Running reductions of many tensors at once, sketches of their distribution, and kernels for GPUs."""
+"""Running reductions of many tensors at once, sketches of their distributions, and GPU kernels."""

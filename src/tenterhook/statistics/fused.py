@@ -1,10 +1,10 @@
-"""Statistics of many tensors on a GPU in two launches, and one for each type beyond the first: all is read, once.
+"""Statistics of many GPU tensors in two kernel launches, plus one for each further dtype. Each tensor is read once.
 
-A step of training on a GPU is often held up by the host, and then what a statistic costs is not reading the tensors but
-asking for it: each operation takes the host some microseconds. Here a step's tensors are one array of addresses, and
-one Triton kernel (see :mod:`tenterhook.statistics.kernels`) reads them all. Triton comes with PyTorch for CUDA. Where
-it is missing, or its first kernel fails or is wrong, :mod:`tenterhook.statistics.measure` does the same with operations
-of PyTorch's; so it does for tensors on other devices and of other types.
+In training on a GPU, the host is often the bottleneck. Then the cost of a statistic is not the reading of the tensors
+but the launch: each operation takes the host some microseconds. Here the addresses of all tensors of a step are in one
+array, and one Triton kernel (see :mod:`tenterhook.statistics.kernels`) reads all of them. PyTorch for CUDA includes
+Triton. If Triton is missing, or its first kernel fails or gives a wrong result, :mod:`tenterhook.statistics.measure`
+computes the same with PyTorch operations. It also does so for other devices and dtypes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "ROW", "Block", "Samples", "serves", "to_device", "why_not"]
 
 DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
-ALIGNED = 16  # Bytes: what a thread reads at a time.
+ALIGNED = 16  # Bytes that a thread reads at a time.
 WARPS = 4
-ROW = 8  # Numbers of a tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
-SLIPS = 3  # Arrays of addresses that may be on their way to the device.
+ROW = 8  # Statistics of one tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
+SLIPS = 3  # Address arrays that may be in transfer to the device at the same time.
 
 wanted = True
-"""Whether kernels of our own are used at all; benchmarks set it to see the difference."""
+"""False disables the Triton kernels. Benchmarks set it to measure the difference."""
 devices = frozenset(["cuda"])
 
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """What keeps a device from being served; None where nothing does. A first kernel is run and compared."""
+    """Return the reason why the kernels cannot run on a device, or None. Run a first kernel and check its result."""
     try:
         found = Block([torch.Size([5]), torch.Size([70000])], [torch.float32] * 2, device)
         some = torch.arange(70000, dtype=torch.float32, device=device).sub_(1000)
@@ -52,7 +52,7 @@ def why_not(device: torch.device) -> str | None:
         found.measure([few, some], table)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # noqa: BLE001 - a missing compiler, driver or package: each has an error of its own
+    except Exception as error:  # noqa: BLE001 - a missing compiler, driver or package each raise another exception
         return f"{type(error).__name__}: {error}"
     true = [[1, (2 / 3) ** 0.5, 0, 2, 5**0.5, 1, 1, 1], [33999.5, 20207.25940, -1000, 68999, 0, 1, 0, 0]]
     true[1][4] = (70000 * (true[1][0] ** 2 + true[1][1] ** 2)) ** 0.5
@@ -60,12 +60,15 @@ def why_not(device: torch.device) -> str | None:
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tensors of a type on a device are measured here."""
+    """Return True if the kernels can measure tensors of this dtype on this device."""
     return wanted and device.type in devices and dtype in DTYPES and why_not(device) is None
 
 
 class Block:
-    """Tensors on one device, measured together; it holds as long as they have the same shapes and types."""
+    """Kernel launches that measure several tensors on one device.
+
+    They are valid as long as the shapes and dtypes of the tensors stay the same.
+    """
 
     def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         from tenterhook.statistics import kernels
@@ -76,8 +79,8 @@ class Block:
         many = -(-counts // (kernels.TILE.value * kernels.TILES.value))
         first = np.zeros(len(counts), np.int64)
         self._found = torch.empty(int(many.sum()), kernels.FIELDS.value, dtype=torch.float64, device=device)
-        # One launch for the pieces of each type: of which tensors they are, which of its pieces each is, and where they
-        # are written; and one for the samples of its tensors.
+        # For each dtype, one launch for the pieces (with the tensor and the index of each piece, and the output rows),
+        # and one launch for the samples.
         self._launches: list[tuple[_Kernel, tuple[Tensor, Tensor, Tensor, Any]]] = []
         self._bins: list[tuple[_Kernel, Tensor, Any]] = []
         begin = 0
@@ -98,9 +101,9 @@ class Block:
         self._addresses = _Addresses(device)
 
     def measure(self, tensors: Sequence[Tensor], table: Tensor, *, in_a_row: bool = False) -> None:
-        """Write one row for each tensor, as ``COLUMNS`` has them from the mean on, also into pinned memory of the host.
+        """Write one row for each tensor, with the columns of ``COLUMNS`` from the mean on.
 
-        ``in_a_row``: all of them are known to be contiguous.
+        ``table`` may be in pinned memory of the host. ``in_a_row`` means that all tensors are known to be contiguous.
         """
         addresses = self._addresses(tensors, in_a_row=in_a_row)
         with _on(self.device):
@@ -109,7 +112,7 @@ class Block:
             self._put_together(self._found, self._first, self._last, self._counts, table)
 
     def count(self, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
-        """Count a sample of each tensor that was just measured in a sketch, under these rows."""
+        """Add a sample of each tensor of the last :meth:`measure` to a sketch, at these rows."""
         addresses = self._addresses.array
         key = tuple(rows)
         if self._sampled is None or self._sampled[0] != key:
@@ -132,7 +135,7 @@ class Block:
 
 
 class Samples:
-    """The sampled places of some tensors side by side, so that it can be told how far they have moved."""
+    """Samples of several tensors in one buffer, used to measure how much the tensors change."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
         from tenterhook.statistics import kernels
@@ -159,21 +162,24 @@ class Samples:
         self._block = Block([part.shape for part in self._both], [torch.float32] * len(self._both), device)
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Look at other tensors, of the same shapes and type, from now on."""
+        """Sample other tensors of the same shapes and dtype from now on."""
         self._tensors = tensors
 
     def take(self) -> None:
-        """Note what the tensors are now."""
+        """Save the current values."""
         self._gather(self._before)
 
     def measure(self, table: Tensor) -> None:
-        """Write a row for what each tensor is now, then one for how far each has come; what was noted is used up."""
+        """Write a row for the current values of each tensor, then a row for its change.
+
+        This overwrites the saved values.
+        """
         self._gather(self._now)
         torch.sub(self._now, self._before, out=self._before)
         self._block.measure(self._both, table, in_a_row=True)
 
     def count(self, sketch: Sketch, rows: Sequence[int]) -> None:
-        """Count samples of what was measured in a sketch, under as many rows."""
+        """Add samples of the last :meth:`measure` to a sketch. ``rows`` has one entry for each row of the table."""
         self._block.count(sketch, rows, 0)
 
     def _gather(self, out: Tensor) -> None:
@@ -184,10 +190,10 @@ class Samples:
 
 
 class _Kernel:
-    """A kernel and as many programs of it, always with arguments of the same types and, if they are memory, aligned.
+    """A Triton kernel with a fixed grid size, for arguments of fixed types and aligned memory.
 
-    Triton looks at every argument of every launch, to find out which of the variants of a kernel it is for. That takes
-    the host longer than the launch. So what it has compiled for the first one is launched directly from then on.
+    For each launch, Triton inspects every argument to select a variant of the kernel. This takes the host longer than
+    the launch itself. So the first call keeps the compiled variant, and later calls launch it directly.
     """
 
     def __init__(self, kernel: Any, programs: int, warps: int) -> None:
@@ -195,18 +201,18 @@ class _Kernel:
         self._launch: Any = None
 
     def __call__(self, *args: Any) -> None:
-        """Launch it on the current stream of the current device."""
+        """Launch the kernel on the current stream of the current device."""
         if self._launch is not None:
-            # Of a tensor Triton would ask where it lies, and then the driver whose memory that is.
+            # For a tensor, Triton would call data_ptr and then ask the driver which device owns the memory.
             self._launch(*[arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args])
             return
         compiled = self._kernel[(self._programs,)](*args, num_warps=self._warps)
-        if compiled is not None:  # Triton's interpreter compiles nothing.
+        if compiled is not None:  # Triton's interpreter returns None.
             self._launch = compiled[self._programs, 1, 1]
 
 
 class _Addresses:
-    """Where tensors lie, as an array on their device; parameters lie where they lay before."""
+    """An array with the addresses of some tensors, on their device. It is reused if the addresses did not change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -223,8 +229,8 @@ class _Addresses:
         if found == self._last and self.array is not None and not self._copies:
             return self.array
         self._last, numbers = found, np.array(found, np.int64)
-        # What is not laid out in a row, or begins at an odd place, is copied. The copies of the last time may go: what
-        # reads them was asked for before anything that could write there.
+        # Copy tensors that are not contiguous or not aligned. The previous copies can be freed: the kernels that read
+        # them are already queued on the stream, before anything that could reuse the memory.
         odd = np.flatnonzero(numbers % ALIGNED).tolist()
         self._copies = [tensors[place].detach().clone(memory_format=torch.contiguous_format) for place in odd]
         numbers[odd] = [copy.data_ptr() for copy in self._copies]
@@ -232,7 +238,7 @@ class _Addresses:
         return self.array
 
     def _over(self, numbers: Any) -> Tensor:
-        """The same numbers on the device; those of the last time are gone."""
+        """Copy the numbers to the device array. The previous content is overwritten."""
         if self._device.type != "cuda":
             return to_device(self._device, numbers)
         if self.array is None:
@@ -240,27 +246,27 @@ class _Addresses:
             self._slips = itertools.cycle([PinnedArray(self.array.shape, self.array.dtype) for _ in range(SLIPS)])
             return self.array
         slip = next(self._slips)
-        slip.event.synchronize()  # It was written so many times ago that there is hardly ever anything to wait for.
+        slip.event.synchronize()  # Rarely waits: this buffer was last used several copies ago.
         slip.array[:] = numbers
         slip.copy(self.array, slip.memory)
         return self.array
 
 
 def _cut(many: Any) -> tuple[Any, Any, Any]:
-    """The pieces of tensors that have so many each: of which tensor each is, which of its pieces, and the first."""
+    """Return, for all pieces, the tensor and the index within that tensor, and for each tensor its first piece."""
     first = np.r_[0, np.cumsum(many)[:-1]]
     of = np.repeat(np.arange(len(many)), many)
     return of.astype(np.int32), (np.arange(len(of)) - first[of]).astype(np.int32), first
 
 
 def to_device(device: torch.device, numbers: Any) -> Tensor:
-    """Some numbers on a device. From memory that is not pinned, CUDA would wait for the device before it copies."""
+    """Copy numbers to a device. They are pinned first, because CUDA synchronises for a copy from pageable memory."""
     found = torch.from_numpy(np.ascontiguousarray(numbers))
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def _on(device: torch.device) -> Any:
-    """Triton launches on the device that is current."""
+    """Return a context in which ``device`` is current, because Triton launches on the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -1,7 +1,7 @@
-"""Small arrays of numbers on their way to a GPU and back, in memory that is used again and again.
+"""Transfers of small arrays between host and GPU, with reused buffers.
 
-A copy that nobody waits for needs pinned memory and an event that tells when it is done. To ask for these takes the
-host longer than to ask for the copy; so they are kept.
+An asynchronous copy needs pinned memory and an event that signals its end. Creating these takes the host longer than
+starting the copy, so they are kept and reused.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from torch import Tensor
 
 __all__ = ["HostCopies", "PendingCopy", "PinnedArray"]
 
-KINDS = 32  # Shapes whose memory is kept at a time; steps that are alike send the same.
+KINDS = 32  # Maximum number of shapes with kept buffers. Similar steps send the same shapes.
 
 
 class PinnedArray:
-    """Pinned memory for some numbers, and an event that tells when the last copy to it or from it is done."""
+    """A pinned buffer, with an event that signals the end of the last copy to or from it."""
 
     __slots__ = ("array", "event", "memory")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        with torch.inference_mode(mode=False):  # Whoever is the first to need it, others will write here.
+        with torch.inference_mode(mode=False):  # The first user may be in inference mode, but others write here later.
             self.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
         self.array: Any = self.memory.numpy()
         self.event = torch.cuda.Event()
 
     def copy(self, into: Tensor, found: Tensor) -> None:
-        """Copy to this memory or from it, without waiting."""
+        """Start an asynchronous copy to or from this buffer."""
         into.copy_(found, non_blocking=True)
         self.mark(into.device if into.is_cuda else found.device)
 
     def mark(self, device: torch.device) -> None:
-        """Have the event tell when everything is done that the device was asked for by now."""
+        """Record the event after everything that is queued on the current stream of the device."""
         self.event.record(torch.cuda.current_stream(device))
 
 
 class PendingCopy:
-    """Numbers of a GPU that are on their way to the host. Once they are read, their memory is free for others."""
+    """Numbers in transfer from a GPU to the host. Reading them makes their buffer available again."""
 
     __slots__ = ("_free", "_slip")
 
@@ -48,11 +48,11 @@ class PendingCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether they are there."""
+        """True if the transfer has finished."""
         return bool(self._slip.event.query())
 
     def read(self) -> Tensor:
-        """The numbers, waited for; to be asked once."""
+        """Wait for the numbers and return them. Call it once only."""
         self._slip.event.synchronize()
         found = self._slip.memory.clone()
         self._free.append(self._slip)
@@ -60,13 +60,13 @@ class PendingCopy:
 
 
 class HostCopies:
-    """Sends numbers from GPUs to the host."""
+    """Asynchronous copies from GPUs to the host."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[PinnedArray]] = {}
 
     def send(self, tensor: Tensor) -> PendingCopy:
-        """Begin to copy a tensor, without waiting."""
+        """Start to copy a tensor to the host, without waiting."""
 
         def copy(into: Tensor) -> None:
             into.copy_(tensor, non_blocking=True)
@@ -76,7 +76,7 @@ class HostCopies:
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, write: Callable[[Tensor], None]
     ) -> PendingCopy:
-        """What ``write`` asks a device to write into the memory that it is given."""
+        """Call ``write`` with a pinned buffer that a device can write into, and return the pending result."""
         kind = tuple(shape), dtype, device
         free = self._free.get(kind)
         if free is None:

@@ -1,10 +1,10 @@
-"""The Triton kernels of :mod:`tenterhook.statistics.fused`; nothing else imports this, because Triton may not be there.
+"""Triton kernels of :mod:`tenterhook.statistics.fused`. No other module imports this one: Triton may not be installed.
 
-All take many tensors in one launch: an array of addresses, and beside it what each tensor needs. A tensor is cut into
-pieces of ``TILE * TILES`` elements, and a program reads one piece once, keeping its numbers in registers. Sums are
-taken of the distance from the mean of the piece's first tile, so that a mean far from zero drowns nothing, and of very
-large or very small numbers after a scaling by a power of two, so that their squares are still numbers. The pieces of a
-tensor are then put together in double precision.
+Each kernel processes many tensors in one launch. It takes an array of addresses, and arrays with the properties of each
+tensor. A tensor is divided into pieces of ``TILE * TILES`` elements. A program reads one piece once and accumulates in
+registers. Sums are taken of the distance from the mean of the first tile, so that a mean far from zero does not cost
+precision. Very large or very small values are first scaled by a power of two, so that their squares stay finite and
+nonzero. The pieces of a tensor are then combined in double precision.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -22,11 +22,12 @@ from tenterhook.statistics.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
 __all__ = ["FIELDS", "TILE", "TILES", "bins", "gather", "pieces", "put_together"]
 
 TILE, TILES = tl.constexpr(1024), tl.constexpr(64)
-AT_ONCE = tl.constexpr(4)  # Tiles whose reads are under way together.
-MANY = tl.constexpr(128)  # Pieces that are put together at a time.
+AT_ONCE = tl.constexpr(4)  # Tiles that are loaded concurrently.
+MANY = tl.constexpr(128)  # Pieces that are combined at a time.
 TINY, GROW = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 HUGE, SHRINK = tl.constexpr(2.0**60), tl.constexpr(2.0**-100)
-FIELDS = tl.constexpr(8)  # Of a piece: finite elements, mean, squares about it, min, max, zeros, NaN, and one spare.
+# Fields of a piece: finite elements, mean, sum of squared deviations, min, max, zeros, NaN, and one unused.
+FIELDS = tl.constexpr(8)
 ROW_ = tl.constexpr(ROW)
 RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
 SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
@@ -36,21 +37,21 @@ jit: Any = triton.jit
 
 @jit
 def _tile(base, places, end, MASKED: tl.constexpr):
-    """The numbers at some places, whether each is finite, and whether it is there at all."""
+    """Return the values at some positions, a mask of the finite ones, and a mask of the positions before ``end``."""
     if MASKED:
         there = places < end
         x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
         finite = (tl.abs(x) < float("inf")) & there
     else:
         x = tl.load(base + places).to(tl.float32)
-        there = places == places  # True everywhere, in the right shape.
+        there = places == places  # True everywhere, with the right shape.
         finite = tl.abs(x) < float("inf")
     return x, finite, there
 
 
 @jit
 def _shift(base, begin, end, MASKED: tl.constexpr):
-    """What is subtracted from the elements of a piece, after a scaling by the first of the two."""
+    """Return the scale for the elements of a piece, and the shift to subtract after scaling."""
     early, usable, _ = _tile(base, begin + tl.arange(0, TILE), end, MASKED)
     early = tl.where(usable, early, 0.0)
     size = tl.max(tl.abs(early), 0)
@@ -61,7 +62,7 @@ def _shift(base, begin, end, MASKED: tl.constexpr):
 
 @jit
 def _write(out, count, scale, shift, total, square, low, high, zeros, none):
-    """Write the fields of a piece: ``total`` and ``square`` are of the distances from ``shift``."""
+    """Write the fields of a piece. ``total`` and ``square`` are sums over the distances from ``shift``."""
     some, unit = tl.maximum(count, 1.0), scale.to(tl.float64)
     total = total.to(tl.float64)
     tl.store(out, count)
@@ -75,18 +76,18 @@ def _write(out, count, scale, shift, total, square, low, high, zeros, none):
 
 @jit
 def _nothing_yet():
-    """The sum, the squares, the minimum and the maximum of no elements."""
+    """Return the initial sum, squares, minimum and maximum."""
     none = tl.zeros((TILE,), tl.float32)
     return none, none, tl.full((TILE,), float("inf"), tl.float32), tl.full((TILE,), float("-inf"), tl.float32)
 
 
 @jit
 def _piece(base, begin, end, out, MASKED: tl.constexpr):
-    """Measure the elements of a tensor from ``begin`` on, of which some may be missing, NaN or Inf."""
+    """Measure the elements of a tensor from ``begin`` on. Some may be beyond the end, NaN or Inf."""
     actions = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, MASKED)
     apart, square, low, high = _nothing_yet()
-    tally = tl.zeros((TILE,), tl.int32)  # Finite ones, zeros and NaN, ten bits for each.
+    tally = tl.zeros((TILE,), tl.int32)  # Counts of finite elements, zeros and NaN, in ten bits each.
     for group in range(TILES // AT_ONCE):
         for part in tl.static_range(0, AT_ONCE):
             place = begin + (group * AT_ONCE + part) * TILE
@@ -96,7 +97,7 @@ def _piece(base, begin, end, out, MASKED: tl.constexpr):
             square += off * off
             low = tl.minimum(low, tl.where(finite, x, float("inf")))
             high = tl.maximum(high, tl.where(finite, x, float("-inf")))
-            zero, none = (x == 0.0) & there, x != x  # NaN alone is not equal to itself.
+            zero, none = (x == 0.0) & there, x != x  # Only NaN is not equal to itself.
             tally += finite.to(tl.int32) + zero.to(tl.int32) * 1024 + none.to(tl.int32) * 1048576
     count = tl.sum(tally & 1023, 0).to(tl.float64)
     zeros, none = tl.sum((tally >> 10) & 1023, 0), tl.sum(tally >> 20, 0)
@@ -106,7 +107,7 @@ def _piece(base, begin, end, out, MASKED: tl.constexpr):
 
 @jit
 def _full_piece(base, begin, end, out):
-    """The same for a piece of which nothing is missing, with half the work for each element where all are finite."""
+    """Measure a complete piece. This takes half the work per element if all elements are finite."""
     actions = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, False)
     apart, square, low, high = _nothing_yet()
@@ -121,7 +122,7 @@ def _full_piece(base, begin, end, out):
             high = tl.maximum(high, x)
             zeros += (x == 0.0).to(tl.int32)
     squares = tl.sum(square, 0)
-    if squares < float("inf"):  # It is not where anything is NaN or Inf, and may not be where a square is too large.
+    if squares < float("inf"):  # False if an element is NaN or Inf, and possibly if a square overflows.
         count, none = tl.full((), TILE * TILES, tl.float64), tl.full((), 0, tl.int32)
         total = tl.sum(apart, 0)
         _write(out, count, scale, shift, total, squares, tl.min(low, 0), tl.max(high, 0), tl.sum(zeros, 0), none)
@@ -138,7 +139,7 @@ def pieces(
     out,
     DTYPE: tl.constexpr,
 ):
-    """Measure one piece: ``of`` says of which tensor, ``nth`` which of its pieces."""
+    """Measure one piece. ``of`` is the index of its tensor, and ``nth`` its index within that tensor."""
     piece = tl.program_id(0)
     which = tl.load(of + piece)
     base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
@@ -159,7 +160,7 @@ def put_together(
     counts,
     out,
 ):
-    """Put the pieces of one tensor together, ``first[which]`` to ``last[which]``, which is not one of them."""
+    """Combine the pieces of one tensor: ``first[which]`` up to, but not including, ``last[which]``."""
     which = tl.program_id(0)
     begin, end = tl.load(first + which), tl.load(last + which)
     actions = tl.arange(0, MANY)
@@ -213,7 +214,7 @@ def bins(
     out,
     DTYPE: tl.constexpr,
 ):
-    """Count a sample of one tensor of a type, ``members`` says of which, in the bins of its row of a sketch."""
+    """Count a sample of one tensor in the bins of its row of a sketch. ``members`` lists the tensors of this dtype."""
     which = tl.load(members + tl.program_id(0))
     actions = tl.arange(0, SAMPLE_)
     there = actions < tl.load(takes + which)
@@ -239,7 +240,7 @@ def gather(
     out,
     DTYPE: tl.constexpr,
 ):
-    """Lay the sampled places of one tensor side by side, from ``offsets[which]`` on."""
+    """Copy the sampled elements of one tensor into ``out``, from ``offsets[which]`` on."""
     piece = tl.program_id(0)
     which = tl.load(of + piece)
     place = tl.load(nth + piece).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -1,13 +1,12 @@
 """Statistics of many tensors at once, on their own device.
 
-What an operation costs to start is paid once for many tensors: on a GPU :mod:`tenterhook.statistics.fused` reads
-everything in a few launches, where it can be, and otherwise tensors are laid side by side in matrices, by
-:mod:`tenterhook.statistics.stacked_reductions`. Nothing is read back to the host before :meth:`Measured.host`, and that
-is one copy.
+The overhead of an operation is paid once for many tensors. On a GPU, :mod:`tenterhook.statistics.fused` reads all
+tensors in a few launches if it supports them. Otherwise :mod:`tenterhook.statistics.stacked_reductions` copies the
+tensors into matrices. Nothing is copied to the host before :meth:`Measured.host`, and that is one copy.
 
-A tensor of more than ``limit`` elements is read at ``limit`` places: short runs by a step that is chosen so that they
-are spread evenly over examples, channels and rows alike. Its norm is still that of all elements, and since one NaN or
-Inf makes a norm that is none, nothing non-finite is missed. What is fused is read whole.
+A tensor of more than ``limit`` elements is sampled at ``limit`` positions: short runs with a step that spreads them
+evenly over examples, channels and rows. Its norm is still that of all elements. One NaN or Inf makes the norm
+non-finite, so none is missed. Fused kernels read every element.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ __all__ = [
 ]
 
 COLUMNS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
-"""What is told of a tensor. ``std`` is that of the elements themselves, without a correction for their number."""
+"""The statistics of a tensor. ``std`` is the population standard deviation, without Bessel's correction."""
 COUNT, MEAN, STD, MIN, MAX, NORM, ZEROS, NAN, INF = range(len(COLUMNS))
 
 LIMIT = 2**13
-"""Elements up to which a tensor is read whole."""
+"""Maximum number of elements of a tensor that is read completely."""
 
-JOINT = 4  # Lists of tensors that are known to be measured together; steps that are alike have one.
+JOINT = 4  # Maximum number of cached joint blocks. Similar steps need only one.
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 class MeasurePlan:
-    """How some tensors are measured together; it holds as long as they have the same shapes and types."""
+    """A plan to measure some tensors together. Valid as long as their shapes and dtypes stay the same."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None, *, times: int = 1) -> None:
         self.like = TensorSignature(tensors)
-        self.blank = np.zeros((len(tensors), len(COLUMNS)))  # What is known before anything is measured.
+        self.blank = np.zeros((len(tensors), len(COLUMNS)))  # Rows with what is known before measuring.
         self.blank[:, COUNT] = counts = [tensor.numel() for tensor in tensors]
         ours: dict[torch.device, list[int]] = {}
         others: dict[Kind, list[int]] = {}
@@ -74,7 +73,7 @@ class MeasurePlan:
                 ours.setdefault(tensor.device, []).append(index)
             else:
                 others.setdefault((tensor.dtype, tensor.device), []).append(index)
-        self.fused = ours  # By device: those that kernels of our own read.
+        self.fused = ours  # By device: the tensors that fused kernels read.
         shapes = self.like.kinds[0]
         self.stacks = [Stacks(shapes, members, device, limit, times=times) for (_, device), members in others.items()]
         long = [i for members in others.values() for i in members if limit is not None and counts[i] > limit]
@@ -84,11 +83,11 @@ class MeasurePlan:
         self.long = np.array(long, int)
         whole_on = [device for device, members in ours.items() if len(members) == len(tensors)]
         self.device = whole_on[0] if whole_on else None
-        """where kernels of our own read all of them"""
+        """the device, if fused kernels read all tensors there"""
 
     @functools.cached_property
     def blocks(self) -> list[tuple[list[int], Block]]:
-        """What kernels of our own read."""
+        """The fused kernels, each with the indices of its tensors."""
         shapes, dtypes, _ = self.like.kinds
         return [
             (members, Block([shapes[i] for i in members], [dtypes[i] for i in members], device))
@@ -96,12 +95,12 @@ class MeasurePlan:
         ]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is the plan for these tensors too."""
+        """Return True if the plan is valid for these tensors."""
         return self.like.fits(tensors)
 
 
 class RowNumbers:
-    """Measured numbers on a device, on their way to the host, or there; several may have a part of them."""
+    """Measured numbers on a device, in transfer to the host, or on the host. Several results may share them."""
 
     def __init__(self, found: Tensor | PendingCopy) -> None:
         self._letter = found if isinstance(found, PendingCopy) else None
@@ -111,64 +110,64 @@ class RowNumbers:
         self._counted: bool | None = None
 
     def send(self, post: HostCopies) -> None:
-        """Begin to copy them to the host, without waiting; once."""
+        """Start to copy the numbers to the host, without waiting. Later calls do nothing."""
         if self._tensor is not None and self._tensor.is_cuda and self._letter is None:
             self._letter = post.send(self._tensor)
 
     @property
     def arrived(self) -> bool:
-        """Whether they are there."""
+        """True if the numbers are on the host, or need no transfer."""
         return self._letter is None or self._letter.arrived
 
     def host(self) -> Tensor:
-        """The numbers, on the host."""
+        """Return the numbers on the host. Wait for a transfer that is not finished."""
         found = self._tensor if self._letter is None else self._letter.read()
-        assert found is not None  # noqa: S101 - it is one or the other
+        assert found is not None  # noqa: S101 - always one of the two
         self._tensor, self._letter = found if found.is_cpu else found.cpu(), None
         return self._tensor
 
     def array(self) -> Array:
-        """The same as an array."""
+        """Return the numbers as a NumPy array on the host."""
         if self._array is None:
             self._array = self.host().numpy()
         return self._array
 
     def finite(self) -> bool:
-        """Whether there is neither NaN nor Inf among them."""
+        """Return True if the numbers contain neither NaN nor Inf."""
         if self._finite is None:
             found = self.host()
-            # A sum has it if one of them does. If they are so large that it has it nevertheless, each is asked.
+            # A NaN or Inf makes the sum non-finite. Large finite numbers can do so too; then check each one.
             self._finite = math.isfinite(found.sum()) or bool(found.isfinite().all())
         return self._finite
 
     def counted(self, part: slice) -> bool:
-        """Whether NaN or Inf were counted in some of the rows that kernels of our own give."""
+        """Return True if some of these rows, which must be from fused kernels, count NaN or Inf."""
         if self._counted is None:
             self._counted = bool(self.array()[:, NAN - MEAN :].any())
         return self._counted and bool(self.array()[part, NAN - MEAN :].any())
 
 
 class Measured:
-    """What was measured of a list of tensors; it is still on their devices."""
+    """The statistics of a list of tensors, still on their devices."""
 
     def __init__(self, plan: MeasurePlan, *, quick: bool = False) -> None:
         self.plan, self._quick = plan, quick
         self.sampled = plan.sampled
-        self.shares = plan.long, plan.shares  # What is to be scaled up from a sample when it is read.
+        self.shares = plan.long, plan.shares  # Statistics of samples, to be scaled up when they are read.
         self._tables: list[tuple[Any, RowNumbers, slice]] = []
         self._stacked: list[tuple[Stacks, RowNumbers, Any]] = []
         self._norms: list[tuple[Sequence[int], RowNumbers]] = []
 
     def add(self, members: Sequence[int] | slice, numbers: RowNumbers, part: slice = slice(None)) -> None:
-        """Take the measured columns of some of the tensors, as kernels of our own give them."""
+        """Add the measured columns of some of the tensors, from fused kernels."""
         self._tables.append((members, numbers, part))
 
     def stack(self, stacks: Stacks, numbers: RowNumbers, columns: Any = slice(None)) -> None:
-        """Take the fields of rows, or some of them."""
+        """Add the fields of stacked tensors. ``columns`` selects some of them."""
         self._stacked.append((stacks, numbers, columns))
 
     def norms(self, norms: Norms) -> None:
-        """Take the norms of everything of which only samples were read."""
+        """Add the norms of complete tensors that were otherwise only sampled."""
         if norms:
             members, found = zip(*norms, strict=True)
             together = torch.stack([norm for each in found for norm in each])
@@ -176,15 +175,15 @@ class Measured:
 
     @property
     def numbers(self) -> list[RowNumbers]:
-        """Everything that has to come to the host."""
+        """All numbers that have to be copied to the host."""
         parts: list[Any] = [*self._tables, *self._stacked, *self._norms]
         return [part[1] for part in parts]
 
     def finite(self) -> bool:
-        """Whether there is neither NaN nor Inf in any tensor: what was measured of it would not be finite either."""
+        """Return True if no tensor contains NaN or Inf. Its statistics would not be finite either."""
         found = self._finite
         if found is None:
-            # What kernels of our own have read was counted.
+            # Fused kernels count NaN and Inf.
             self._finite = found = (
                 not any(numbers.counted(part) for _, numbers, part in self._tables)
                 and all(numbers.finite() for _, numbers, _ in self._stacked)
@@ -196,34 +195,35 @@ class Measured:
 
     @property
     def may_be_read_again(self) -> bool:
-        """Whether some may have to be read once more, because squares do not tell their spread."""
+        """True if some tensors may need a second pass, because their squares may not give the standard deviation."""
         return self._quick and bool(self._stacked)
 
     def may_drown(self) -> bool:
-        """Whether there may be rows whose spread cannot be told; see ``drowned``."""
+        """Return True if the standard deviation of some rows may be unreliable; see ``drowned``."""
         return self._quick and any(stacks.may_drown(each.host()) for stacks, each, _ in self._stacked)
 
     def host(self) -> Array:
-        """One row per tensor, as ``COLUMNS`` names them; NaN and Inf may not be counted here but by :func:`whole`."""
+        """Return one row per tensor with the columns of ``COLUMNS``. Only :func:`whole` counts NaN and Inf reliably."""
         found: Array = hosts([self])[0]
         return found
 
     drowned: Sequence[int] = ()
-    """rows whose squares cannot tell their spread: the mean is too far from zero, or all is too close to it"""
+    """rows whose squares do not give the standard deviation: the mean is too far from zero, or all values are too small
+    """
 
 
 def hosts(each: Sequence[Measured]) -> Array:
-    """What :meth:`Measured.host` gives, of several that were measured alike, by one plan: the rows of each.
+    """Return the rows of :meth:`Measured.host` for several measurements by the same plan.
 
-    It takes hardly longer than one of them does.
+    This takes hardly longer than one of them.
     """
     like = each[0]
     found = np.repeat(like.plan.blank[np.newaxis], len(each), 0)
     for place, (members, _, _) in enumerate(like._tables):
-        tables = [one._tables[place] for one in each]  # Each may be another part of what was measured together.
+        tables = [one._tables[place] for one in each]  # Each may be another slice of shared numbers.
         found[:, members, MEAN:] = np.stack([numbers.array()[part] for _, numbers, part in tables])
     drowned: list[list[int]] = [[] for _ in each]
-    with np.errstate(invalid="ignore", over="ignore"):  # Of Inf there is no spread.
+    with np.errstate(invalid="ignore", over="ignore"):  # Inf has no standard deviation.
         for place, (stacks, _, columns) in enumerate(like._stacked):
             fields = np.stack([one._stacked[place][1].array()[:, columns] for one in each], 1, dtype=float)
             for more, some in zip(drowned, stacks.read(fields, found, quick=like._quick), strict=True):
@@ -241,7 +241,7 @@ def hosts(each: Sequence[Measured]) -> Array:
 
 
 class Workspace:
-    """What is used again and again: memory, and plans for the tensors that come by in every step."""
+    """Buffers and plans that are reused in every step."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -250,14 +250,14 @@ class Workspace:
         self._joint: dict[tuple[MeasurePlan, ...], Block] = {}
 
     def plan(self, tensors: Sequence[Tensor], limit: int | None, name: str) -> MeasurePlan:
-        """The plan for some tensors: that of the last time under this name, if it still fits."""
+        """Return the plan for some tensors: the last one under this name if it still fits, or a new one."""
         plan = self._plans.get((name, limit))
         if plan is None or not plan.fits(tensors):
             plan = self._plans[name, limit] = MeasurePlan(tensors, limit)
         return plan
 
     def joint(self, plans: Sequence[MeasurePlan]) -> Block | None:
-        """What reads the tensors of several plans together, if kernels of our own read all of them on one device."""
+        """Return one block for the tensors of several plans. Return None if no fused kernel can read all of them."""
         device = plans[0].device
         if device is None or any(plan.device != device for plan in plans):
             return None
@@ -271,7 +271,7 @@ class Workspace:
         return block
 
     def numbers(self, rows: int, device: torch.device, write: Callable[[Tensor], None]) -> RowNumbers:
-        """What kernels of our own write for so many tensors: those of a GPU into memory that the host can read."""
+        """Return the numbers that a fused kernel writes for ``rows`` tensors. On CUDA, it writes to pinned memory."""
         if device.type == "cuda":
             return RowNumbers(self.post.receive((rows, ROW), torch.float64, device, write))
         table = torch.empty(rows, ROW, dtype=torch.float64, device=device)
@@ -280,7 +280,7 @@ class Workspace:
 
 
 class Wanted(NamedTuple):
-    """Tensors that ``likeness.plain`` gave, to be measured; see :func:`measure`."""
+    """A request to measure tensors that ``tensor_signature.plain`` returned; see :func:`measure`."""
 
     tensors: Sequence[Tensor]
     limit: int | None = LIMIT
@@ -290,12 +290,12 @@ class Wanted(NamedTuple):
     plan: MeasurePlan | None = None
     quick: bool = False
     in_a_row: bool = False
-    """whether all are known to be contiguous"""
+    """True if all tensors are known to be contiguous"""
 
 
-@torch.inference_mode()  # Operations start sooner in it, views above all.
+@torch.inference_mode()  # Reduces the overhead of operations, above all of views.
 def measure_together(each: Sequence[Wanted], sketch: Sketch | None, workspace: Workspace) -> list[Measured]:
-    """Measure several lists of tensors, where it can be in the launches that one of them takes."""
+    """Measure several lists of tensors, in joint launches if possible."""
     plans = [one.plan or workspace.plan(one.tensors, one.limit, one.name) for one in each]
     found = [Measured(plan, quick=one.quick) for one, plan in zip(each, plans, strict=True)]
     block = workspace.joint(plans) if len(each) > 1 and sketch is None else None
@@ -315,7 +315,7 @@ def measure_together(each: Sequence[Wanted], sketch: Sketch | None, workspace: W
     return found
 
 
-def measure(  # noqa: PLR0913 - each says something else, and most need not be said
+def measure(  # noqa: PLR0913 - independent options with defaults
     tensors: Sequence[Tensor],
     limit: int | None = LIMIT,
     *,
@@ -327,11 +327,11 @@ def measure(  # noqa: PLR0913 - each says something else, and most need not be s
     plan: MeasurePlan | None = None,
     quick: bool = False,
 ) -> Measured:
-    """Measure tensors that can be, without a word to the host; ``sketch`` takes samples of them under ``rows``.
+    """Measure tensors without a host synchronisation. ``sketch`` takes samples of them under ``rows``.
 
-    ``name`` tells a workspace which tensors these are, for most of the time they are like the last ones of that name;
-    who knows that they are gives the ``plan`` of that time. ``quick`` takes the spread from the squares, in one pass
-    less; see :meth:`Measured.drowned`.
+    ``name`` identifies the tensors in the workspace: the plan of the last tensors with that name is reused if it fits.
+    A caller that knows that it fits passes the ``plan`` itself. ``quick`` computes the standard deviation from the
+    squares, which saves one pass; see :attr:`Measured.drowned`.
 
     >>> found = measure([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)]).host()
     >>> dict(zip(COLUMNS, found[0].round(2).tolist()))  # doctest: +NORMALIZE_WHITESPACE
@@ -359,7 +359,7 @@ def _measure(wanted: Wanted, measured: Measured, sketch: Sketch | None, workspac
             if sketch is not None:
                 stack.sample(matrix, sketch, rows, phase)
             stack.reduce(matrix, into, workspace.memory, quick=wanted.quick)
-        measured.stack(stacks, RowNumbers(fields.clone()))  # The memory is used again.
+        measured.stack(stacks, RowNumbers(fields.clone()))  # Clone, because the buffer is reused.
         measured.norms(norms)
 
 
@@ -367,7 +367,8 @@ def _measure(wanted: Wanted, measured: Measured, sketch: Sketch | None, workspac
 def none_where_nothing_is_finite(lines: Array) -> Array:
     """Return lines of ``COLUMNS`` with NaN for the moments, extremes and norms of tensors without a finite element.
 
-    While steps are added up these are zeros, which add nothing. A reader would take them for measured zeros.
+    These are zeros while steps are added up, because zeros do not change the sums. A reader would mistake them for
+    measured zeros.
     """
     empty = (lines[..., COUNT] > 0) & (lines[..., NAN] + lines[..., INF] >= lines[..., COUNT])
     if not empty.any():
@@ -378,7 +379,7 @@ def none_where_nothing_is_finite(lines: Array) -> Array:
 
 
 def whole(tensor: Tensor) -> Array:
-    """One row for a tensor that holds NaN or Inf: their numbers, and the statistics of everything else."""
+    """Return one row for a tensor with NaN or Inf: their counts, and the statistics of the finite elements."""
     values = tensor.detach().reshape(-1)
     finite = values[torch.isfinite(values)].double()
     row = np.zeros(len(COLUMNS))

@@ -1,4 +1,4 @@
-"""Where a long tensor is read: short runs by a step that is chosen so that they are spread evenly over it."""
+"""Sample positions in a long tensor: short runs with a step that spreads them evenly over the tensor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 __all__ = ["RUN", "spacing"]
 
-RUN = 16  # Elements that are read in a row: what a CPU fetches from memory at a time.
-TRIES = 64  # Steps that are tried for a sample.
+RUN = 16  # Consecutive elements that are read together: a cache line of the CPU.
+TRIES = 64  # Candidate steps for a sample.
 
 
 @functools.lru_cache(maxsize=1024)
 def spacing(shape: tuple[int, ...], runs: int, run: int = 1) -> tuple[int, int]:
-    """The step from one run of a sample to the next, and how far the first may be moved.
+    """Return the step between the runs of a sample, and the number of possible offsets for the first run.
 
-    An even step easily falls on the same channels, or rows, again and again. Of the steps that cover nine tenths of the
-    tensor or more, this is the one whose places are spread most evenly over every trailing part of the shape.
+    A regular step can hit the same channels or rows each time. Among the steps that cover at least nine tenths of the
+    tensor, this function selects the one with the most even spread over every trailing part of the shape.
 
     >>> spacing((256, 1024), 256)  # A step of 1024 would see one channel of a thousand.
     (1028, 4)
@@ -32,6 +32,6 @@ def spacing(shape: tuple[int, ...], runs: int, run: int = 1) -> tuple[int, int]:
 
 
 def _unevenness(step: int, runs: int, size: int) -> float:
-    """How far the share of places up to some point is from that point's share of the whole, at worst."""
+    """Return the maximum deviation of the positions, modulo ``size``, from a uniform spread."""
     places = np.sort(np.arange(runs, dtype=np.int64) * step % size) / size
     return float(np.abs(places - np.arange(runs) / runs).max())

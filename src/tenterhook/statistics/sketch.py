@@ -1,9 +1,9 @@
-"""A sketch of how values are spread, from which quantiles and histograms are read.
+"""A sketch of the distribution of values, for quantiles and histograms.
 
-A sample of every tensor falls into bins whose edges are those of floating-point numbers themselves: eight to an octave,
-for each sign. So an edge need not be computed, a bin is found by a shift of the bits, sketches of any steps and calls
-add up, and a quantile is off by at most a sixteenth of its own size. What is closer to zero than 2**-44 counts as zero,
-what is beyond 2**20 as that.
+A sample of every tensor is counted in bins. The bin edges follow the floating-point format: eight bins for each power
+of two and sign. So no edges are computed, a shift of the bits gives the bin, the sketches of any steps and calls can be
+added, and the relative error of a quantile is at most 1/16. Values with a magnitude below 2**-44 count as zero, and
+those above 2**20 as 2**20.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ if TYPE_CHECKING:
 
 __all__ = ["BinPlaces", "Sketch", "even_bins", "histogram", "quantiles"]
 
-SAMPLE = 32  # Elements that are taken of a tensor at a time.
+SAMPLE = 32  # Elements that are sampled from a tensor at a time.
 HALF, BINS = 512, 1024
-LOWEST, HIGHEST = -44, 20  # The octaves, as powers of two.
-SHIFT = 20  # What is left of a float32's bits: sign, exponent, and three bits of the fraction.
-INFINITE = 0x7F800000  # The bits of Inf, without its sign; those of NaN are more.
+LOWEST, HIGHEST = -44, 20  # The lowest and highest power of two.
+SHIFT = 20  # The remaining bits of a float32 are the sign, the exponent, and three bits of the fraction.
+INFINITE = 0x7F800000  # The bits of Inf without its sign. Those of NaN are larger.
 BASE = (LOWEST + 127) << 3
-LOT = 12  # Matrices whose samples are counted together: more of them leave the processor's cache on the way.
+LOT = 12  # Matrices whose samples are counted together. More of them would not fit in the processor's cache.
 MOST_BARS, FEWEST_BARS = 32, 5
-TAIL = 0.01  # The share of the samples at each end that may be left out of a histogram with bars of equal width ...
-WIDE = 4  # ... where the range of all samples is so many times that of the others.
-LOTS = 32  # Lots whose rows are known at a time; steps that are alike have the same.
+TAIL = 0.01  # Share of samples at each end that a histogram with equal bars may leave out ...
+WIDE = 4  # ... if the range of all samples is at least this many times the range of the others.
+LOTS = 32  # Maximum number of lots with cached rows. Similar steps have the same lots.
 
 
 class BinPlaces:
-    """Where tensors that lie one behind another are sampled, and where a sketch counts that: found out once.
+    """Precomputed sample positions in consecutive tensors, and the bins of a sketch that count them.
 
-    ``parts`` are tensors of one length each: where the first of them begins, that length, and a row for each.
+    Each of the ``parts`` is a group of tensors of the same length: the offset of the first, the length, and a sketch
+    row for each tensor.
     """
 
     def __init__(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         self.last = max(row for _, _, rows in parts for row in rows)
         self.parts: list[tuple[tuple[int, int], tuple[int, int], int, int]] = []
-        """of each part: size and strides of its sample, where that begins, and how far it may be moved"""
+        """for each part: size and strides of its sample, its offset, and the number of possible offsets"""
         for begin, width, rows in parts:
             step, room = spacing((1, width), SAMPLE) if width > SAMPLE else (1, 1)
             self.parts.append(((len(rows), min(width, SAMPLE)), (width, step), begin, room))
         whole = np.int32 if (self.last + 1) * BINS < 2**31 else np.int64
         each = [np.repeat(np.array(rows, whole) * BINS, min(width, SAMPLE)) for _, width, rows in parts]
         self.bins = np.concatenate(each)
-        """the first bin of each sample's row"""
+        """the first bin of the row of each sample"""
 
 
 class Sketch:
-    """Counts of samples, one row of bins per place, on the device where the samples are."""
+    """Counts of samples, with one row of bins per place, on the device of the samples."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
@@ -64,7 +65,7 @@ class Sketch:
         self._lots: dict[tuple[BinPlaces, ...], Tensor] = {}
 
     def take(self, tensor: Tensor, places: BinPlaces, phase: int) -> None:
-        """Take a sample of the tensors that lie in this one, to be counted by the next :meth:`pour`."""
+        """Take a sample of the tensors in this buffer. The next :meth:`pour` counts it."""
         start = tensor.storage_offset()
         found = [
             tensor.as_strided(size, stride, start + begin + phase % room).clone()
@@ -73,7 +74,7 @@ class Sketch:
         self._waiting.setdefault(tensor.device, []).append((found, places))
 
     def pour(self) -> None:
-        """Count what was taken."""
+        """Count the samples that are waiting."""
         for device, waiting in self._waiting.items():
             self._pour(device, waiting)
         self._waiting.clear()
@@ -92,7 +93,7 @@ class Sketch:
             counts.index_add_(0, found, finite)
 
     def _bins(self, device: torch.device, lot: tuple[BinPlaces, ...]) -> Tensor:
-        """The first bin of the row of each sample in a lot."""
+        """Return the first bin of the row of each sample in a lot."""
         found = self._lots.get(lot)
         if found is None:
             if len(self._lots) >= LOTS:
@@ -101,7 +102,7 @@ class Sketch:
         return found
 
     def room(self, device: torch.device, rows: int) -> Tensor:
-        """The counts on a device, with room for so many rows."""
+        """Return the counts on a device, with at least ``rows`` rows."""
         counts = self._counts.get(device)
         if counts is None or counts.shape[0] < rows:
             grown = torch.zeros(max(64, rows * 5 // 4), BINS, dtype=torch.int32, device=device)
@@ -111,7 +112,7 @@ class Sketch:
         return counts
 
     def host(self, rows: int) -> Array:
-        """The bins of the first ``rows`` places, from the most negative to the most positive."""
+        """Return the bins of the first ``rows`` places, from the most negative to the most positive."""
         found = np.zeros((rows, BINS), np.int64)
         for counts in self._counts.values():
             have = counts.cpu().numpy()[:rows]
@@ -119,7 +120,7 @@ class Sketch:
         return found
 
     def some(self, rows: Array) -> Array:
-        """The bins of some places, as :meth:`host` has them; of a device only these are copied."""
+        """Return the bins of some places, in the order of :meth:`host`. Only these are copied from the device."""
         found = np.zeros((len(rows), BINS), np.int64)
         for counts in list(self._counts.values()):
             inside = np.flatnonzero(rows < counts.shape[0])
@@ -129,7 +130,7 @@ class Sketch:
 
 
 def _lots(waiting: list[tuple[list[Tensor], BinPlaces]]) -> Iterator[list[tuple[list[Tensor], BinPlaces]]]:
-    """Cut what waits into parts, anew wherever it begins again, so that those of one step are those of the next."""
+    """Divide the waiting samples into lots. A lot ends where a step starts, so that all steps have the same lots."""
     first, start = waiting[0][1], 0
     for end in range(1, len(waiting) + 1):
         if end == len(waiting) or end - start == LOT or waiting[end][1] is first:
@@ -138,18 +139,18 @@ def _lots(waiting: list[tuple[list[Tensor], BinPlaces]]) -> Iterator[list[tuple[
 
 
 def edges() -> Array:
-    """The values between which the bins of :meth:`Sketch.host` lie, one more than there are bins."""
+    """Return the edges of the bins of :meth:`Sketch.host`, one more than there are bins."""
     octaves = np.arange(LOWEST, HIGHEST, dtype=float)
     positive = (2.0 ** octaves[:, None] * (1 + np.arange(8) / 8)).reshape(-1)
-    positive[0] = 0.0  # The first bin holds zero and everything below its upper edge.
+    positive[0] = 0.0  # The first bin contains zero and everything below its upper edge.
     return np.concatenate([[-(2.0**HIGHEST)], -positive[::-1], positive[1:], [2.0**HIGHEST]])
 
 
 def quantiles(bins: Array, at: Sequence[float]) -> list[float]:
-    """The values below which a share of the samples lies: each the middle of its bin, and zero near zero.
+    """Return quantiles. Each is the middle of its bin, or zero for the bins near zero.
 
     >>> sketch = Sketch()
-    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
+    >>> sketch.take(torch.arange(1.0, 33.0), BinPlaces([(0, 32, [0])]), 0)
     >>> sketch.pour()
     >>> quantiles(sketch.host(1)[0], [0.5])
     [17.0]
@@ -165,7 +166,7 @@ def quantiles(bins: Array, at: Sequence[float]) -> list[float]:
 
 
 def histogram(bins: Array) -> tuple[list[float], list[int]]:
-    """The bins that hold anything, and those between them, an octave at a time: edges, and counts."""
+    """Return the edges and counts of a histogram with one bar per octave, from the first to the last non-empty one."""
     coarse = bins.reshape(-1, 8).sum(1)
     bounds = edges()[::8]
     held = np.flatnonzero(coarse)
@@ -178,12 +179,12 @@ def histogram(bins: Array) -> tuple[list[float], list[int]]:
 def even_bins(bins: Array) -> tuple[float, float, Array]:
     """Return a histogram whose bars have equal width: its two ends, and the counts.
 
-    The samples of a bin of the sketch are taken to be spread evenly over it, but for those near zero, which are zeros.
-    There are more bars the more samples there are. Where a few samples are far away from all others, the ends are those
-    of the others.
+    The samples in a bin of the sketch are assumed to be spread evenly over the bin, except those near zero, which count
+    as zero. The number of bars grows with the number of samples. If a few samples are far away from all others, the
+    histogram covers only the others.
 
     >>> sketch = Sketch()
-    >>> sketch.take(torch.arange(1.0, 33.0), Places([(0, 32, [0])]), 0)
+    >>> sketch.take(torch.arange(1.0, 33.0), BinPlaces([(0, 32, [0])]), 0)
     >>> sketch.pour()
     >>> even_bins(sketch.host(1)[0])
     (1.0, 36.0, array([6.        , 5.66666667, 5.83333333, 5.83333333, 5.83333333,
@@ -198,7 +199,7 @@ def even_bins(bins: Array) -> tuple[float, float, Array]:
     below, above = bounds[:-1].copy(), bounds[1:].copy()
     below[[HALF - 1, HALF]] = above[[HALF - 1, HALF]] = 0.0
     low, high = _ends(bins, below, above)
-    if not low < high or len(held) == 1:  # All samples are one value, as far as the sketch can tell.
+    if not low < high or len(held) == 1:  # All samples have the same value, within the precision of the sketch.
         middle = (below[held[0]] + above[held[-1]]) / 2
         reach = abs(middle) / 2 or 1.0
         counts = np.zeros(FEWEST_BARS)
@@ -215,7 +216,7 @@ def even_bins(bins: Array) -> tuple[float, float, Array]:
 
 
 def _ends(bins: Array, below: Array, above: Array) -> tuple[float, float]:
-    """Return the range of the samples, without the outermost ones where these are far away from the others."""
+    """Return the range of the samples, without the outermost ones if they are far away from the others."""
     held = np.flatnonzero(bins)
     low, high = below[held[0]], above[held[-1]]
     sums = np.cumsum(bins)

@@ -1,4 +1,4 @@
-"""How far tensors move: what some were is noted, and compared with what they are later."""
+"""Change of tensors: saves their values and compares them with later values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NOW, BEFORE = range(2)
 
 
 class Snapshot:
-    """What some tensors were, so that it can be told how far they have moved; of long ones, at the sampled places."""
+    """Saved values of some tensors, to measure how much they change. Long tensors are sampled."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None, workspace: Workspace) -> None:
         self.tensors, self._workspace = list(tensors), workspace
         self._plan = MeasurePlan(self.tensors, limit, times=2)
-        self._laid: list[tuple[Tensor, Laid, Laid]] = []  # Memory for what they are and what they were.
+        self._laid: list[tuple[Tensor, Laid, Laid]] = []  # Buffers for the current and the saved values.
         self._views = self._sampled()
         self._samples: list[tuple[list[int], Samples]] = []
         long, shares = [self._plan.long], [self._plan.shares]
@@ -42,7 +42,7 @@ class Snapshot:
         self._shares = np.concatenate(long), np.concatenate(shares)
 
     def follow(self, tensors: Sequence[Tensor]) -> bool:
-        """Look at other tensors from now on, and compare them with what was noted; False if they are not like these."""
+        """Compare other tensors with the saved values from now on. Return False if their shapes or dtypes differ."""
         if not self._plan.fits(tensors):
             return False
         self.tensors = list(tensors)
@@ -53,7 +53,10 @@ class Snapshot:
 
     @torch.no_grad()
     def _sampled(self) -> list[Tensor]:
-        """The tensors, and of long ones the places that are read; but a copy of one would not follow it."""
+        """Return views of the sampled positions of long tensors, and the other tensors themselves.
+
+        Non-contiguous tensors are not sampled here: that would need a copy, which would not follow the tensor.
+        """
         views = list(self.tensors)
         for part in (part for stacks in self._plan.stacks for stack in stacks.all for part in stack.parts):
             found = [self.tensors[i] for i in part.members]
@@ -64,7 +67,7 @@ class Snapshot:
 
     @torch.inference_mode()
     def take(self) -> None:
-        """Note what they are now; the memory is that of the last time."""
+        """Save the current values, in the buffers of the last time."""
         for _, kept in self._samples:
             kept.take()
         stacks = [stack for stacks in self._plan.stacks for stack in stacks.all]
@@ -77,7 +80,7 @@ class Snapshot:
 
     @torch.inference_mode()
     def moved(self, sketch: Sketch | None, rows: Sequence[int], ways: Sequence[int]) -> tuple[Measured, Measured]:
-        """Measure what they are now, and how far they have come; what was noted is used up."""
+        """Measure the current values, and the change since :meth:`take`. This overwrites the saved values."""
         here, moved = Measured(self._plan), Measured(self._plan)
         here.shares = moved.shares = self._shares
         for members, kept in self._samples:

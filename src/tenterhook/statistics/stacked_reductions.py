@@ -1,11 +1,11 @@
-"""Many tensors as the rows of a few matrices, so that each statistic is one operation for all of them.
+"""Tensors copied into the rows of a few matrices, so that each statistic is one operation for all of them.
 
-Starting an operation costs more than a small tensor does. So tensors of one shape are laid side by side, and those of
-several shapes too where their lengths have a large enough common divisor: each is then cut into rows of that length.
-What the rows of a tensor come to is put together on the host, in double precision.
+The overhead of an operation is higher than its cost for a small tensor. So tensors of one shape are stacked into a
+matrix. Tensors of several shapes share a matrix if their lengths have a large enough common divisor: each is then
+divided into rows of that length. The results for the rows of a tensor are combined on the host, in double precision.
 
-What there is to know before the numbers come, which tensor goes where and what views of the memory that needs, is found
-out once and holds as long as the tensors have the same shapes.
+The layout (the position of each tensor, and the views of the buffer) is computed once. It is valid as long as the
+tensors have the same shapes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from tenterhook.statistics.sketch import BinPlaces, Sketch
 
 __all__ = ["KEPT", "Array", "Laid", "Memory", "Norms", "Stack", "Stacks", "samples"]
 
-# Elements in a matrix: on the CPU what fits a core's cache, elsewhere what an accelerator reads in a fraction of a ms.
+# Elements in a matrix. On the CPU it fits in the cache of a core; an accelerator reads it in a fraction of a
+# millisecond.
 CHUNK, CHUNK_DEVICE = 2**18, 2**26
 KEPT = (torch.float32, torch.float64)
-FIELDS = 6  # Mean, spread, min, max, norm and zeros of a row, in the order of COLUMNS.
+FIELDS = 6  # Mean, standard deviation, min, max, norm and zeros of a row, in the order of COLUMNS.
 MEAN, SPREAD, LOW, HIGH, NORM, ZEROS = range(FIELDS)
-MORE = 256  # Rows that cost as much as the operations of a matrix of its own.
+MORE = 256  # Number of additional rows whose cost equals that of a separate matrix.
 DROWNED = 1e-3
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -40,13 +41,13 @@ Norms: TypeAlias = list[tuple[Sequence[int], Sequence[Tensor]]]
 
 
 class Memory:
-    """Memory that is used again and again: on the CPU, fresh memory costs more than what is done in it."""
+    """Reused buffers. On the CPU, allocating fresh memory costs more than the operation in it."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, str], Tensor] = {}
 
     def flat(self, count: int, dtype: torch.dtype, device: torch.device, use: str) -> Tensor:
-        """Room for so many elements; there is one of each ``use`` at a time."""
+        """Return a buffer of ``count`` elements. The next call with the same ``use`` may return the same memory."""
         if device.type != "cpu" or count > CHUNK:
             return torch.empty(count, dtype=dtype, device=device)
         if (dtype, use) not in self._kept:
@@ -60,22 +61,22 @@ class StackPart:
 
     members: list[int]
     shape: tuple[int, ...]
-    """of each, or of its sample"""
+    """the shape of each tensor, or of its sample"""
     width: int
-    """elements of each, or of its sample"""
+    """the number of elements of each tensor, or of its sample"""
     sampled: bool
     begin: int
-    """its first element in the matrix"""
+    """the position of the first element in the matrix"""
 
     @property
     def pick(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """What takes its tensors out of all of them."""
+        """A function that selects these tensors from the list of all tensors."""
         first, *rest = self.members
         return itemgetter(*self.members) if rest else lambda tensors: (tensors[first],)
 
 
 class Stack:
-    """One matrix, and what lies in it."""
+    """One matrix, and its layout."""
 
     def __init__(self, width: int, parts: list[StackPart], first: int) -> None:
         self.width, self.parts, self.first = width, parts, first
@@ -92,16 +93,16 @@ class Stack:
         norms: Norms | None = None,
         into: Laid | None = None,
     ) -> Tensor:
-        """Lay the tensors side by side, in the common memory or ``into`` what :meth:`lay` gave, as they are.
+        """Stack the tensors, in the common buffer or in the views that :meth:`lay` returned.
 
-        ``norms`` takes those of everything of which only samples are laid.
+        ``norms`` receives the norms of the complete tensors, for those that are only sampled here.
         """
         raw, ways = into or self._laid or self._lay_in(tensors, memory)
         for part, (pick, out, sampled) in zip(self.parts, ways, strict=True):
             found = pick(tensors)
             if sampled and found[0].numel() > part.width:  # Otherwise they are samples already.
                 if norms is not None:
-                    # First, because it reads everything, and what it has read is near for the sample.
+                    # Compute the norms first: this reads the complete tensors, so the samples are then in the cache.
                     kept = found[0].dtype if found[0].dtype in KEPT else torch.float32
                     norms.append((part.members, all_norms(found, kept)))
                 found = list(samples(found, part.width, phase))
@@ -109,7 +110,7 @@ class Stack:
         return raw if raw.dtype in KEPT or into is not None else raw.float()
 
     def lay(self, flat: Tensor) -> Laid:
-        """Views of some memory: the matrix, and for each part what takes its tensors and where they go."""
+        """Return views of a buffer: the matrix, and for each part its place and a function that selects its tensors."""
         ways: list[tuple[Any, Tensor, bool]] = []
         for part in self.parts:
             many = len(part.members)
@@ -125,38 +126,38 @@ class Stack:
         return laid
 
     def reduce(self, matrix: Tensor, into: Sequence[Tensor], memory: Memory, *, quick: bool) -> None:
-        """Write the fields of each row, and use the matrix up: other memory would have to be brought near first.
+        """Write the fields of each row. This overwrites the matrix, because other memory would not be in the cache.
 
-        ``quick`` leaves the spread out, which the norm tells, and has sums for means.
+        ``quick`` leaves out the standard deviation, which follows from the norm, and writes sums instead of means.
         """
         mean, spread, low, high, norm, zeros = into
-        if self.width == 1:  # All that there is to say of a number follows from it; see Stacks.read.
+        if self.width == 1:  # All fields of a single number follow from the number; see Stacks.read.
             mean.copy_(matrix.view(-1))
             return
-        if quick:  # Then it is divided on the host, which is an operation less.
+        if quick:  # The host divides, which saves one operation.
             torch.sum(matrix, 1, out=mean)
         else:
             torch.mean(matrix, 1, out=mean)
         torch.amin(matrix, 1, out=low)
         torch.amax(matrix, 1, out=high)
         torch.linalg.vector_norm(matrix, dim=1, out=norm)
-        if not quick:  # In two passes: squares of a far mean would drown the rest.
+        if not quick:  # Two passes: with one, the squares of a large mean would cancel the standard deviation.
             scratch = memory.flat(matrix.numel(), matrix.dtype, matrix.device, "scratch").view(matrix.shape)
             torch.linalg.vector_norm(torch.sub(matrix, mean.unsqueeze(1), out=scratch), dim=1, out=spread)
-        # A comparison written as numbers is five times as fast to add up as one written as booleans.
+        # Adding up a comparison result is five times as fast in the dtype of the matrix as in bool.
         torch.sum(torch.eq(matrix, 0, out=matrix), 1, out=zeros)
 
     def sample(self, matrix: Tensor, sketch: Sketch, rows: Sequence[int], phase: int) -> None:
-        """Have a sketch take samples of what lies in the matrix, under the rows of its tensors."""
+        """Let a sketch take samples of the matrix, at the rows of its tensors."""
         known = [places for under, places in self._places if under is rows]
         if not known:
             known = [BinPlaces([(part.begin, part.width, [rows[i] for i in part.members]) for part in self.parts])]
-            self._places = [*self._places[-1:], (rows, known[0])]  # Two: what tensors are, and how far they moved.
+            self._places = [*self._places[-1:], (rows, known[0])]  # Two: one for the values, one for their change.
         sketch.take(matrix, known[0], phase)
 
 
 class Stacks:
-    """All matrices for some tensors of one type on one device, of which so many ``times`` are looked at together."""
+    """All matrices for some tensors of one dtype on one device. ``times`` versions of each are measured together."""
 
     def __init__(
         self,
@@ -177,12 +178,12 @@ class Stacks:
         self.order = np.array([i for _, part in parts for i in part.members], int)
         self.rows = sum(stack.rows for stack in self.all)
         self._widths = np.concatenate([np.full(len(part.members), part.width) for _, part in parts]).astype(float)
-        self._several = self._widths > 1  # One number alone has no spread.
+        self._several = self._widths > 1  # A single number has no standard deviation.
         cuts = np.concatenate([np.full(len(part.members), part.width // stack.width) for stack, part in parts])
         self._cuts, self._starts = cuts, np.r_[0, np.cumsum(cuts)[:-1]]
         self._lengths = np.repeat([stack.width for stack in self.all], [stack.rows for stack in self.all])
         self._single = np.flatnonzero(self._lengths == 1)
-        # A row is drowned where its mean is nearly all of its root mean square; one number alone never is.
+        # A row is drowned if its mean is nearly equal to its root mean square. A single number never is.
         share = np.sqrt(1 / (1 - DROWNED) / self._lengths)
         self._drowning = torch.from_numpy(np.where(self._lengths * np.repeat(cuts, cuts) > 1, share, 0.0)).float()
         self._times = times
@@ -190,11 +191,11 @@ class Stacks:
         self.columns = [
             np.concatenate([np.arange(rows) + first + time * rows for first, rows in firsts]) for time in range(times)
         ]
-        """which fields are those of each time: a matrix has those of all times one after the other"""
+        """the columns of each version in the fields; a matrix has the rows of all versions one after the other"""
         self._fields: tuple[Tensor, list[tuple[Tensor, ...]]] | None = None
 
     def fields(self, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Room for the fields of every row, and each matrix' part of it; what was there before is gone."""
+        """Return a buffer for the fields of all rows, and the part of each matrix. It is reused by the next call."""
         if self._fields is None:
             dtype, times = like.dtype if like.dtype in KEPT else torch.float32, self._times
             room = torch.zeros(FIELDS, times * self.rows, dtype=dtype, device=like.device)
@@ -203,15 +204,15 @@ class Stacks:
         return self._fields
 
     def may_drown(self, fields: Tensor) -> bool:
-        """Whether the spread of any tensor may be lost in its squares: only if it is so in one of its rows."""
-        # Sums stand for means where the spread is left out. With torch, whose code is near: it has just measured them.
+        """Return True if the standard deviation of any row, and so of its tensor, may be lost in its squares."""
+        # In quick mode the means are sums. Use torch, not NumPy: torch's code is in the cache after measuring.
         return bool((fields[MEAN].abs().mul_(self._drowning) > fields[NORM]).any())
 
     def read(self, fields: Array, tables: Array, *, quick: bool) -> list[list[int]]:
-        """Write what the rows of each tensor come to into its line of a table; gives those whose spread drowned.
+        """Combine the rows of each tensor into its line of a table. Return the tensors with a lost standard deviation.
 
-        There may be several tables: ``fields`` has the rows of the first one, of the next one, and so on, for each
-        field, in double precision; they are used up.
+        There may be several tables. For each field, ``fields`` has the rows of the first table, then those of the next,
+        and so on, in double precision. This overwrites ``fields``.
         """
         if len(self._single):
             number = fields[MEAN][:, self._single]
@@ -235,7 +236,7 @@ class Stacks:
         if quick:
             each = found[NORM] / self._widths
             found[SPREAD] = np.maximum(each - found[MEAN] * found[MEAN], 0) * self._several
-            gone = (found[NORM] == 0) & ((found[LOW] != 0) | (found[HIGH] != 0))  # Squares too small to be numbers.
+            gone = (found[NORM] == 0) & ((found[LOW] != 0) | (found[HIGH] != 0))  # The squares underflow.
             lost = ((found[SPREAD] < DROWNED * each) | gone) & self._several
             drowned = [self.order[some].tolist() for some in lost]
         found[SPREAD :: NORM - SPREAD] = np.sqrt(found[SPREAD :: NORM - SPREAD])
@@ -244,7 +245,7 @@ class Stacks:
 
 
 def samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tensor]:
-    """So many places of each of some longer tensors, as a view of it where it lies in a row."""
+    """Yield a sample of ``width`` elements of each tensor, as a view if the tensor is contiguous."""
     run = RUN if width % RUN == 0 else 1
     size, last = (width // run, run), None
     for tensor in tensors:
@@ -257,7 +258,7 @@ def samples(tensors: Sequence[Tensor], width: int, phase: int) -> Iterator[Tenso
 
 
 def _stacks(groups: list[tuple[int, torch.Size | None, list[int]]], chunk: int) -> Iterator[Stack]:
-    """Lay groups of tensors, each with the length of one, into matrices."""
+    """Yield matrices for groups of tensors. Each group has the length of one tensor, its shape and its members."""
     first = 0
     for width, places in _of_one_width([(length, len(members)) for length, _, members in groups]):
         parts: list[StackPart] = []
@@ -280,7 +281,7 @@ def _stacks(groups: list[tuple[int, torch.Size | None, list[int]]], chunk: int) 
 
 
 def _of_one_width(groups: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    """Which groups, each with a length and a number of tensors, are cut into rows of one width.
+    """Return the groups that share a matrix, with the width of its rows. A group is a length and a number of tensors.
 
     >>> _of_one_width([(8192, 50), (2048, 174), (6144, 24), (1, 1)])
     [(1, [3]), (2048, [1, 2, 0])]

@@ -1,1 +1,1 @@
-"""Watching a model while it trains: running statistics, the first NaN or Inf, findings, a flight recorder."""
+"""Watching a model during training: running statistics, the first NaN or Inf, findings, a flight recorder."""

@@ -1,8 +1,8 @@
 """Activations that a ``forward`` calls as functions (``F.relu(x)``, ``x.relu()``), found in the source.
 
-Their values are no module's output, so that no other point of a watch sees their dead units. Functions of the same
-package and methods that the ``forward`` calls are looked into. A call counts if what it calls is known to be one of
-PyTorch's activations: by its global name, or by the attribute of the module that holds it.
+Their values are not the output of a module, so no other point of a watch sees their dead units. The search includes the
+methods, and the functions of the same package, that the ``forward`` calls. A call counts if its target is known to be
+one of PyTorch's activations: by its global name, or by the attribute of the module that stores it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Activation", "activations"]
 
 RECTIFIERS = ("relu", "relu_", "relu6", "threshold", "threshold_", "hardshrink", "softshrink", "hardswish")
-SMOOTH = ("gelu", "silu", "mish")  # They give zero only far below zero.
+SMOOTH = ("gelu", "silu", "mish")  # Their output is zero only for very negative inputs.
 CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip")
 METHODS = ("relu", "relu_", "hardshrink")
 NAMES = frozenset((*RECTIFIERS, *SMOOTH, *CLAMPS))
@@ -47,11 +47,11 @@ FUNCTIONS = {
     for name in (*RECTIFIERS, *SMOOTH)
     if hasattr(owner, name)
 }
-DEPTH = 4  # How far functions that functions call are looked into.
+DEPTH = 4  # Maximum depth of calls that are searched.
 
 
 class Activation:
-    """Counts the idle units of an activation that is called inside a ``forward``."""
+    """An action that counts the idle units of an activation called inside a ``forward``."""
 
     observes = True
     again = False
@@ -63,7 +63,7 @@ class Activation:
     def reached(self) -> bool:
         return self._slot.seen
 
-    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - the signature of an action
         self._slot.seen = True
         if self._ledger.on and type(value) is Tensor and not value.is_meta and not in_transform():
             self._units.count_idle(self._slot, value.detach())
@@ -72,7 +72,7 @@ class Activation:
 def activations(point: Point) -> list[Point]:
     """Return the points inside the ``forward`` of a module where it calls an activation as a function.
 
-    An activation that is itself what the module returns is left out: the module's output shows its units.
+    An activation whose result is what the module returns is left out, because the module's output shows its units.
 
     >>> from tenterhook.address import Site
     >>> class Net(nn.Module):
@@ -83,7 +83,7 @@ def activations(point: Point) -> list[Point]:
     """
     module = point.module
     if type(module).__module__ == nn.ReLU.__module__ or "forward" in vars(module):
-        return []  # One of PyTorch's activations, or a forward that somebody has replaced.
+        return []  # One of PyTorch's activations, or a replaced forward.
     try:
         found = list(_found(module))
     except NoSource:
@@ -94,7 +94,7 @@ def activations(point: Point) -> list[Point]:
 
 def _found(module: nn.Module) -> Iterator[InnerPoint]:
     function = forward_of(module)
-    cls: Any = type(module)  # A class that is hashable, which the type checker doubts.
+    cls: Any = type(module)  # The type checker does not know that classes are hashable.
     known = _reachable_names(function, cls)
     own = {name for name, value in vars(module).items() if id(_unwrapped(value)) in FUNCTIONS}
     for name in sorted(known & (NAMES | own)):
@@ -104,7 +104,7 @@ def _found(module: nn.Module) -> Iterator[InnerPoint]:
 
 
 def _split(found: InnerPoint, module: nn.Module) -> Iterator[InnerPoint]:
-    """Return a site for each place of a name that is an activation."""
+    """Yield a point for each place where this name is a call of an activation."""
     spot = found.spot
     assert spot is not None and found.name is not None  # noqa: S101, PT018 - a place inside a function has both
     tree = read_source(code_of(spot.function), spot.function.__qualname__).tree
@@ -138,7 +138,7 @@ def _is_activation(node: ast.Call, function: FunctionType, module: nn.Module) ->
 
 
 def _is_clamped_at_zero(node: ast.Call, *, is_function: bool) -> bool:
-    """Tell whether a clamp has zero as its lower bound and no upper one, which makes it a ReLU."""
+    """Return True if a clamp has a lower bound of zero and no upper bound, which makes it a ReLU."""
     given: dict[str | None, ast.expr] = dict(zip(("min", "max"), node.args[is_function:], strict=False))
     given |= {keyword.arg: keyword.value for keyword in node.keywords}
     bounds = {name: value.value for name, value in given.items() if isinstance(value, ast.Constant)}
@@ -146,7 +146,7 @@ def _is_clamped_at_zero(node: ast.Call, *, is_function: bool) -> bool:
 
 
 def _is_returned(node: ast.AST, tree: ast.FunctionDef) -> bool:
-    """Tell whether a call is what a function returns, at once or as the last value of a variable."""
+    """Return True if the function returns this call, directly or as the last value of a variable."""
     nodes = walk(tree)
     returned = [each.value for each in nodes if isinstance(each, ast.Return)]
     if any(value is node for value in returned):
@@ -173,7 +173,7 @@ def _unwrapped(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _reachable_names(function: FunctionType, cls: type) -> frozenset[str]:
-    """Return the names that a function, and the functions of its package that it calls, use; without their source."""
+    """Return the names that a function uses, including the functions of its package that it calls. Needs no source."""
     found: set[str] = set()
     todo, seen = [(function, 0)], {function}
     while todo:

@@ -1,17 +1,16 @@
-"""The flight recorder: the last steps in a ring on disk, written as they happen.
+"""Flight recorder: a ring file with the last steps, written after each step.
 
-The file is reserved before anything is written to it, so that a disk which fills up later does not matter, and a step
-is one write of a few kilobytes: the system has it at once, and it is there after the process was killed, by
-whatever signal. The file is not mapped into memory, because writing to a mapped file on a full disk ends the process.
-The header, the events and each slot carry a checksum, so that what was being written at that moment is left out when
-the file is read.
+The file is allocated before anything is written to it, so a disk that fills up later does no harm. A step is one write
+of a few kilobytes. The operating system has it at once, so it survives if the process is killed by any signal. The file
+is not memory-mapped, because writing to a mapped file on a full disk kills the process. The header, the events and each
+slot have a checksum, so that the reader can skip a record that was incomplete when the process ended.
 
-A watch that ends well takes the file away. It stays where something went wrong: NaN or Inf, a finding, an exception, or
-the end of the process. A file that cannot be written is given up with one warning, and training continues.
+A watch that ends normally deletes the file. The file stays after a problem: NaN or Inf, a finding, an exception, or the
+end of the process. If the file cannot be written, there is one warning, and training continues.
 
-Layout: an eight-byte mark, the length and the checksum of the header, the header as JSON, the events (length, checksum,
-JSON, padded), then the slots: sequence number, step, time, number of rows, checksum, and for each row its index and the
-statistics.
+Layout: eight bytes of magic, the length and the checksum of the header, the header as JSON, the events (length,
+checksum, JSON, padded), then the slots: sequence number, step, time, number of rows, checksum, and for each row its
+index and the statistics.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from tenterhook.watch.history import KINDS, StepStats
 __all__ = ["Blackbox", "RingFile", "read"]
 
 FAMILY, MARK = b"THBLACK", b"THBLACK2"
-HEAD = struct.Struct("<8sQQ")  # mark, length of the header, its checksum
+HEAD = struct.Struct("<8sQQ")  # magic, length of the header, its checksum
 EVENTS = struct.Struct("<QQ")  # length, checksum
 SLOT = struct.Struct("<QqdQQ")  # sequence number, step, time, rows, checksum
 LINE = (len(COLUMNS) + 1) * 8
 EVENT_ROOM = 64 * 1024
 SPARE = 1.25
-LONGEST_HEADER = 2**24  # bytes: some 200,000 rows
+LONGEST_HEADER = 2**24  # bytes: about 200,000 rows
 MOST_STEPS = 2**20
 STOPPED = (
-    "the black box {path} could not be written: {why}. Training continues, and what it holds already stays. Give to= a "
-    "place with room for it."
+    "the black box {path} could not be written: {why}. Training continues, and steps written earlier stay in the file. "
+    "Set to= to a path on a disk with enough space."
 )
 
 
 class RingFile:
-    """The writer. It begins when the first step shows how many rows there are, and anew if there come to be more."""
+    """The writer. It creates the file at the first step, which gives the number of rows, and again for more rows."""
 
     def __init__(self, path: Path, steps: int, about: dict[str, Any]) -> None:
         self.path, self._steps, self._about = path, steps, about
@@ -64,7 +63,7 @@ class RingFile:
         self.wrong: list[str] = []
 
     def write(self, page: StepStats) -> None:
-        """Put a step into the ring, in the place of the oldest; warn once if it cannot be written."""
+        """Write a step to the ring, in place of the oldest one. Warn once if it cannot be written."""
         if not self._failed:
             with self._warning():
                 self._fit(page)
@@ -73,7 +72,7 @@ class RingFile:
                 self._count += 1
 
     def say(self, text: str) -> None:
-        """Note in the file that something went wrong; it then stays."""
+        """Write an event, such as an error, to the file. A file with events is kept on close."""
         self.wrong.append(text)
         while len(told := json.dumps(self.wrong).encode()) > EVENT_ROOM - EVENTS.size:
             del self.wrong[0]
@@ -83,7 +82,7 @@ class RingFile:
                 _write_at(self._file, head + told, self._start - EVENT_ROOM)
 
     def close(self) -> Path | None:
-        """End; gives the path where the file stays."""
+        """Close the file. Return its path if the file is kept."""
         self._close()
         if not self._made:
             return None
@@ -94,7 +93,7 @@ class RingFile:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Give the file up with one warning where the system refuses to write it."""
+        """Stop writing, with one warning, if the operating system reports an error."""
         try:
             yield
         except OSError as error:
@@ -128,7 +127,7 @@ class RingFile:
     def _make(self, names: list[tuple[Any, str]]) -> None:
         text = json.dumps({**self._about, "columns": COLUMNS, "rows": names, "steps": self._steps}).encode()
         if len(text) > LONGEST_HEADER or self._steps > MOST_STEPS:
-            raise OSError(errno.EFBIG, f"{len(names):,} rows and {self._steps:,} steps are more than it can hold")
+            raise OSError(errno.EFBIG, f"{len(names):,} rows and {self._steps:,} steps are too many for the file")
         self._start = HEAD.size + len(text) + EVENT_ROOM
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
@@ -136,7 +135,7 @@ class RingFile:
         try:
             _reserve(file, self._start + self._steps * self._size)
             _write_at(file, HEAD.pack(MARK, len(text), xxhash.xxh3_64_intdigest(text)) + text, 0)
-            part.replace(self.path)  # The file stays open, whatever its name.
+            part.replace(self.path)  # The open file descriptor stays valid after the rename.
         except BaseException:
             os.close(file)
             part.unlink(missing_ok=True)
@@ -151,17 +150,17 @@ class RingFile:
     def _close(self) -> None:
         if self._file >= 0:
             file, self._file = self._file, -1
-            with contextlib.suppress(OSError):  # What was written is there already.
+            with contextlib.suppress(OSError):  # Written data is already with the operating system.
                 os.close(file)
 
 
 def _room(names: int) -> int:
-    """The rows for which a file has room that was begun with so many."""
+    """Return the number of rows to reserve in a file that starts with this many names."""
     return int(names * SPARE) + 16
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its whole size on disk now, by zeros where the file system cannot reserve it."""
+    """Allocate the whole size of a file on disk. Write zeros if the file system cannot reserve space."""
     reserve = getattr(os, "posix_fallocate", None)
     if reserve is not None:
         try:
@@ -188,7 +187,7 @@ def _checksum(head: bytes, data: bytes) -> int:
 
 
 def _slots(file: BinaryIO, start: int, steps: int, room: int) -> Iterator[tuple[int, float, int, bytes]]:
-    """The steps whose slots are whole, oldest first. Of an empty slot only the head is read."""
+    """Return the steps with a valid checksum, oldest first. Only the head of an empty slot is read."""
     found = []
     for place in range(steps):
         file.seek(start + place * (SLOT.size + room * LINE))
@@ -204,18 +203,18 @@ def _slots(file: BinaryIO, start: int, steps: int, room: int) -> Iterator[tuple[
 
 
 class Blackbox(Drawn):
-    """What a flight recorder's file holds: the last steps before the end, and what had gone wrong."""
+    """The contents of a flight recorder's file: the last steps before the end, and the recorded problems."""
 
     def __init__(self, header: dict[str, Any], wrong: list[str], pages: Sequence[StepStats]) -> None:
         self.header, self.wrong, self.pages = header, wrong, list(pages)
 
     @property
     def steps(self) -> list[int]:
-        """The steps that it holds, oldest first."""
+        """The recorded steps, oldest first."""
         return [page.step for page in self.pages]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Plain rows, one per step, kind and address."""
+        """Return plain rows, one per step, kind and address."""
         return [
             {"step": page.step, "time": page.time, "kind": kind, "address": address, **numbers}
             for page in self.pages
@@ -223,12 +222,12 @@ class Blackbox(Drawn):
         ]
 
     def series(self, address: str, statistic: str = "norm", kind: str = "values") -> dict[int, float]:
-        """One statistic at one address, by step."""
+        """Return one statistic of one address, by step."""
         found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
         return {step: number for step, number in found.items() if number is not None}
 
     def table(self) -> Table:
-        """One row per step, for whatever draws it."""
+        """Return a table with one row per step, for printing."""
         rows = []
         for page in self.pages:
             bad = [f"{kind} {name}" for kind, name, numbers in page.lines() if numbers["nan"] or numbers["inf"]]
@@ -244,10 +243,12 @@ class Blackbox(Drawn):
 
 
 def read(path: str | os.PathLike[str]) -> Blackbox:
-    """Read the file of a flight recorder, whole or from a process that was killed while it wrote.
+    """Read the file of a flight recorder, complete or from a process that was killed.
+
+    A damaged step is left out.
 
     Raises:
-        TapeFileError: if it is no such file, or its header is damaged. A damaged step is left out.
+        TapeFileError: the file is not from a flight recorder, or its header is damaged.
     """
     file = Path(path)
     try:
@@ -267,19 +268,19 @@ def _read(file: Path, opened: BinaryIO) -> Blackbox:
     start, size = opened.tell() + EVENT_ROOM, os.fstat(opened.fileno()).st_size
     room, steps = _room(len(names)), header["steps"]
     if size != start + steps * (SLOT.size + room * LINE):
-        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, and its header means others.")
+        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, which does not match its header.")
     wrong = _events(opened.read(EVENT_ROOM))
     pages = [_page(slot, names) for slot in _slots(opened, start, steps, room)]
     return Blackbox(header, wrong, [page for page in pages if page is not None])
 
 
 def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
-    """The header, checked before anything is made of it."""
+    """Read and check the header."""
     head = opened.read(HEAD.size)
     if len(head) == HEAD.size and head.startswith(FAMILY) and not head.startswith(MARK):
-        raise TapeFileError(f"{file} was written by another version of tenterhook, and only that one reads it.")
+        raise TapeFileError(f"{file} was written by another version of tenterhook. Read it with that version.")
     if len(head) < HEAD.size or not head.startswith(MARK):
-        raise TapeFileError(f"{file} is no black box: it does not begin with {MARK.decode()}.")
+        raise TapeFileError(f"{file} is not a black box file: it does not start with {MARK.decode()}.")
     _, length, checksum = HEAD.unpack(head)
     text = opened.read(min(length, LONGEST_HEADER))
     if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
@@ -288,35 +289,35 @@ def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
     if header["columns"] != list(COLUMNS):
         raise TapeFileError(f"{file} was written by another version of tenterhook, with other columns.")
     if type(header["steps"]) is not int or not 0 < header["steps"] <= MOST_STEPS:
-        raise ValueError(f"{header['steps']!r:.40} is no number of steps")
+        raise ValueError(f"{header['steps']!r:.40} is not a valid number of steps")
     if not isinstance(header.get("model", ""), str):
-        raise TypeError("the name of the model is no text")
+        raise TypeError("the name of the model is not a string")
     return dict(header)
 
 
 def _name(pair: Any) -> tuple[Any, str]:
     kind, name = pair
     if kind not in KINDS or not isinstance(name, str):
-        raise ValueError(f"{pair!r:.80} names no row")
+        raise ValueError(f"{pair!r:.80} is not the name of a row")
     return kind, name
 
 
 def _events(area: bytes) -> list[str]:
-    """What went wrong, in the words of the time; a list that was being written is said to be unreadable."""
+    """Return the recorded problems as text. If the list is damaged, return one text that says so."""
     length, checksum = EVENTS.unpack_from(area)
     if not length:
         return []
     told = area[EVENTS.size : EVENTS.size + length]
     if len(told) != length or xxhash.xxh3_64_intdigest(told) != checksum:
-        return ["what went wrong was noted, but the note is damaged"]
+        return ["a problem was recorded, but its text is damaged"]
     found = json.loads(told)
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise TypeError("its events are no list of texts")
+        raise TypeError("its events are not a list of strings")
     return found
 
 
 def _page(slot: tuple[int, float, int, bytes], names: Sequence[Any]) -> StepStats | None:
-    """The page in a slot; None where its rows are none of this file's."""
+    """Return the statistics in a slot, or None if its row indices are not valid for this file."""
     step, when, rows, data = slot
     table: Array = np.frombuffer(data, "<f8").reshape(rows, len(COLUMNS) + 1)
     places = table[:, 0]

@@ -1,4 +1,4 @@
-"""From measured numbers to the pages of a watch: what happens when they are there, and while they are on their way."""
+"""Delivery of measured numbers: from their transfer to the host until the step is published."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Delivery"]
 
-MOST_WAITING = 2  # Steps whose numbers may be on their way; then they are waited for.
-# Steps that are published together, which costs much less than one by one, unless somebody looks; but not the first.
+MOST_WAITING = 2  # Maximum number of steps in transfer. If there are more, wait for the oldest.
+# Number of steps that are published together, which costs much less than one by one. Not used for the first steps, or
+# if a sink or page needs each step.
 AT_ONCE = 8
-STOPPED = "the sink {sink!r} {what}: {why}. Training continues; what it has written so far stays."
+STOPPED = "the sink {sink!r} {what}: {why}. Training continues; data that it has already written is kept."
 
 
 class Delivery(Results):
-    """The part of a watch that takes parcels in, and publishes steps."""
+    """The part of a watch that receives measured batches and publishes steps."""
 
     owner: int
     _attached: bool
@@ -44,14 +45,14 @@ class Delivery(Results):
     _slots: list[PointSlot]
 
     _parcels: list[MeasuredBatch]
-    """what the present step has brought"""
+    """batches of the current step"""
     _coming: list[tuple[int, list[MeasuredBatch]]]
-    """steps whose numbers are on their way ..."""
+    """steps whose numbers are in transfer"""
     _ready: list[tuple[int, list[MeasuredBatch]]]
-    """... and those that wait for more, to be published with them"""
+    """steps whose numbers have arrived, to be published with later ones"""
 
     def _take(self, *parcels: MeasuredBatch) -> None:
-        """Look at what was measured, or let it come: see :mod:`tenterhook.watch.measured_batch`."""
+        """Process measured batches now, or start their transfer; see :mod:`tenterhook.watch.measured_batch`."""
         for parcel in parcels:
             if self._late:
                 parcel.send(self._history.workspace.post)
@@ -60,7 +61,7 @@ class Delivery(Results):
                 self._look_at(parcel)
 
     def _look_at(self, parcel: MeasuredBatch) -> None:
-        """The numbers are there: they wait for those of the whole step if all are finite, and are told of if not."""
+        """Process a batch whose numbers have arrived. Keep it until the end of the step if all numbers are finite."""
         if parcel.settle():
             self._parcels.append(parcel)
             return
@@ -71,10 +72,10 @@ class Delivery(Results):
         self._check(self._open(parcel), self.steps)
 
     def _lighten(self) -> None:
-        """The model is called again in a step: what it was called for before need not be held any longer."""
+        """Free the tensors of earlier calls in this step, because the model is called again."""
         before, self._parcels = self._parcels, []
         for parcel in before:
-            if parcel.arrived and not self._coming:  # Steps before this one come first.
+            if parcel.arrived and not self._coming:  # Earlier steps must be processed first.
                 self._look_at(parcel)
             else:
                 parcel.let_go()
@@ -88,7 +89,7 @@ class Delivery(Results):
             self._ledger.on, self._looking = self._attached, False
 
     def _hand_in(self) -> None:
-        """The step is complete: it is published when its numbers have arrived, mostly together with others."""
+        """Finish the step. It is published when its numbers have arrived, usually together with others."""
         self._coming.append((self.steps, self._parcels))
         self._parcels = []
         if self._measuring.odd:
@@ -97,7 +98,7 @@ class Delivery(Results):
         self._drain(let_go=False)
 
     def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
-        """Look at the numbers that have arrived, and let go of the tensors of those that have not."""
+        """Process the numbers that have arrived, and free the tensors of those that have not."""
         while self._coming:
             step, parcels = self._coming[0]
             if not wait and len(self._coming) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
@@ -113,7 +114,7 @@ class Delivery(Results):
 
     @property
     def _at_once(self) -> int:
-        """How many steps may wait: only where nobody is told of each, and nothing depends on it."""
+        """Number of steps that may wait. It is 1 if a sink, a file or a page needs each step at once."""
         told = self._sinks or self._ring is not None
         if told or self.steps < AT_ONCE or self._findings.units.looking:
             return 1
@@ -157,7 +158,7 @@ class Delivery(Results):
         for sink in list(self._sinks):
             try:
                 sink.write(page, grouped(new), self._history)
-            except Exception as error:  # noqa: BLE001 - whatever it is, a training run is worth more than its log
+            except Exception as error:  # noqa: BLE001 - a training run is worth more than its log, whatever the error
                 self._sinks.remove(sink)
                 self._warn_stopped(sink, f"was stopped at step {step}", error)
                 close_quietly(sink)
@@ -176,12 +177,12 @@ class Delivery(Results):
                 self._warn_stopped(sink, "could not be closed", error)
 
     def _settle(self, *, wait: bool = True) -> None:
-        if current.token == self.owner:  # Others see what is published.
+        if current.token == self.owner:  # Other threads see only published steps.
             self._drain(wait=wait, let_go=wait)
             self._publish_ready()
 
 
 def close_quietly(sink: Any) -> None:
-    """Close a sink that has failed already, and been reported."""
+    """Close a sink after a failure that has already been reported."""
     with contextlib.suppress(Exception):
         sink.close()

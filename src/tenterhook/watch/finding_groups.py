@@ -1,4 +1,4 @@
-"""Findings of one kind as one entry, for text, pages and JSON."""
+"""Findings of one kind grouped into one entry, for text, pages and JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FindingGroup", "grouped"]
 
-LAYERS = frozenset(["dead units", "saturated activation"])  # Kinds that are about layers; others are about points.
-FEW = 3  # Addresses that are all named; of more, the first and the last.
+LAYERS = frozenset(["dead units", "saturated activation"])  # Kinds that are about layers. Other kinds are about points.
+FEW = 3  # Up to this many addresses are all named; if there are more, only the first and the last.
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class FindingGroup:
 
     @property
     def first(self) -> int:
-        """The first step of any of them."""
+        """The first step of any of the findings."""
         return min(each.first for each in self.details)
 
     @property
     def last(self) -> int:
-        """The last step of any of them."""
+        """The last step of any of the findings."""
         return max(each.last for each in self.details)
 
     @property
@@ -48,7 +48,7 @@ class FindingGroup:
 
     @property
     def title(self) -> str:
-        """The kind, and where it was found.
+        """The kind, and the addresses of the findings.
 
         >>> from tenterhook.watch.findings import Finding
         >>> found = [Finding("dead units", f"h.{layer}", 3, 9, 0.5, 0.1, "") for layer in range(12)]
@@ -70,7 +70,7 @@ class FindingGroup:
         return printable(f"{self.title}, {when}; the worst is {worst.address!r}: {worst.text}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the group, and every finding in ``details``."""
+        """Return the group as plain data, with every finding in ``details``."""
         return {
             "kind": self.kind,
             "count": len(self.details),
@@ -83,7 +83,7 @@ class FindingGroup:
 
 
 def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
-    """Put findings of one kind together, kinds in the order in which they were first found."""
+    """Group findings by kind. Kinds are in the order in which they were first found."""
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.kind, []).append(finding)
@@ -91,6 +91,6 @@ def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
 
 
 def _place(finding: Finding) -> list[tuple[int, int, str]]:
-    """Return a key that puts ``h.2`` before ``h.10``."""
+    """Return a sort key that puts ``h.2`` before ``h.10``."""
     parts = re.split(r"(\d+)", finding.address)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

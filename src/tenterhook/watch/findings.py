@@ -1,4 +1,4 @@
-"""What is wrong with a training run, told from its statistics: each finding with its threshold and its evidence."""
+"""Detection of training problems from statistics. Each finding has its threshold and its evidence."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tenterhook.watch.observers import PointSlot
 __all__ = ["THRESHOLDS", "Finding", "Findings", "Units"]
 
 THRESHOLDS: Mapping[str, float] = {
-    "dead_units": 0.1,  # share of a layer's units that gave nothing but zero ...
-    "dead_steps": 20,  # ... in so many watched steps in a row
-    "saturated": 0.5,  # share of an activation's values within a hundredth of its bounds
-    "vanishing": 1e-6,  # a point's gradient (root mean square), as a share of the largest of the step
-    "exploding": 1e3,  # the norm of all gradients of parameters, over its median in the steps before
-    "exploding_depth": 1e4,  # a point's gradient (root mean square), over that of the last point of the model
+    "dead_units": 0.1,  # share of a layer's units whose output was only zero ...
+    "dead_steps": 20,  # ... in this many consecutive watched steps
+    "saturated": 0.5,  # share of an activation's values within 1% of its bounds
+    "vanishing": 1e-6,  # RMS gradient of a point, relative to the largest of the step
+    "exploding": 1e3,  # norm of all parameter gradients, relative to its median in earlier steps
+    "exploding_depth": 1e4,  # RMS gradient of a point, relative to that of the model's last point
 }
-"""The thresholds, each with what it is compared with."""
+"""Default thresholds. The comment of each one says what it is compared with."""
 
 HISTORY = 50
-ENOUGH = 5  # Steps before a median means anything.
+ENOUGH = 5  # Number of steps that a median needs.
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardshrink, nn.Softshrink, nn.Hardswish)
 BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
@@ -41,12 +41,12 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
 }
 MODULES_THAT_PASS_VALUES = (*DROPOUTS, nn.Identity)
 NEAR = 0.01
-CHANNELS_FIRST = 4  # Dimensions from which on the units are the second one, as convolutions have it.
+CHANNELS_FIRST = 4  # With this many dimensions or more, dimension 1 is the unit dimension, as in convolutions.
 
 
 @dataclass
 class Finding:
-    """One thing that is wrong at one point, from its first step to its last so far."""
+    """One problem at one point, with its first step and its last step so far."""
 
     kind: str
     address: str
@@ -62,13 +62,13 @@ class Finding:
         return printable(f"{self.kind} at {self.address!r}, {when}: {self.text}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the finding as plain data."""
         return asdict(self)
 
 
 @dataclass
 class _Idle:
-    """How long the units of a layer have been idle: in so many steps before ``step``, and whether in that one."""
+    """Idle time of a layer's units: consecutive idle steps before ``step``, and activity in ``step``."""
 
     steps: Tensor
     active: Tensor
@@ -79,16 +79,16 @@ class _Idle:
 
 
 class Units:
-    """What only the values themselves can tell, kept on their device until it is read: idle units, and saturation."""
+    """Idle units and saturation. These need the values themselves, so counts stay on the device until they are read."""
 
     def __init__(self) -> None:
-        self.choice = 0  # How often it was chosen who is looked at.
-        self.step = 0  # The present step: in a step a unit is idle if it is in all calls.
+        self.choice = 0  # Number of calls of choose().
+        self.step = 0  # The current step. A unit is idle in a step if it is idle in all calls.
         self._idle: dict[PointSlot, _Idle] = {}
         self._near: dict[PointSlot, tuple[Tensor, int]] = {}
 
     def choose(self, slots: Iterable[PointSlot], zeros: set[str]) -> None:
-        """Say which points are looked at from now on; ``zeros`` are the addresses whose values hold many."""
+        """Select the points to examine from now on. ``zeros`` has the addresses whose values contain many zeros."""
         self.choice += 1
         for slot in slots:
             rectifies = isinstance(slot.module, RECTIFIERS) or slot.address in zeros
@@ -96,11 +96,11 @@ class Units:
                 slot.module
             ) is not None
             if not slot.looks:
-                self._idle.pop(slot, None)  # What it was is no longer known to be true.
+                self._idle.pop(slot, None)  # Its counts are out of date.
 
     @torch.inference_mode()
     def look(self, slot: PointSlot, value: Tensor) -> None:
-        """Take a value in."""
+        """Examine a value."""
         bounds = bounds_of(slot.module)
         if bounds is not None:
             half = (bounds[1] - bounds[0]) / 2
@@ -112,7 +112,7 @@ class Units:
 
     @torch.inference_mode()
     def count_idle(self, slot: PointSlot, value: Tensor) -> None:
-        """Count the steps in which units gave nothing but zero."""
+        """Count the steps in which units gave only zeros."""
         if value.dim() <= 1:
             return
         unit = 1 if value.dim() >= CHANNELS_FIRST else value.dim() - 1
@@ -128,15 +128,15 @@ class Units:
 
     @property
     def looking(self) -> bool:
-        """Whether anything was taken in that has to be read step by step."""
+        """True if there are counts that must be read at each step."""
         return bool(self._idle or self._near)
 
     def let_go(self) -> None:
-        """Hold no tensor any more."""
+        """Release all tensors."""
         self._idle, self._near = {}, {}
 
     def read(self, steps: int) -> tuple[dict[PointSlot, tuple[int, int]], dict[PointSlot, float]]:
-        """The idle units of each layer beside all its units, and the share of each activation that is saturated."""
+        """Return the idle and total units of each layer, and the saturated share of each activation."""
         idle = list(self._idle.items())
         near = list(self._near.items())
         numbers = [each.now().ge(steps).sum() for _, each in idle] + [found for _, (found, _) in near]
@@ -150,30 +150,30 @@ class Units:
 
 
 class Findings:
-    """All findings so far, and the rules that make them."""
+    """All findings so far, and the rules that produce them."""
 
     def __init__(self, thresholds: Mapping[str, float] | None) -> None:
         unknown = set(thresholds or ()) - set(THRESHOLDS)
         if unknown:
-            raise ValueError(f"no such threshold: {', '.join(sorted(unknown))}; there is {', '.join(THRESHOLDS)}")
+            raise ValueError(f"unknown threshold: {', '.join(sorted(unknown))}; valid: {', '.join(THRESHOLDS)}")
         self.limits = {**THRESHOLDS, **(thresholds or {})}
         self.units = Units()
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
-        # For a page's array of rows: that, and where it has values to look at, gradients of points, and of parameters.
+        # By id of a page's row array: the array, and the positions of values, point gradients and parameter gradients.
         self._seen: dict[int, tuple[Array, Array, Array, Array]] = {}
-        # The last page's rows, and which of its values held many zeros.
+        # The rows of the last page, and a mask of its values that contain many zeros.
         self._many: tuple[Array | None, bytes] = None, b""
 
     def judge(
         self, page: StepStats, parameters: set[str], slots: Sequence[PointSlot], alike: Mapping[int, int]
     ) -> list[Finding]:
-        """Look at a step; gives what is new. ``alike`` has rows that tell what another one does, which is enough."""
+        """Check a step, and return new findings. ``alike`` maps rows with equal values to the one that is checked."""
         before = set(self.all)
         seen = self._seen.get(id(page.rows))
         if seen is None:
-            # Of what a dropout gives, about as much is zero as it drops, now here, now there: that says nothing.
+            # The zeros in the output of a dropout are random, so they are not evidence of dead units.
             dropped = {slot.address for slot in slots if isinstance(slot.module, MODULES_THAT_PASS_VALUES)}
             if len(self._seen) >= ORDERS:
                 self._seen.clear()
@@ -197,21 +197,21 @@ class Findings:
             self._norms.append(total)
 
     def _depth(self, page: StepStats, rows: Array, sizes: Array) -> None:
-        """Gradients that die away, or swell, on their way back through the model."""
+        """Find gradients that vanish or explode on their way back through the model."""
         flows = sizes > 0
         if not flows.all():
             rows, sizes = rows[flows], sizes[flows]
         if not len(rows):
             return
-        largest, last = float(sizes.max()), float(sizes[-1])  # Rows are in the order in which they first came.
+        largest, last = float(sizes.max()), float(sizes[-1])  # Rows are in the order of their first occurrence.
         least, most = self.limits["vanishing"] * largest, self.limits["exploding_depth"] * last
         for place in np.flatnonzero(sizes < least).tolist():
             name, size = page.names[rows[place]][1], float(sizes[place])
-            text = f"its gradient is {size:.2g} (root mean square), the largest of the step {largest:.2g}."
+            text = f"its gradient is {size:.2g} (root mean square), the largest of the step is {largest:.2g}."
             self._note("vanishing gradient", name, page.step, size / largest, "vanishing", text, {"largest": largest})
         for place in np.flatnonzero(sizes > most).tolist() if largest > most else ():
             name, size = page.names[rows[place]][1], float(sizes[place])
-            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point {last:.2g}."
+            text = f"its gradient is {size:.2g} (root mean square), that of the model's last point is {last:.2g}."
             self._note("exploding gradient", name, page.step, size / last, "exploding_depth", text, {"last": last})
 
     def _jump(self, step: int, total: float) -> None:
@@ -219,12 +219,12 @@ class Findings:
             return
         median = sorted(self._norms)[len(self._norms) // 2]
         if median and total > self.limits["exploding"] * median:
-            text = f"the gradients of all parameters have the norm {total:.2g}; the median before was {median:.2g}."
+            text = f"the norm of all parameter gradients is {total:.2g}; the median of earlier steps is {median:.2g}."
             self._note("exploding gradient", "parameters", step, total / median, "exploding", text, {"median": median})
 
     def _units(self, page: StepStats, values: Array, slots: Iterable[PointSlot]) -> None:
         share = self.limits["dead_units"]
-        # So many dead units need at least so many zeros.
+        # Dead units need at least this many zeros.
         many = page.table[values, ZEROS] >= share * np.maximum(page.table[values, COUNT], 1)
         seen, self._many = self._many, (page.rows, many.tobytes())
         if seen[0] is not page.rows or seen[1] != self._many[1]:
@@ -236,13 +236,13 @@ class Findings:
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
                 steps = f"{self.limits['dead_steps']:.0f} watched steps"
-                text = f"{idle} of its {units} units gave nothing but zero for {steps}."
+                text = f"{idle} of its {units} units gave only zeros for {steps}."
                 evidence = {"dead": idle, "units": units}
                 self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
         for slot, part in full.items():
             if part >= self.limits["saturated"]:
                 low, high = bounds_of(slot.module) or (0.0, 0.0)
-                text = f"{part:.0%} of its values are within a hundredth of its bounds, {low:g} and {high:g}."
+                text = f"{part:.0%} of its values are within 1% of its bounds, {low:g} and {high:g}."
                 self._note("saturated activation", slot.address, page.step, part, "saturated", text, {"share": part})
 
     def _note(
@@ -256,7 +256,7 @@ class Findings:
 def _places(
     page: StepStats, parameters: set[str], dropped: set[str], alike: Mapping[int, int]
 ) -> tuple[Array, Array, Array]:
-    """Where a page has values that may have dead units, the gradients of points, and those of parameters."""
+    """Return the positions in a page of values to check for dead units, of point and of parameter gradients."""
     values: list[int] = []
     points: list[int] = []
     own: list[int] = []
@@ -270,7 +270,7 @@ def _places(
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:
-    """Between what a module squashes its values; None where it does not."""
+    """Return the lower and upper bound of a module's output, or None if it has none."""
     if isinstance(module, nn.Hardtanh) and not isinstance(module, nn.ReLU6):
         return float(module.min_val), float(module.max_val)
     return BOUNDS.get(type(module))

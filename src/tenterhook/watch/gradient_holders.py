@@ -1,4 +1,4 @@
-"""What holds the gradient of a watched tensor, from the moment when it passes until it is measured."""
+"""Holders for the gradient of a watched tensor, from the forward pass until it is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NOTHING", "RETAINED", "HeldGradient", "HookPool", "HooksOursLast", "
 
 
 class HeldGradient:
-    """A hook that holds the gradient of one tensor until it is measured, and nothing after that."""
+    """A hook that holds the gradient of one tensor until it is measured, and nothing afterwards."""
 
     __slots__ = ("copies", "gradient", "open", "version")
 
@@ -28,11 +28,11 @@ class HeldGradient:
         self.close()
 
     def hold(self, gradient: Tensor | None) -> None:
-        """The hook itself: a bound method is called in half the time that an object is."""
-        if self.open and gradient is not None:  # Autograd calls it with None for a result that nobody used.
+        """Hold a gradient. This method is the hook, because calling a bound method takes half the time of an object."""
+        if self.open and gradient is not None:  # Autograd passes None for an output that was not used.
             if self.copies:
                 gradient = gradient.clone()
-            elif 1 in gradient.shape:  # Most have none such, and need not be looked at.
+            elif 1 in gradient.shape:  # Most gradients have no such dimension, so the call is skipped.
                 gradient = let_free(gradient)
             if self.gradient is not None:  # A second backward pass through the same graph.
                 gradient = self.gradient + gradient
@@ -41,7 +41,7 @@ class HeldGradient:
     hold.__torch_unserializable__ = True  # type: ignore[attr-defined]
 
     def take(self, slot: PointSlot, _tensor: Tensor) -> Tensor | None:
-        """The gradient, or the sum of those that several backward passes have brought."""
+        """Return the gradient, or the sum over several backward passes. Return None if it was changed in place."""
         gradient, self.gradient, self.open = self.gradient, None, False
         if gradient is not None and gradient._version != self.version:
             slot.spoilt += 1
@@ -49,34 +49,34 @@ class HeldGradient:
         return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
 
     def has(self, _tensor: Tensor) -> bool:
-        """Whether a gradient has come."""
+        """Return True if a gradient has arrived."""
         return self.gradient is not None
 
     def close(self) -> None:
-        """Hold nothing, and take nothing more."""
+        """Release the gradient, and ignore later ones."""
         self.gradient, self.open = None, False
 
 
 class RetainedGradient:
-    """Stands for what autograd keeps."""
+    """Access to the ``.grad`` that autograd retains."""
 
     @staticmethod
     def take(_slot: PointSlot, tensor: Tensor) -> Tensor | None:
-        """The gradient of a tensor."""
+        """Return the gradient of a tensor."""
         return tensor.grad
 
     @staticmethod
     def has(tensor: Tensor) -> bool:
-        """Whether it has one."""
+        """Return True if the tensor has a gradient."""
         return tensor.grad is not None
 
     @staticmethod
     def close() -> None:
-        """Nothing: a later backward pass is the tensor's own affair."""
+        """Do nothing. A later backward pass may still set ``.grad``."""
 
 
 class HooksOursLast(dict[Any, Any]):
-    """The hooks of a tensor, ours last, whoever comes after us: what it holds is what flows on."""
+    """The hooks dict of a tensor that keeps our hook last, so that it sees the result of all other hooks."""
 
     __slots__ = ("__weakref__", "last", "owner")
 
@@ -92,16 +92,16 @@ class HooksOursLast(dict[Any, Any]):
         super().__setitem__(self.last, self.last.hold)
 
     def update(self, found: Any) -> None:  # type: ignore[override]
-        """Take several in, in their order."""
+        """Add several hooks, in their order."""
         for key, hook in dict(found).items():
             self[key] = hook
 
 
 class HookPool:
-    """Hooks that are used again when the graph that they were on is gone.
+    """A pool of hook dicts that are reused once their graph is freed.
 
-    To make them takes longer than to put them on, and what is made by the hundred in every step has Python's collector
-    look at all of it. Two steps' hooks are kept: most loops still have the graph of the last step when a step is made.
+    Creating them takes longer than attaching them, and hundreds of new objects in each step trigger Python's garbage
+    collector. The pool has two sets, because most loops still hold the graph of the previous step during a step.
     """
 
     def __init__(self) -> None:
@@ -110,21 +110,22 @@ class HookPool:
         self._next = 0
 
     def turn(self) -> None:
-        """A step is over: the next one begins with the hooks that have rested longest."""
+        """Start the next step with the set that was not used in this step."""
         self._turns.reverse()
         self._next = 0
 
     def get(self) -> HooksOursLast:
-        """Hooks with none but ours, which holds nothing and is not open."""
+        """Return a hooks dict with only our hook, which is closed and holds nothing."""
         turn, place = self._turns[0], self._next
         self._next += 1
         if place == len(turn):
             turn.append(HooksOursLast(self.owner))
-        elif getrefcount(turn[place]) != ALONE or len(turn[place]) > 1:  # Somebody's still, or with a hook of theirs.
+        elif getrefcount(turn[place]) != ALONE or len(turn[place]) > 1:  # Still in use, or with a foreign hook.
             turn[place] = HooksOursLast(self.owner)
         return turn[place]
 
 
 _one = [HooksOursLast(None)]
-ALONE = getrefcount(_one[0])  # References to what only a list has, as it is asked above.
-NOTHING, RETAINED = HeldGradient(), RetainedGradient()  # Where no gradients are wanted, and where autograd copies them.
+ALONE = getrefcount(_one[0])  # Reference count of an object that only a list refers to, counted as above.
+# NOTHING: no gradients are wanted. RETAINED: autograd keeps the gradients itself.
+NOTHING, RETAINED = HeldGradient(), RetainedGradient()

@@ -1,4 +1,4 @@
-"""The books of a watch: which row is which, what the present step has brought, and everything so far."""
+"""Statistics of a watch: the names of the rows, the current step, and the totals of all steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["KINDS", "History", "Kind", "StepStats"]
 Kind = Literal["values", "gradients", "parameters", "updates"]
 KINDS: tuple[Kind, ...] = ("values", "gradients", "parameters", "updates")
 AT_ONCE = 8  # Steps that are added to the running statistics together.
-ORDERS = 8  # Steps of so many kinds are known at a time.
+ORDERS = 8  # Maximum number of cached row orders.
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step: the rows that it brought, as indices, and a line of ``COLUMNS`` for each."""
+    """The statistics of one step: row indices, and a line of ``COLUMNS`` for each row."""
 
     step: int
     time: float
@@ -37,44 +37,44 @@ class StepStats:
     table: Array
     names: Sequence[tuple[Kind, str]] = field(repr=False)
     kinds: Array | None = field(default=None, repr=False)
-    """the kind of each row, as an index of ``KINDS``"""
+    """the kind of each row, as an index into ``KINDS``"""
 
     def lines(self) -> Iterator[tuple[Kind, str, dict[str, float]]]:
-        """Kind, address and statistics, row by row."""
+        """Yield the kind, the address and the statistics of each row."""
         table = none_where_nothing_is_finite(self.table)
         for row, line in zip(self.rows.tolist(), table.tolist(), strict=True):
             yield *self.names[row], dict(zip(COLUMNS, line, strict=True))
 
     def column(self, name: str, kind: Kind) -> dict[str, float]:
-        """One statistic of all rows of a kind, by address, in the order in which they first came."""
+        """Return one statistic of all rows of a kind, by address, in the order of their first occurrence."""
         rows, table = self.of(kind)
         numbers = none_where_nothing_is_finite(table)[:, COLUMNS.index(name)].tolist()
         return {self.names[row][1]: number for row, number in zip(rows.tolist(), numbers, strict=True)}
 
     def of(self, kind: Kind) -> tuple[Array, Array]:
-        """The rows of a kind, and their lines."""
+        """Return the rows of a kind, and their lines."""
         kinds = self.kinds if self.kinds is not None else [KINDS.index(self.names[row][0]) for row in self.rows]
         chosen = np.asarray(kinds) == KINDS.index(kind)
         return self.rows[chosen], self.table[chosen]
 
 
 class History:
-    """Rows by kind and address, with running statistics over all steps and a page for each of the last ones."""
+    """Rows by kind and address, with running statistics of all steps and a page for each recent step."""
 
     def __init__(self, pages: int) -> None:
         self.names: list[tuple[Kind, str]] = []
         self.workspace = Workspace()
         self._sketch = Sketch()
-        self.alike: dict[int, int] = {}  # Rows whose tensors were those of another row, which has the samples of both.
-        self._likened: RowLayout | None = None  # Where that was last found.
-        self.slow = True  # Whether what changes slowly is taken in this step.
+        self.alike: dict[int, int] = {}  # Maps a row to the row that has the samples of the same tensor.
+        self._likened: RowLayout | None = None  # The layout that ``alike`` was last updated from.
+        self.slow = True  # True if slowly changing statistics are measured in this step.
         self._bins: Array | None = None
         self.pages: deque[StepStats] = deque(maxlen=pages)
         self.lock = threading.RLock()
         self._index: dict[tuple[Kind, str], int] = {}
         self._sampled: set[int] = set()
         self._step: list[tuple[Array, Array]] = []
-        # Most steps bring the rows of the last one: by the arrays that named them.
+        # Most steps have the rows of the previous step. The key is the ids of the row arrays.
         self._orders: dict[tuple[int, ...], tuple[list[Array], MergeOrder, Array]] = {}
         self._total = np.zeros((0, len(COLUMNS)))
         self._steps = np.zeros(0, int)
@@ -85,11 +85,11 @@ class History:
 
     @property
     def sketch(self) -> Sketch | None:
-        """What takes samples in this step, if it is one of those whose samples are taken."""
+        """The sketch, if samples are taken in this step; otherwise None."""
         return self._sketch if self.slow else None
 
     def row(self, kind: Kind, label: str) -> int:
-        """The row of a kind and an address, a new one if there is none."""
+        """Return the row of a kind and an address. Add it if there is none."""
         found = self._index.get((kind, label))
         if found is None:
             with self.lock:
@@ -98,23 +98,23 @@ class History:
         return found
 
     def liken(self, layout: RowLayout) -> None:
-        """Note which rows of a layout have one tensor."""
+        """Store which rows of a layout share a tensor."""
         if layout is not self._likened:
             self._likened = layout
             self.alike.update(layout.alike)
 
     def add(self, rows: Array, table: Array, sampled: Sequence[int]) -> None:
-        """Take a part of the present step; ``rows`` is not changed after, and ``sampled`` are some of them."""
+        """Add a part of the current step. ``rows`` must not change afterwards, and ``sampled`` is a subset of it."""
         self._step.append((rows, table))
         self._sampled.update(sampled)
 
     def replace(self, rows: Array) -> None:
-        """Forget what the present step has brought for some rows: it was only provisional."""
+        """Discard what the current step has for some rows, because it was provisional."""
         kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
         self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
 
     def close_step(self, step: int) -> StepStats | None:
-        """The step is over: add it to what there is, and give its page, if it brought anything."""
+        """Finish the step: add it to the running statistics, and return its page. Return None if it has no rows."""
         self._sketch.pour()
         parts, self._step = self._step, []
         if not parts:
@@ -130,7 +130,7 @@ class History:
         return page
 
     def _order(self, parts: list[Array]) -> tuple[MergeOrder, Array]:
-        """How the rows of a step are put in order, and the kind of each."""
+        """Return the merge order for the rows of a step, and the kind of each row."""
         key = tuple(map(id, parts))
         found = self._orders.get(key)
         if found is None:
@@ -138,18 +138,19 @@ class History:
                 self._orders.clear()
             order = MergeOrder(np.concatenate(parts))
             kinds = np.array([KINDS.index(self.names[row][0]) for row in order.rows.tolist()], int)
-            found = self._orders[key] = parts, order, kinds  # The arrays are held, so that their ids stay theirs.
+            found = self._orders[key] = parts, order, kinds  # Keep the arrays alive, so that their ids stay unique.
         return found[1], found[2]
 
     def _merge(self) -> None:
-        """Add the last steps to the running statistics: many at once, which costs hardly more than one."""
+        """Add the recent steps to the running statistics. Merging many costs hardly more than merging one."""
         if not self._unmerged:
             return
         pages, self._unmerged = self._unmerged, []
         self._grow()
-        alike: dict[int, list[StepStats]] = {}  # Most pages have the rows of the one before, in the same array.
+        alike: dict[int, list[StepStats]] = {}  # Most pages share the row array of the page before.
         for page in pages:
-            alike[id(page.rows)] = [*alike.pop(id(page.rows), ()), page]  # Last is whose last page is.
+            # Reinsert, so that the group with the latest page is last.
+            alike[id(page.rows)] = [*alike.pop(id(page.rows), ()), page]
         for few in alike.values():
             rows = few[-1].rows
             self._latest[rows], self._when[rows] = few[-1].table, few[-1].step
@@ -164,7 +165,7 @@ class History:
             self._steps, self._when = np.r_[self._steps, np.zeros(more, int)], np.r_[self._when, np.zeros(more, int)]
 
     def freeze(self) -> None:
-        """Nothing more will come: keep numbers, and no tensor."""
+        """Release all tensors and keep only numbers. Nothing can be added afterwards."""
         self._likened = None
         with self.lock:
             if self._bins is None:
@@ -172,7 +173,7 @@ class History:
                 self._sketch, self.workspace = Sketch(), Workspace()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Everything so far, one plain dict per row: over all steps, and ``last`` for the latest one."""
+        """Return one plain dict per row, with statistics over all steps, and ``last`` for the latest step."""
         with self.lock:
             self._merge()
             count = len(self._steps)
@@ -182,10 +183,10 @@ class History:
             return [self._plain(row, bins[of[row]]) for row in range(count) if self._steps[row]]
 
     def latest(self) -> tuple[list[tuple[Kind, str]], Array, Array, Array, Array]:
-        """A copy, for another thread, of the names of all rows and of what is known of each.
+        """Return a copy, for another thread, of the names and the latest statistics of all rows.
 
-        That is its kind as an index of ``KINDS`` (-1 before it has come), its latest line, the step of that line, and
-        whether it ever held NaN or Inf.
+        For each row, these are its kind as an index into ``KINDS`` (-1 if it has no step yet), its latest line, the
+        step of that line, and whether it ever contained NaN or Inf.
         """
         with self.lock:
             self._merge()
@@ -197,7 +198,7 @@ class History:
             return self.names[:count], kinds, self._latest.copy(), self._when.copy(), bad
 
     def bins(self, rows: Array) -> Array:
-        """The bins of some rows, each of the row that has its samples; it does not wait for a step to be published."""
+        """Return the bins of some rows, each from the row that has its samples. Unpublished steps may be included."""
         if self._bins is not None:
             found = self._bins[rows]
             others = self._bins[[self.alike.get(row, row) for row in rows.tolist()]] if len(rows) else found

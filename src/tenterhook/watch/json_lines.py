@@ -1,4 +1,4 @@
-"""A sink of lines: one JSON object per watched step."""
+"""A sink that writes one JSON object per watched step, one per line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from tenterhook.watch.append_file import Appender
 
 __all__ = ["JsonLines"]
 
-LONGEST = 2**26  # bytes of a line, which is one step; a model of 100,000 points has shorter ones
+LONGEST = 2**26  # Maximum bytes of a line, which is one step. A model of 100,000 points has shorter lines.
 FIELDS: dict[str, Any] = {"step": int, "time": (int, float), "rows": dict, "findings": list}
 END = b',"checksum":"%016x"}\n'
 NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class JsonLines:
-    """Writes a line of JSON for each watched step of ``th.watch(..., sinks=[th.JsonLines(path)])``.
+    """A sink that writes a line of JSON for each watched step: ``th.watch(..., sinks=[th.JsonLines(path)])``.
 
-    A line has ``step``, ``time``, ``rows`` (kind, then address, then statistics), the ``findings`` that were new, those
-    of one kind together, and a ``checksum`` over what stands before it. It is handed to the system at once, and whole:
-    a line for which the disk has no room is taken back. Numbers that are not finite are written as the text ``"nan"``,
-    ``"inf"`` or ``"-inf"``, since JSON has no word for them.
+    A line has ``step``, ``time``, ``rows`` (by kind, then address: the statistics), the new ``findings``, grouped by
+    kind, and a ``checksum`` of the text before it. Each line is written at once and completely: if the disk is full, an
+    incomplete line is removed again. Numbers that are not finite are written as the strings ``"nan"``, ``"inf"`` or
+    ``"-inf"``, because JSON has no such numbers.
+
+    Args:
+        path: the file to append to. Its folder is created if it does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,7 +41,7 @@ class JsonLines:
         return f"JsonLines({str(self.path)!r})"
 
     def write(self, page: Any, findings: list[Any], _history: Any) -> None:
-        """Take a step."""
+        """Append a step to the file."""
         rows: dict[str, dict[str, Any]] = {}
         for kind, address, numbers in page.lines():
             rows.setdefault(kind, {})[address] = {name: _plain(number) for name, number in numbers.items()}
@@ -48,24 +51,26 @@ class JsonLines:
         record = text + END % _checksum(text)
         if self._file is None:
             self._file = Appender(self.path)
-            if not self._file.ends_with(b"\n"):  # A process was killed while it wrote: its last line stays alone.
+            # A process was killed while it wrote. Keep its incomplete line separate.
+            if not self._file.ends_with(b"\n"):
                 record = b"\n" + record
         self._file.append(record)
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """Read the steps in a file, each checked, with NaN and Inf as numbers again.
+        """Return the steps in a file. The checksum of each is verified, and NaN and Inf are numbers again.
 
-        A last line without an end is that of a process that was killed, and is left out.
+        An incomplete last line, from a process that was killed, is left out.
 
         Raises:
-            TapeFileError: if another line is no step of a watch. It says which, and what is wrong with it.
+            TapeFileError: the file cannot be read, or another line is not a step of a watch. The error says which line,
+                and what is wrong with it.
         """
         file = Path(path)
         try:
@@ -81,7 +86,7 @@ def _plain(number: float) -> float | str:
 
 
 def _checksum(text: bytes) -> int:
-    import xxhash  # Only a watch with a log has to pay for it.
+    import xxhash  # Imported only by a watch that has a log.
 
     return xxhash.xxh3_64_intdigest(text)
 
@@ -100,7 +105,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _step(file: Path, number: int, line: bytes) -> dict[str, Any]:
     text, comma, _ = line.rpartition(b",")
     if not comma or line + b"\n" != text + END % _checksum(text):
-        raise TapeFileError(f"{file} is damaged at line {number}: its checksum does not match what it holds.")
+        raise TapeFileError(f"{file} is damaged at line {number}: its checksum does not match its contents.")
     try:
         found = json.loads(line)
         _check(found)
@@ -123,5 +128,5 @@ def _number(given: Any) -> float:
     if given in NOT_FINITE:
         return float(given)
     if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
-        raise TypeError(f"{given!r:.40} is no number")
+        raise TypeError(f"{given!r:.40} is not a number")
     return given

@@ -1,8 +1,8 @@
-"""A live view of a watch: one small page on this machine, which asks every second for what is new on its screen.
+"""Live view of a watch: a small web page on this machine, which requests new numbers every second.
 
-It listens on the loopback address alone, answers nothing but the page and its numbers, and answers only requests that
-name that address as their host, so that no other site's script can read it. Everything that the page needs is in it.
-A page that nobody sees asks for nothing. Nothing that a reader does or fails to do reaches the training run.
+The server listens on the loopback address only. It serves only the page and its numbers, and only if the Host header
+names that address, so that scripts of other sites cannot read it. The page has no external resources. A page that is
+not visible sends no requests. Readers cannot affect the training run.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ __all__ = ["MOST_READERS", "LiveServer"]
 
 HOST = "127.0.0.1"
 TAKEN = (
-    "cannot serve on port {port} of {host}: {why}. Something else may be using it. Choose another port, or let the "
+    "cannot serve on port {port} of {host}: {why}. Another program may use it. Choose another port, or let the "
     "system choose a free one: w.serve()."
 )
 MOST_PORT = 65535
 MOST_READERS = 64
-TIMEOUT = 10.0  # seconds that a connection may be silent, or a reader may leave what it was sent
-LONGEST_LINE, MOST_LINES = 8192, 100  # of a request
+TIMEOUT = 10.0  # seconds that a connection may be idle, or that a reader may take to receive data
+LONGEST_LINE, MOST_LINES = 8192, 100  # limits of a request
 PAGE = Path(__file__).with_name("live.html")
-FULL = (
-    f"{MOST_READERS} connections are open, which is the most there can be: close another page, and load this one again"
-)
+FULL = f"{MOST_READERS} connections are open, which is the maximum. Close another page, and load this one again."
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 class LiveServer:
-    """Serves a watch from threads of its own, until it is closed."""
+    """A server that runs in threads of its own until it is closed."""
 
     def __init__(self, watch: Results, port: int) -> None:
         if type(port) is not int or not 0 <= port <= MOST_PORT:
-            raise ValueError(f"a port is a number from 0, for any that is free, to {MOST_PORT}; got {port!r}")
+            raise ValueError(f"port must be an integer from 0 (any free port) to {MOST_PORT}; got {port!r}")
         try:
             self._listener = _Listener((HOST, port), LiveUpdates(watch))
         except OSError as error:
@@ -57,7 +55,7 @@ class LiveServer:
         self._thread.start()
 
     def due(self) -> bool:
-        """Whether somebody looks, and has waited long enough for steps to be published."""
+        """Return True if a page is open and its last update is long enough ago."""
         now = time.monotonic()
         if now - self._listener.asked > 3 * REFRESH or now - self._published < REFRESH / 2:
             return False
@@ -65,7 +63,7 @@ class LiveServer:
         return True
 
     def close(self) -> None:
-        """Stop, give the port back, and hang up on every reader."""
+        """Stop the server, release the port, and close all connections."""
         self._listener.shutdown()
         self._listener.server_close()
         self._listener.hang_up()
@@ -80,7 +78,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], live: LiveUpdates) -> None:
         self.live = live
         self.asked = float("-inf")
-        """when somebody last asked for numbers"""
+        """time of the last request for numbers"""
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
@@ -108,14 +106,15 @@ class _Listener(socketserver.ThreadingTCPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a training run's terminal is not the place."""
+        """Ignore the error. The terminal of a training run should not show it."""
 
 
 def _refuse(request: socket.socket) -> None:
-    """Say why to one reader too many, in the moment that there is for it."""
+    """Reply with an error to a reader beyond the limit, without waiting long."""
     with contextlib.suppress(OSError):
         request.settimeout(0.1)
-        request.recv(LONGEST_LINE)  # Closed with something unread, the connection would be reset before it is told.
+        # Closing a socket with unread data resets the connection, and the client would not receive the reply.
+        request.recv(LONGEST_LINE)
         request.sendall(_answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", FULL.encode(), close=True))
 
 
@@ -124,13 +123,13 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Listener
 
     def handle(self) -> None:
-        """Answer one request after the other, until the reader is silent, gone or makes no sense."""
+        """Answer requests until the reader is idle, disconnects or sends an invalid request."""
         with contextlib.suppress(OSError, ValueError):
             while (asked := self._read()) is not None:
                 self.wfile.write(self._answered(*asked))
 
     def _read(self) -> tuple[str, str, str] | None:
-        """The method, the target and the host of a request; None at the end, ValueError where it is none."""
+        """Return the method, target and host of a request, or None at the end. Raise ValueError if it is invalid."""
         line = self.rfile.readline(LONGEST_LINE)
         if not line.strip():
             return None
@@ -142,18 +141,18 @@ class _Handler(socketserver.StreamRequestHandler):
                 return method, target, host
             if name.lower() == "host":
                 host = value.strip().rsplit(":", 1)[0]
-        raise ValueError("a request without an end")
+        raise ValueError("the request has too many header lines")
 
     def _answered(self, method: str, target: str, host: str) -> bytes:
         asked = urlsplit(target)
         if host not in (HOST, "localhost"):
-            return _answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine alone")
+            return _answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is only available on this machine")
         if method != "GET":
-            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"this page is only read")
+            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"only GET is supported")
         if asked.path == "/":
             return _answer(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
         if asked.path != "/numbers":
-            return _answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /numbers")
+            return _answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found; the valid paths are / and /numbers")
         self.server.asked = time.monotonic()
         try:
             view = LiveView.of(dict(parse_qsl(asked.query, keep_blank_values=True)))

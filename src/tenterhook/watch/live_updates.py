@@ -1,8 +1,8 @@
-"""The numbers of a live page: what one reader looks at, and of that what is new, made in the thread that asks.
+"""Numbers for a live page: the rows that one reader looks at, as far as they are new. Computed in the server's thread.
 
-A reader names the rows that are on its screen and the last step that it has seen. The answer has the numbers of these
-rows, a few kilobytes however large the model is, and leaves out rows that have not changed since. Nothing is kept for a
-reader, and readers that ask the same within a second get the same bytes.
+A reader sends the rows on its screen and the last step that it has. The answer has the numbers of these rows, without
+rows that have not changed since. It is a few kilobytes, however large the model is. The server stores no state for a
+reader, and readers that send the same request within a second get the same bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["REFRESH", "LiveUpdates"]
 
-REFRESH = 1.0  # seconds between two questions of a page
-MOST_ROWS = 120  # as many as there are on a large screen
-MOST_FINDINGS = 20  # in one answer; the others come with the next ones
+REFRESH = 1.0  # seconds between two requests of a page
+MOST_ROWS = 120  # as many as fit on a large screen
+MOST_FINDINGS = 20  # in one answer; later answers have the others
 HISTORY = 120  # steps in a sparkline
 HEIGHTS = "0123456789abcdef"
 SHOWN = tuple(COLUMNS.index(name) for name in ("mean", "std", "min", "max", "norm", "zeros", "nan", "inf"))
@@ -38,7 +38,7 @@ SHOWN = tuple(COLUMNS.index(name) for name in ("mean", "std", "min", "max", "nor
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What a reader looks at, and what it knows already."""
+    """The rows that a reader looks at, and the state that it already has."""
 
     kind: str = "values"
     order: str = ""
@@ -52,22 +52,22 @@ class LiveView:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> LiveView:
-        """A view from the texts of a query; ValueError where one of them is none."""
+        """Return the view that a query describes. Raise ValueError if a parameter is invalid."""
         kind, order = query.get("kind", "values"), query.get("order", "")
         if kind not in KINDS or order not in ("", "address", *COLUMNS):
-            raise ValueError("there is no such kind, or no such column")
+            raise ValueError("unknown kind or column")
         first, count, since, found = (
             int(query.get(name, default))
             for name, default in (("first", 0), ("count", MOST_ROWS), ("since", -1), ("found", 0))
         )
         if first < 0 or found < 0 or not 0 < count <= MOST_ROWS:
-            raise ValueError(f"a view has up to {MOST_ROWS} rows")
+            raise ValueError(f"count must be from 1 to {MOST_ROWS}, and first and found not negative")
         down, spread = query.get("down", "1") == "1", query.get("spread", "1") == "1"
         return cls(kind, order, down, query.get("find", "")[:200].lower(), first, count, since, found, spread)
 
 
 class LiveUpdates:
-    """Answers the readers of a watch."""
+    """Answers for the readers of a watch."""
 
     def __init__(self, watch: Results) -> None:
         self._watch, self._lock = watch, threading.Lock()
@@ -75,8 +75,8 @@ class LiveUpdates:
         self._until = 0.0
 
     def answer(self, view: LiveView) -> bytes:
-        """The JSON for a view, the same for all who ask for it within one refresh."""
-        with self._lock:  # One answer at a time: a training run has the rest of the machine.
+        """Return the JSON for a view. It is cached for one refresh interval."""
+        with self._lock:  # One answer at a time, to leave the rest of the machine to the training run.
             now = time.monotonic()
             if now >= self._until:
                 self._answers.clear()
@@ -119,7 +119,7 @@ class LiveUpdates:
 
 
 def _chosen(view: LiveView, names: list[tuple[Any, str]], kinds: Array, latest: Array) -> Array:
-    """The rows of a kind that a reader wants, in the wanted order."""
+    """Return the rows of a kind that match the search, in the requested order."""
     rows = np.flatnonzero(kinds == KINDS.index(view.kind))
     if view.find:
         rows = np.array([row for row in rows.tolist() if view.find in names[row][1].lower()], int)
@@ -132,7 +132,7 @@ def _chosen(view: LiveView, names: list[tuple[Any, str]], kinds: Array, latest: 
 
 
 def _cells(line: list[float]) -> list[float | None]:
-    """The numbers of a row as they are shown: with four digits, and zeros as a share."""
+    """Return the numbers of a row for display: with four digits, and zeros as a share."""
     cells = [_short(line[place]) for place in SHOWN]
     cells[SHOWN.index(ZEROS)] = _short(line[ZEROS] / line[COUNT]) if line[COUNT] else 0
     return cells
@@ -145,7 +145,7 @@ def _short(number: float) -> float | None:
 
 
 def _findings(watch: Results, view: LiveView) -> dict[str, Any]:
-    """Findings that the reader has not, and with a spread some of those that may have changed."""
+    """Return findings that the reader does not have. With ``spread``, also return some that may have changed."""
     every = list(watch._findings.all.values())
     first = min(view.found, len(every))
     if view.spread and first == len(every) > MOST_FINDINGS:
@@ -161,9 +161,9 @@ def _findings(watch: Results, view: LiveView) -> dict[str, Any]:
 
 
 def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:
-    """The norms of some rows, step by step; None where a step has not brought one."""
+    """Return the norms of some rows, step by step. None means that the step has no value."""
     table = np.full((len(pages), len(shown)), np.nan)
-    places: dict[int, Array] = {}  # Most pages have the rows of the one before, in the same array.
+    places: dict[int, Array] = {}  # Most pages share the row array of the page before.
     for number, page in enumerate(pages):
         if id(page.rows) not in places:
             index = np.full(count, -1)

@@ -1,11 +1,12 @@
-"""Where a NaN or an Inf was born: which call, and which line inside its forward.
+"""Search for the origin of a NaN or Inf: the call, and the line inside its forward.
 
-The log of a step holds every call with its arguments, in the order in which they ended. The first one whose output is
-not finite is where it was *seen* first. It was born there if what came in was finite; otherwise in the innermost call
-around it whose own arguments were. That call is then made once more on the same arguments, each operation is looked at,
-and from the bad output the way is followed back to the operation that made the first bad value of finite ones.
+The log of a step has every call with its arguments, in the order in which the calls ended. The first call whose output
+is not finite is where the value was *seen* first. If its arguments were finite, it is also the origin. Otherwise the
+origin is the innermost enclosing call whose own arguments were finite. That call is run again with the same arguments,
+and each operation is examined. The search goes back from the bad output to the operation that produced the first bad
+value from finite ones.
 
-A mask of -Inf is no mishap, and is passed over by that: where NaN is looked for, only NaN is followed.
+A mask of -Inf is not an error. The search ignores it: when it looks for NaN, it follows only NaN.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tenterhook.watch.trace_operations import Line, trace_backward, trace_forwar
 
 __all__ = ["NonFiniteReport", "backward", "call_of", "forward", "measured"]
 
-LATE = 'found after the parameters had moved on, so that the line cannot be told; on_nan="raise" finds it in time.'
+LATE = 'found after the parameters changed, so the line cannot be determined; on_nan="raise" finds it in time.'
 
 
 @dataclass
 class NonFiniteReport:
-    """The first place where something was not finite."""
+    """The first place where a value was not finite."""
 
     step: int
     kind: str
@@ -43,14 +44,14 @@ class NonFiniteReport:
     call: int
     statistics: dict[str, float]
     born: str | None = None
-    """the address of the call in which it was born, None where that is not known or outside of the model"""
+    """the address of the call that produced it; None if unknown or outside of the model"""
     reason: str = ""
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """the statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
+    """statistics of the arguments of that call, with ``dtype`` and ``shape``; ``gradient`` is that of its output"""
     inputs_of: str = ""
-    """the address of the call whose arguments they are"""
+    """the address of the call that has these arguments"""
     line: Line | None = None
-    """the line of the operation that made it; ``line.operands`` are the arguments of the operation"""
+    """the line of the operation that produced it; ``line.operands`` are the arguments of the operation"""
     note: str = ""
 
     def __str__(self) -> str:
@@ -66,7 +67,7 @@ class NonFiniteReport:
             "updates": "the update",
         }
         count = int(self.statistics["count"])
-        text = [f"step {self.step}: {one[self.kind]} of {where!r} holds {counts}, of {count} numbers."]
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {count} elements."]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:
@@ -78,7 +79,7 @@ class NonFiniteReport:
         return "\n".join(map(printable, text))
 
     def _arguments(self) -> list[str]:
-        """The arguments of the call where the operation is not known, and the gradient of its output."""
+        """Return the text for the gradient of the output, and for the arguments if the operation is not known."""
         shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
         gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
         told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
@@ -87,30 +88,30 @@ class NonFiniteReport:
         return told
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the report as plain data."""
         return asdict(self) | {"text": str(self)}
 
 
 def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, late: bool) -> NonFiniteReport:
-    """Explain the first entry of the log that is not finite."""
+    """Return a report for the first entry of the log that is not finite."""
     seen = log[first]
     report = _report(log, seen, "values", step, seen.tensor)
     own = [(first, seen)] if seen.slot.point.site is Site.RETURN else []
     for place, call in (*own, *_around(log, first)):
         if call.args is None:
-            report.note = f"the arguments of {_name(log, call)!r} were not held, so that nothing is known of them."
+            report.note = f"the arguments of {_name(log, call)!r} were not kept, so they may be the origin."
             return report
         report.inputs, report.inputs_of = _inputs(call), _name(log, call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
             report.born = _name(log, call)
             _born_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
-    report.reason = "It was in the input of the model." if report.inputs else ""
+    report.reason = "The input of the model already contained it." if report.inputs else ""
     return report
 
 
 def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
-    what = "It was made here" if same else f"It was made inside {report.born!r}, between its modules"
+    what = "It was produced here" if same else f"It was produced inside {report.born!r}, between its modules"
     report.reason = f"{what}: all arguments were finite."
     if late:
         report.note = LATE
@@ -118,7 +119,7 @@ def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: A
     poisoned = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
     if poisoned:
         shown = ", ".join(poisoned[:3]) + (" …" if len(poisoned) > 3 else "")  # noqa: PLR2004
-        report.reason = f"All arguments were finite; {len(poisoned)} of its parameters were not: {shown}."
+        report.reason = f"All arguments were finite, but {len(poisoned)} of its parameters were not: {shown}."
         return
     report.line, report.note = trace_forward(call.slot.module, call.args, call.kwargs, autocast)
 
@@ -132,7 +133,7 @@ def backward(
     *,
     late: bool,
 ) -> None:
-    """Explain the first gradient that is not finite, that of the value at ``place`` in the log."""
+    """Complete the report of the first gradient that is not finite: that of the value at ``place`` in the log."""
     known = False
     for _, call in _around(log, place):
         gradient = arrived(call)
@@ -143,7 +144,7 @@ def backward(
             continue
         report.born = _name(log, call)
         report.reason = (
-            f"It was made in the backward pass through {report.born!r}: the gradient of its output was finite."
+            f"It was produced in the backward pass through {report.born!r}: the gradient of its output was finite."
         )
         report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
         report.inputs_of = report.born
@@ -153,11 +154,11 @@ def backward(
             report.line, report.note = trace_backward(call.slot.module, call.args, call.kwargs, gradient, autocast)
         return
     if known or log[place].slot.path == "":
-        report.reason = "It was not finite already as it came to the model: look at the loss."
+        report.reason = "The gradient was already not finite when it reached the model's output. Check the loss."
 
 
 def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry]]:
-    """The calls around one, from the inside: those that ended after it, of modules that hold its module."""
+    """Yield the enclosing calls, innermost first: those that ended later, of modules that contain its module."""
     inner = log[place].slot.point
     for index in range(place + 1, len(log)):
         outer = log[index].slot.point
@@ -167,7 +168,7 @@ def _around(log: Sequence[LogEntry], place: int) -> Iterator[tuple[int, LogEntry
 
 
 def _holds(outer: Point, inner: Point) -> bool:
-    """Whether one point's call is around the other's."""
+    """Return True if the call of one point encloses that of the other."""
     if outer.path == inner.path:
         return inner.site is not Site.RETURN
     return not outer.path or inner.path.startswith(f"{outer.path}.")
@@ -178,12 +179,12 @@ def _report(log: Sequence[LogEntry], seen: LogEntry, kind: str, step: int, tenso
 
 
 def call_of(log: Sequence[LogEntry], seen: LogEntry) -> int:
-    """Which call of its module it was, counted since the last backward pass."""
+    """Return the number of the call of its module, counted since the last backward pass."""
     return seen.call - min(other.call for other in log if other.slot is seen.slot)
 
 
 def _inputs(call: LogEntry) -> dict[str, dict[str, Any]]:
-    """The statistics of every tensor among a call's arguments."""
+    """Return the statistics of every tensor among the arguments of a call."""
     found = {}
     for path, tensor in tensors((call.args, call.kwargs)):
         real = plain(tensor)
@@ -205,7 +206,7 @@ def _name(log: Sequence[LogEntry], call: LogEntry) -> str:
 
 
 def measured(tensor: Tensor) -> dict[str, float]:
-    """The statistics of one tensor, with NaN and Inf counted."""
+    """Return the statistics of one tensor, with NaN and Inf counted."""
     return dict(zip(COLUMNS, none_where_nothing_is_finite(whole(tensor)).tolist(), strict=True))
 
 

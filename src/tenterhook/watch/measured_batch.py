@@ -1,4 +1,4 @@
-"""Measured rows on their way to the books."""
+"""Measured rows, from the device to the history of a watch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Explain = Callable[[list[int], bool], NonFiniteReport]
 
 
 class RowLayout:
-    """Which rows of the books some tensors belong to: ``index`` says for each row which tensor it tells of.
+    """The rows of the history that some tensors belong to. ``index`` has the tensor of each row.
 
-    It serves every step that brings tensors for the same rows.
+    It is reused for every step that measures tensors for the same rows.
     """
 
     def __init__(self, rows: Sequence[int], index: Sequence[int] | None = None) -> None:
@@ -54,38 +54,38 @@ class RowLayout:
             for row, place in zip(reversed(rows), reversed(index), strict=True):
                 self.first[place] = row
         self._sampled: tuple[Array | None, list[int]] = None, []
-        self.plan: MeasurePlan | None = None  # How its tensors were measured the last time.
+        self.plan: MeasurePlan | None = None  # The last plan for its tensors.
 
     @property
     def alike(self) -> dict[int, int]:
-        """The rows, each beside the one that has the samples of its tensor."""
+        """A map from each row to the row that has the samples of its tensor."""
         places = range(len(self.rows)) if self.index is None else self.index.tolist()
         return {row: self.first[place] for row, place in zip(self.rows.tolist(), places, strict=True)}
 
     def sampled(self, tensors: Array) -> list[int]:
-        """The rows whose tensors were not read whole."""
+        """Return the rows whose tensors were sampled."""
         if self._sampled[0] is not tensors:
             each = tensors if self.index is None else tensors[self.index]
             self._sampled = tensors, self.rows[each].tolist()
         return self._sampled[1]
 
     def place(self, row: int) -> int:
-        """Which tensor a row tells of."""
+        """Return the tensor of a row."""
         return row if self.index is None else int(self.index[row])
 
 
 class MeasureRequest(NamedTuple):
-    """Tensors that are to be measured, the rows that they belong to, and what is told if one is not finite."""
+    """Tensors to measure, their rows, and a function that explains a non-finite value."""
 
     layout: RowLayout
     wanted: Wanted
     explain: Explain
     replaces: bool = False
-    """whether it stands in the place of what the same step has brought for its rows before"""
+    """True if it replaces what the same step measured for these rows before"""
 
 
 def measured(drafts: Sequence[MeasureRequest], history: History) -> list[MeasuredBatch]:
-    """Measure what was drafted."""
+    """Measure the requested tensors together, and return a batch for each request."""
     if not drafts:
         return []
     found = measure_together([draft.wanted for draft in drafts], history.sketch, history.workspace)
@@ -99,7 +99,7 @@ def measured(drafts: Sequence[MeasureRequest], history: History) -> list[Measure
 
 
 class MeasuredBatch:
-    """The numbers of some tensors, and what is told if one is not finite."""
+    """The measured numbers of some tensors, and a function that explains a non-finite value."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class MeasuredBatch:
         self._table: Array | None = None
 
     def send(self, post: HostCopies) -> None:
-        """Let the numbers come while training goes on."""
+        """Start the transfer to the host, while training continues."""
         self.late = True
         if self._tensors is not None and self._measured.may_be_read_again:
             self._versions = [tensor._version for tensor in self._tensors]
@@ -127,15 +127,15 @@ class MeasuredBatch:
 
     @property
     def arrived(self) -> bool:
-        """Whether the numbers are there."""
+        """True if all numbers have arrived."""
         return all(numbers.arrived for numbers in self._measured.numbers)
 
     def let_go(self) -> None:
-        """Keep no tensor of the model any longer: a NaN that is found later is not explained."""
+        """Release the tensors of the model. A NaN that is found later is not explained."""
         self._tensors = self._explain = None
 
     def settle(self) -> bool:
-        """Whether everything is finite; then no tensor is needed any more, and it can be opened at any time."""
+        """Return True if everything is finite. Then release the tensors; the batch can be opened at any time."""
         if not self._measured.finite():
             return False
         if self._tensors is not None and self._measured.may_drown():
@@ -148,13 +148,13 @@ class MeasuredBatch:
         if self._tensors is not None:
             for place in self._measured.drowned:
                 if self._versions is not None and self._tensors[place]._version != self._versions[place]:
-                    continue  # It is something else by now.
+                    continue  # The tensor has changed since.
                 exact = self._tensors[place].detach().double()
                 table[place, [STD, NORM]] = float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))
         return table
 
     def open(self, history: History) -> NonFiniteReport | None:
-        """Enter the rows into the books; gives the first that is not finite."""
+        """Add the rows to the history. Return a report of the first one that is not finite."""
         layout, table = self._layout, self._read() if self._table is None else self._table
         if layout.index is not None:
             table = table[layout.index]
@@ -170,7 +170,7 @@ class MeasuredBatch:
         return NonFiniteReport(-1, kind, address, 0, dict(zip(COLUMNS, table[bad[0]].tolist(), strict=True)))
 
     def _odd(self, table: Array) -> list[int]:
-        """The rows that hold NaN or Inf; where these were not counted, they are now."""
+        """Return the rows with NaN or Inf. Count these if they are not counted yet."""
         counted = (table[:, NAN] > 0) | (table[:, INF] > 0)
         bad = np.flatnonzero(counted | ~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist()
         for row in bad:
@@ -182,7 +182,7 @@ class MeasuredBatch:
     def _looked_at(self, place: int, line: Array) -> Array:
         if self._tensors is not None:
             return whole(self._tensors[place])
-        # How many cannot be told any more: the tensor is counted as a whole.
+        # The exact number cannot be determined any more, so all elements are counted.
         found = np.zeros(len(COLUMNS))
         found[[COUNT, MIN, MAX]] = line[COUNT], np.nan, np.nan
         found[NAN if np.isnan(line[NORM]) else INF] = line[COUNT]
@@ -190,7 +190,7 @@ class MeasuredBatch:
 
 
 def read_together(parcels: Iterable[MeasuredBatch]) -> None:
-    """Read the numbers of several parcels that are settled; those of the same tensors in other steps in one go."""
+    """Read the numbers of several settled batches, with one call for those of the same tensors in different steps."""
     alike: dict[tuple[RowLayout, MeasurePlan], list[MeasuredBatch]] = {}
     for parcel in parcels:
         if parcel._tensors is None and parcel._table is None:

@@ -1,8 +1,8 @@
-"""From the log of a step to measured rows: everything at once, on the device.
+"""Measurement of everything in the log of a step at once, on the device.
 
-On the CPU the numbers are there when they are measured. On a GPU they are read when they have arrived, at the model's
-next call or at the end of the next step, so that training never waits for a watch; only ``on_nan="raise"`` waits, once
-per step, because it has to speak before the parameters are changed.
+On the CPU, the numbers are available at once. On a GPU, they are read when they have arrived, at the model's next call
+or at the end of the next step, so that training never waits for a watch. Only ``on_nan="raise"`` waits, once per step,
+because it must raise before the parameters change.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Measuring"]
 
-CAUGHT = 2  # Where a measured tensor comes from, beside a value and a gradient that was held.
-PRIMES = (7919, 104729)  # Where in a large tensor the samples begin moves from step to step.
+CAUGHT = 2  # Source of a measured tensor: a gradient slot. The others are VALUE and KEPT.
+PRIMES = (7919, 104729)  # The start of the samples in a large tensor changes from step to step.
 
 
 class Measuring:
-    """Empties the ledger of a watch."""
+    """Conversion of the ledger of a watch to requests for measurement."""
 
     def __init__(self, history: History, ledger: StepLedger, units: Units, options: WatchOptions) -> None:
         self._history, self._ledger, self._units, self._options = history, ledger, units, options
         self._autocast: Any = None
-        self._step, self._times = -1, 0  # How often the log was emptied in a step: mostly as in the last one.
+        # Number of times that the log was emptied in a step. It is usually the same in each step.
+        self._step, self._times = -1, 0
         self._steady: dict[int, StepCache] = {}
-        self.odd = False  # Whether anything was looked at one by one, so that points may have lost something.
+        self.odd = False  # True if entries were processed one by one, so that points may have lost tensors.
 
     def entered(self, device: str) -> None:
-        """The model is called: note how autocast stands, for a call that has to be made again."""
+        """Store the autocast state when the model is called, in case a call has to be run again."""
         self._autocast = autocast_state(device)
 
     def let_go(self) -> None:
-        """Hold no tensor any more."""
+        """Release all tensors."""
         self._steady = {}
 
     def drafts(self, step: int, *, loose: bool) -> list[MeasureRequest]:
-        """What is to be measured of what the ledger holds; ``loose`` leaves what waits for its gradient."""
+        """Return requests to measure what is in the ledger. ``loose`` leaves the entries that wait for a gradient."""
         log, cells = self._ledger.take(loose=loose)
         if not log and not cells:
             return []
@@ -78,7 +79,7 @@ class Measuring:
         return [batch.draft(self._options.sample, step, explain, f"log {self._times}")]
 
     def _summed(self, slot: PointSlot, found: Sequence[tuple[Tensor, int]]) -> Tensor | None:
-        """What the backward passes of a step have brought for one tensor; None if any of it was changed since."""
+        """Return the sum of the gradients of one tensor in a step. Return None if one was changed in place."""
         if any(gradient._version != version for gradient, version in found):
             slot.spoilt += 1
             self.odd = True
@@ -89,7 +90,7 @@ class Measuring:
         return plain(total)
 
     def _from_log(self, log: StepLog, batch: _Batch) -> None:
-        """Add what the log holds: values, and the gradients that have passed."""
+        """Add the values in the log, and the gradients that have arrived."""
         steady = self._steady.get(self._times)
         found = steady.collect(log, self._units) if steady is not None else None
         if found is not None:
@@ -100,20 +101,20 @@ class Measuring:
         self._one_by_one(log, batch, values=values, gradients=gradients)
         if all(entry.path in entry.slot.rows for entry in log.entries()):
             steady = StepCache(log, batch.kept, values=values)
-            if steady.usual and steady.rows == batch.row_list:  # Otherwise something is out of the ordinary.
+            if steady.usual and steady.rows == batch.row_list:  # Otherwise the step has special cases.
                 self._steady[self._times] = steady
 
     def _one_by_one(self, log: StepLog, batch: _Batch, *, values: bool, gradients: bool) -> None:
-        known: dict[int, tuple[int, int]] = {}  # Where a tensor of the log is in the batch, and where its gradient is.
+        known: dict[int, tuple[int, int]] = {}  # By id of a tensor: its position and that of its gradient in the batch.
         for place, (slot, path, _, tensor, version, _, _, held) in enumerate(log.entries()):
-            if NOT_COUNTED != version != tensor._version:  # A copy that was made in inference mode has none.
+            if NOT_COUNTED != version != tensor._version:  # A tensor copied in inference mode has no version.
                 slot.lost += 1
                 (held or NOTHING).close()
                 continue
             rows = slot.rows.get(path) or batch.rows(slot, path)
             slot.note(tensor)
             found = known.get(id(tensor))
-            if found is not None:  # Of a module and its last child: measured already.
+            if found is not None:  # A module and its last child share this tensor, which is already measured.
                 batch.again(rows, found if held is not None else (found[0], NOWHERE))
                 (held or NOTHING).close()
                 continue
@@ -136,7 +137,7 @@ def _real(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Batch:
-    """Tensors to be measured, each once, with all the rows that it belongs to."""
+    """Tensors to measure, each once, with all the rows that they belong to."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -145,20 +146,20 @@ class _Batch:
         self.row_list: list[int] = []
         self._first: dict[int, int] = {}
         self.index: list[int] = []
-        self.kept: dict[int, int] = {}  # Where the gradient is that was held for an entry of the log.
+        self.kept: dict[int, int] = {}  # By log entry: the position of its gradient.
         self._together: SharedTensors | None = None
-        self._known = False  # Whether everything is like the last time ...
-        self._in_a_row = False  # ... and contiguous.
+        self._known = False  # True if all tensors match the previous step ...
+        self._in_a_row = False  # ... and are contiguous.
 
     def fill(self, found: CollectedTensors) -> None:
-        """Take the tensors of a log that is like the one before; they come first."""
+        """Start with the tensors of a log that matches the previous one."""
         self._together, self.tensors, self._known = found
         self._in_a_row, self.index = self._together.like.in_a_row, list(self._together.index)
         self.sources, self.kept = list(self._together.sources), self._together.kept
         self._ids: list[int] | None = None
 
     def _beside(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
-        """Add a tensor to those that were filled in."""
+        """Add a tensor to those of :meth:`fill`."""
         self._ids = self._ids or list(map(id, self.tensors))
         if id(tensor) not in self._ids:
             self._ids.append(id(tensor))
@@ -169,7 +170,7 @@ class _Batch:
         return self.index[-1]
 
     def layout(self) -> RowLayout:
-        """Which rows the tensors belong to."""
+        """Return the rows that the tensors belong to."""
         if self._together is None:
             return RowLayout(self.row_list, self.index)
         few = self.index[len(self.index) - len(self.row_list) :]
@@ -183,7 +184,7 @@ class _Batch:
         return layout
 
     def rows(self, slot: PointSlot, path: Any) -> tuple[int, int]:
-        """The rows of one tensor of a point: of its value, and of its gradient."""
+        """Return the rows of one tensor of a point: of its value, and of its gradient."""
         rows = slot.rows.get(path)
         if rows is None:
             label = slot.label(path)
@@ -191,7 +192,7 @@ class _Batch:
         return rows
 
     def add(self, row: int, tensor: Tensor, source: tuple[int, int]) -> int:
-        """Add a tensor, and give its place; one that several points share, a module and its last child, has one."""
+        """Add a tensor, and return its position. A tensor that several points share is added once."""
         if self._together is not None:
             return self._beside(row, tensor, source)
         found = self._first.get(id(tensor))
@@ -204,7 +205,7 @@ class _Batch:
         return found
 
     def again(self, rows: tuple[int, int], places: tuple[int, int]) -> None:
-        """Give another point's rows what is measured at these places."""
+        """Assign the tensors at these positions to the rows of another point."""
         for row, place in zip(rows, places, strict=True):
             if place != NOWHERE:
                 self.row_list.append(row)
@@ -215,13 +216,13 @@ class _Batch:
         if history.slow:
             history.liken(layout)
         plan, phase = layout.plan if self._known else None, step * PRIMES[0] % PRIMES[1]
-        in_a_row = self._in_a_row and not self.row_list  # Of what was added beside, nothing is known.
+        in_a_row = self._in_a_row and not self.row_list  # Tensors that were added separately may not be contiguous.
         wanted = Wanted(self.tensors, limit, phase, layout.first, name, plan=plan, quick=True, in_a_row=in_a_row)
         return MeasureRequest(layout, wanted, explain)
 
 
 class _Explain:
-    """Finds out which of the bad rows came first, and where it was born."""
+    """A function that finds the first of the bad rows, and its origin."""
 
     def __init__(
         self,
@@ -235,13 +236,13 @@ class _Explain:
         self._log, self._cells, self._caught, self._batch = log, cells, caught, batch
         self._step, self._autocast = step, autocast
 
-    def __call__(self, bad: list[int], late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
+    def __call__(self, bad: list[int], late: bool) -> NonFiniteReport:  # noqa: FBT001 - called by MeasuredBatch
         sources = [self._batch.sources[self._batch.index[i]] for i in bad]
         log = self._log.entries()
         forward = [place for kind, place in sources if kind == VALUE]
         if forward:
             return locate.forward(log, min(forward), self._step, self._autocast, late=late)
-        # Autograd goes through its nodes from the latest to the earliest.
+        # Autograd processes its nodes from the latest to the earliest.
         first = max(range(len(bad)), key=lambda i: self._number(sources[i]))
         gradient = self._batch.tensors[self._batch.index[bad[first]]]
         slot, call, path = self._whose(sources[first])
@@ -263,7 +264,7 @@ class _Explain:
     def _arrived(self, call: LogEntry) -> Tensor | None:
         if call.held is None:
             return self._caught.get((call.slot, call.call))
-        # The one of a tensor that several points share is known by the first of them.
+        # If several points share a tensor, its gradient is stored under the first of them.
         place = next(i for i, tensor in enumerate(self._log.column(TENSOR)) if tensor is call.tensor)
         found = self._batch.kept.get(place)
         return None if found is None else self._batch.tensors[found]

@@ -1,15 +1,16 @@
-"""What a watch does at a point while the model runs: as little as can be.
+"""Actions of a watch at its points while the model runs. They do as little as possible.
 
-A call leaves one entry in a log that all points share, in the order in which the calls ended. The entry holds the
-tensor, not a copy, with its version; everything is measured later, all at once. Its gradient is held as it passes, and
-is not copied either. Only small ones on the CPU are left to autograd (``retain_grad``), which copies them in less time
-than it takes to call a hook; on a GPU each copy would cost the host a launch. There the hooks that hold gradients are
-put on when the model returns, all in one go: until then a GPU often waits for the host, and after that it seldom does.
+Each call adds one entry to a log that all points share, in the order in which the calls end. The entry holds the tensor
+itself, not a copy, with its version. Everything is measured later, all at once. The gradient is held when autograd
+computes it, also without a copy. Only small tensors on the CPU use ``retain_grad``, because autograd copies them in
+less time than a hook call takes. On a GPU each copy would cost the host a launch. There the hooks that hold gradients
+are installed all together when the model returns: before that the GPU often waits for the host, and afterwards it
+seldom does.
 
-That is the short way, for a tensor and for a structure of them. It is not taken where a later change in place is to be
-expected, in recomputation, without gradients, for structures that hold anything but tensors of the module's own, and
-when so much is held that the log must be emptied on the way: there values are copied where they have to be, and
-gradients are caught by the hooks that recording uses.
+This is the fast path, for a tensor and for a structure of tensors. It is not used if a later in-place change is likely,
+in recomputation, without gradients, for structures with anything other than tensors that the module created, or if so
+much memory is held that the log must be emptied during the step. In these cases values are copied if necessary, and
+gradients are recorded by the hooks of ``record``.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ __all__ = ["CaughtGradientObserver", "GradientObserver", "PointSlot", "StepLedge
 NO_CALL = -1
 NOT_GIVEN = None, None, None
 LATELY = 8
-# Bytes that are copied in the time that a hook takes, if it is done in every step: by a step that is watched now and
-# then, the memory for copies has long left the processor's cache, and what is held as it comes needs none.
+# Tensors up to this many bytes are copied in less time than a hook call takes, if every step is watched. With steps in
+# between, the memory for the copies is no longer in the processor's cache, while holding a gradient needs no memory.
 SMALL = 2**15
 
 LOST = (
-    "{count} values were changed in place before they could be measured, first at {address!r}, without a sign in the "
-    "code that this was to come. From the next watched step on they are copied as they pass."
+    "{count} values were changed in place before they were measured, first at {address!r}. This could not be detected "
+    "from the source. From the next watched step on, these values are copied."
 )
 
 HANDED_ON = (
-    "{address!r} returned what there was before it was called, as it had not done before, and its gradient could not "
-    "be told from that of other uses. From the next watched step on it is."
+    "{address!r} returned a tensor that existed before its call, for the first time in this watch. Its gradient could "
+    "not be separated from that of other uses of the tensor. From the next watched step on, it is."
 )
 
 SPOILT = (
-    "{count} gradients were changed in place after they had passed, first at {address!r}, and could not be measured. "
-    "From the next watched step on they are copied as they pass."
+    "{count} gradients were changed in place before they were measured, first at {address!r}. From the next watched "
+    "step on, these gradients are copied."
 )
 
 
 class PointSlot:
-    """A point that is watched, with the rows of its tensors and what is known of it by now."""
+    """A watched point, with the rows of its tensors and its current state."""
 
     __slots__ = (
         "address", "careful", "copies", "fickle", "looks", "lost", "module", "path", "point", "retains", "rows", "seen",
@@ -76,32 +77,33 @@ class PointSlot:
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
-        self.careful = careful  # Whether values are copied, because they may be changed in place later.
-        self.rows: dict[Path, tuple[int, int]] = {}  # Of the value and of the gradient.
-        self.looks = False  # Whether its units or its bounds are looked at.
+        self.careful = careful  # True if values are copied, because they may be changed in place later.
+        self.rows: dict[Path, tuple[int, int]] = {}  # Rows of the value and of the gradient.
+        self.looks = False  # True if its units or its bounds are examined.
         self.seen = False
-        self.size = 0  # Bytes of a value, as it was last measured ...
+        self.size = 0  # Bytes of a value when it was last measured ...
         self.retains = False  # ... and whether autograd may copy its gradient.
-        self.fickle = False  # Whether it was seen to return what there was before its call ...
-        self.trusted = False  # ... or is known by now to make what it returns.
+        self.fickle = False  # True if it returned a tensor that existed before its call ...
+        self.trusted = False  # ... or if it is known to create the tensors that it returns.
         self.lost = 0  # Values that were changed in place before they were measured.
-        self.copies = False  # Whether gradients are copied as they pass, because one was changed in place later.
-        self.spoilt = 0  # Gradients of which that is true.
-        self.taken = NO_CALL  # The last call whose structure went the short way, so that nothing else need be done.
+        self.copies = False  # True if gradients are copied, because one was changed in place before.
+        self.spoilt = 0  # Gradients that were changed in place before they were measured.
+        # The last call whose structure used the fast path, so that its gradient needs no other hook.
+        self.taken = NO_CALL
 
     def note(self, tensor: Tensor) -> None:
-        """A value has passed: note how large they are here."""
+        """Store the size of the values at this point."""
         several = len(self.rows) > 1  # Then the largest counts for each.
         self.seen, self.size = True, max(self.size, tensor.nbytes) if several else tensor.nbytes
         self.retains = self.size <= SMALL and tensor.is_cpu
 
     def label(self, path: Path) -> str:
-        """The address of one tensor of the value."""
+        """Return the address of one tensor of the value."""
         return self.address + show_path(path)
 
 
 def heal(slots: Sequence[PointSlot]) -> None:
-    """What was changed in place without a sign is copied from now on."""
+    """Copy from now on what was changed in place unexpectedly, and warn about it."""
     spoilt = [slot for slot in slots if slot.spoilt and not slot.copies]
     lost = [slot for slot in slots if slot.lost and not slot.careful]
     for slot in spoilt:
@@ -117,22 +119,22 @@ def heal(slots: Sequence[PointSlot]) -> None:
 
 
 class StepLedger:
-    """What all points of a watch write to. ``spill`` empties it when more than ``hold`` bytes are held."""
+    """The log that all points of a watch write to. ``spill`` empties it if more than ``hold`` bytes are held."""
 
     def __init__(self, hold: int, spill: Callable[[], None], *, gradients: bool, every: int) -> None:
         self.on, self.gradients = True, gradients
-        self.retains = gradients and every == 1  # Whether autograd copies small gradients, and no hook holds them.
+        self.retains = gradients and every == 1  # True if autograd copies small gradients, instead of a hook.
         self.log = StepLog()
         self.pool = HookPool()
         self.cells: list[tuple[PointSlot, int, GradientSlot, int, bool]] = []
         self.given: dict[tuple[PointSlot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
         self.hold, self.held, self.loose = hold, 0, 0
-        self.later = False  # Whether hooks may wait until the model returns.
+        self.later = False  # True if hooks may be installed when the model returns.
         self.spill = spill
 
     def catch_up(self) -> bool:
-        """The model returns: hold the gradients of all that has passed since it was called; gives whether any has."""
+        """Install the deferred gradient hooks when the model returns. Return True if there were any."""
         self.later, log, found = False, self.log, False
         slots, _, _, tensors, versions, _, _, helds = log.columns()
         for place, since in enumerate(helds):
@@ -153,19 +155,19 @@ class StepLedger:
         return found
 
     def just_had(self, tensor: Tensor) -> bool:
-        """Whether one of the last entries is of this very tensor: a model's output is mostly that of its last part."""
+        """Return True if a recent entry has this tensor. A model's output is usually that of its last child."""
         begin = max(0, len(self.log) - LATELY * WIDTH)
         return any(found is tensor for found in self.log[begin + TENSOR :: WIDTH])
 
     def count(self, size: int) -> None:
-        """Note memory that is held outside of the short way, and empty the log where it is too much."""
+        """Add to the memory held outside of the fast path. Empty the log if it is too much."""
         self.loose += size
         if self.loose > self.hold:
             self.loose = 0
             self.spill()
 
     def take(self, *, loose: bool) -> tuple[StepLog, list[tuple[PointSlot, int, GradientSlot, int, bool]]]:
-        """Give what has been written; ``loose`` leaves what waits for a backward pass."""
+        """Return and remove the entries. With ``loose``, keep those that wait for a backward pass."""
         if not loose:
             self._forget()
             if self.later:  # The model did not return.
@@ -183,13 +185,13 @@ class StepLedger:
         return log, cells
 
     def drop(self) -> None:
-        """Forget everything; what is still on a graph holds nothing any more."""
+        """Discard all entries. Hooks that are still on a graph then hold nothing."""
         for held in self.take(loose=False)[0].column(HELD):
             if held is not None:
                 held.close()
 
     def _forget(self) -> None:
-        """Let go of the arguments of calls that never ended, and of what tells a recomputation from a first call."""
+        """Release the arguments of unfinished calls, and the records that identify recomputations."""
         self.given.clear()
         for entries in self.opened:
             entries.clear()
@@ -197,34 +199,34 @@ class StepLedger:
 
 
 class ValueObserver:
-    """Keeps what passes a point until it is measured."""
+    """An action that logs the value at a point until it is measured."""
 
     observes = True
     again = False
-    keep = base = 0  # The log has it already.
+    keep = base = 0  # The log already has the value.
 
     def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool, entries: dict[int, Any]) -> None:
         self._slot, self._ledger = slot, ledger
         self.direct = direct
-        self.kept_in = entries  # Dispatch writes here on the short way; nobody reads it.
+        self.kept_in = entries  # Dispatch writes here on the fast path. Nothing reads it.
 
     @property
     def reached(self) -> bool:
         return self._slot.seen
 
     def enter(self, call: int, since: int, args: Any, kwargs: Any) -> None:
-        """The call begins with these arguments."""
+        """Store the arguments at the start of a call."""
         if self._ledger.on and current_backward_id() == -1:
             self._ledger.given[self._slot, call] = (since, args, kwargs)
 
     def __call__(self, value: Any, context: Context) -> None:
         slot, ledger = self._slot, self._ledger
         since, args, kwargs = ledger.given.pop((slot, context.call), NOT_GIVEN)
-        if not ledger.on or in_transform():  # What a transform hands to a model is of no use outside it.
+        if not ledger.on or in_transform():  # Tensors of a transform cannot be used outside it.
             return
         slot.seen = True
         found = list(tensors(value))
-        if len(found) == 1:  # It needs no path.
+        if len(found) == 1:  # A single tensor needs no path.
             found = [((), found[0][1])]
         if since is not None and not slot.careful and ledger.held <= ledger.hold and _are_own(found, since):
             for path, tensor in found:
@@ -250,7 +252,7 @@ class ValueObserver:
 
 
 class GradientObserver(OutputGradient):
-    """Has the gradient of a module's output kept until it is measured."""
+    """An action that holds the gradient of a module's output until it is measured."""
 
     def __init__(self, slot: PointSlot, ledger: StepLedger) -> None:
         super().__init__(GradientSlots(), keep=2**62)
@@ -266,12 +268,12 @@ class GradientObserver(OutputGradient):
 
 
 def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | None]:
-    """One entry in the log, and a hook for the gradient; a closure, because it runs at every call."""
+    """Return the fast path: one log entry, and a hook for the gradient. A closure, because it runs at every call."""
 
     def watch(tensor: Tensor, call: int, since: int, _kept: None, _value: Any, args: Any, kwargs: Any) -> Tensor | None:
         if slot.careful or ledger.held > ledger.hold:
             return None
-        # To ask who made the tensor takes longer than all else here. It can wait where the answer is known.
+        # Finding the creator of the tensor takes longer than everything else here. Defer it if the result is known.
         if ledger.later and slot.trusted and not (args and tensor is args[0]):
             if ledger.on and not in_transform():
                 ledger.held += slot.size
@@ -283,7 +285,7 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         own = operation_number(node) >= since
         slot.fickle = slot.fickle or not own
         slot.trusted = slot.size > 0 and not slot.fickle
-        if not own:  # A module that hands its input on: its gradient is that of this use alone.
+        if not own:  # The module returns its input. An alias separates the gradient of this use.
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and not in_transform():
@@ -295,12 +297,12 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
 
 
 def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
-    """Whether all tensors of a structure were made by the call that began with operation ``since``."""
-    return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - quicker
+    """Return True if the call that began with operation ``since`` created all tensors of a structure."""
+    return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - faster
 
 
 def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> HeldGradient | RetainedGradient:
-    """See to it that the gradient of a tensor, which ``node`` has made, is held."""
+    """Install a hook that holds the gradient of a tensor. ``node`` is its ``grad_fn``."""
     if slot.retains and ledger.retains:
         ledger.held += slot.size
         tensor.retain_grad()
@@ -319,14 +321,14 @@ def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> Hel
         held: HeldGradient = own.last
     else:
         held, place = HeldGradient(), tensor.output_nr
-        # With hooks of others, ours need not stay the last of the tensor; those of the operation are called after all.
+        # Other hooks may be added after ours on the tensor. Prehooks of the node run after all of them.
         node.register_prehook(lambda gradients: held.hold(gradients[place]))
     held.gradient, held.open, held.copies = None, True, slot.copies
     return held
 
 
 class CaughtGradientObserver:
-    """The same for an argument or a variable, whose gradient ``inner`` catches."""
+    """An action that holds the gradient of an argument or a variable, with the help of the action ``inner``."""
 
     observes = True
     again = True
@@ -336,7 +338,7 @@ class CaughtGradientObserver:
 
     @property
     def entries(self) -> dict[int, Any]:
-        """The cells by call."""
+        """The gradient slots by call."""
         return self._inner.entries  # type: ignore[no-any-return]
 
     @property
@@ -349,7 +351,7 @@ class CaughtGradientObserver:
 
 
 class _Parts(dict[Path, Any]):
-    """The gradients of a cell: their memory is counted as they come."""
+    """The gradients of a slot. Their memory is counted when they arrive."""
 
     __slots__ = ("_ledger", "_slot")
 
@@ -365,7 +367,7 @@ class _Parts(dict[Path, Any]):
 
 
 def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, context: Context) -> Any:
-    """Let a recording's action open its cell, and note it with its place in the backward pass, and if it is alone."""
+    """Call an action of ``record`` that opens a gradient slot. Log the slot with its position in the backward pass."""
     before = action.entries.get(context.call)
     result = apply(value, context)
     cell = action.entries.get(context.call)
@@ -374,6 +376,6 @@ def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, conte
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
         number = max((operation_number(edge[0]) for edge in cell.edges if is_numbered(edge[0])), default=0)
-        alone = type(value) is Tensor or len(list(tensors(value))) == 1  # It needs no path.
+        alone = type(value) is Tensor or len(list(tensors(value))) == 1  # A single tensor needs no path.
         action._ledger.cells.append((action._slot, context.call, cell, number, alone))
     return result

@@ -1,4 +1,4 @@
-"""The operands of an operation as a report shows them: type, shape and range."""
+"""Operands of an operation in a report: dtype, shape and range."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Operand", "operands_of", "range_of"]
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument of an operation, measured before the operation could change it."""
+    """An argument of an operation, measured before the operation can change it."""
 
     argument: str
-    """its place or its name, such as ``0``, ``other`` or ``0[1]``"""
+    """its position or its name, such as ``0``, ``other`` or ``0[1]``"""
     dtype: str
     shape: tuple[int, ...]
     min: float | None = None
-    """of the elements that are finite; None where there is none"""
+    """of the finite elements; None if there is none"""
     max: float | None = None
     nan: int = 0
     inf: int = 0
@@ -33,19 +33,19 @@ class Operand:
 
 
 def range_of(dtype: str, shape: Any, low: float | None, high: float | None, nan: int = 0, inf: int = 0) -> str:
-    """Return type, shape and range in words.
+    """Return dtype, shape and range as text.
 
     >>> range_of("float16", [4, 4], -1.5625, 713.0)
     'float16 [4, 4], min -1.56, max 713'
     """
     text = f"{dtype} {list(shape)}" if dtype else str(list(shape))
     if low is not None and high is not None:
-        text += f", min {low + 0:.3g}, max {high + 0:.3g}"  # No number is shown as -0.
+        text += f", min {low + 0:.3g}, max {high + 0:.3g}"  # Adding 0 avoids -0.
     return text + "".join(f", {count} {name}" for count, name in ((nan, "NaN"), (inf, "Inf")) if count)
 
 
 def operands_of(args: Any, kwargs: Any, *, numbers: bool) -> list[tuple[Tensor | None, Operand]]:
-    """Measure the arguments of an operation; with ``numbers``, plain ones too."""
+    """Measure the tensors among the arguments of an operation. With ``numbers``, include Python numbers."""
     found: list[tuple[Tensor | None, Operand]] = []
     for name, given in _arguments(args, kwargs):
         if numbers and type(given) in (int, float):

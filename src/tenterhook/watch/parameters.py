@@ -1,4 +1,4 @@
-"""Parameters, their gradients, and how far each step moves them."""
+"""Statistics of parameters, of their gradients, and of the update in each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOTH: tuple[Kind, ...] = ("parameters", "updates")
 
 
 class Parameters:
-    """The parameters of the watched modules and of all beneath them, and those that were named themselves."""
+    """The parameters of the watched modules with all their submodules, and parameters that are named themselves."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Parameters:
         optimizers: Sequence[Optimizer],
     ) -> None:
         self._history, self._options, self._optimizers = history, options, optimizers
-        # Parameters are many, and they change slowly: a part of the places is enough.
+        # Parameters are many and change slowly, so a smaller sample is enough.
         self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
         self.names = set(named)
@@ -50,12 +50,12 @@ class Parameters:
         self._snapshot: Snapshot | None = None
         self._taken = self.closes = False
         self._asked: list[Optimizer] = []
-        self._measured: set[int] = set()  # Parameters whose gradients the present step has brought.
+        self._measured: set[int] = set()  # Parameters whose gradients were measured in the current step.
         self._rows: dict[Kind, list[int]] = {}
         self._layouts: dict[tuple[Kind, Sequence[int]], RowLayout] = {}
 
     def begin(self, *, at_once: bool) -> None:
-        """A step begins; ``at_once``: nobody will tell of the update, so what there is now is noted now."""
+        """Begin a step. With ``at_once``, save the values now, because no optimizer will announce the update."""
         self._taken = self.closes = False
         self._asked = []
         self._measured.clear()
@@ -63,10 +63,10 @@ class Parameters:
             self._take()
 
     closes: bool
-    """whether the optimizer was given a closure, so that the gradients of the step are still to come"""
+    """True if the optimizer has a closure, so that the gradients of the step are computed later"""
 
     def before(self, optimizer: Optimizer, *, closes: bool) -> list[MeasureRequest]:
-        """An optimizer is about to step, with a closure or without; only its first time in a step counts."""
+        """Return requests to measure gradients before an optimizer steps. Only its first call in a step counts."""
         if optimizer in self._asked:
             return []
         self._asked.append(optimizer)
@@ -76,7 +76,7 @@ class Parameters:
         return [] if closes else self.gradients(self._part(optimizer))
 
     def _part(self, optimizer: Optimizer) -> Sequence[int] | None:
-        """Which parameters are an optimizer's, where there are several; the first one has those of none too."""
+        """Return the parameters of an optimizer if there are several. The first one also gets those of no optimizer."""
         if len(self._optimizers) <= 1:
             return None
         each = {id(one): {id(p) for group in one.param_groups for p in group["params"]} for one in self._optimizers}
@@ -86,24 +86,24 @@ class Parameters:
         return tuple(i for i, parameter in found if id(parameter) in own or (first and id(parameter) not in every))
 
     def gradients(self, part: Sequence[int] | None = None) -> list[MeasureRequest]:
-        """What the backward passes of this step have accumulated by now, for all parameters or a part of them."""
+        """Return requests to measure the gradients accumulated so far, of all parameters or a part of them."""
         if "gradients" not in self._options.of:
             return []
         which: Sequence[int] = range(len(self._parameters)) if part is None else part
         found: list[Any] = [self._parameters[i].grad for i in which]
-        if not set(map(type, found)) <= {Tensor}:  # Or something is None.
+        if not set(map(type, found)) <= {Tensor}:  # Some are None or not plain tensors.
             which = tuple(i for i, gradient in zip(which, found, strict=True) if gradient is not None)
             found = [gradient for gradient in found if gradient is not None]
         if not found:
             return []
-        # After an earlier backward pass of the same step, what is there now is its sum with this one.
+        # After an earlier backward pass of the same step, the gradient is the sum of both.
         again = not self._measured.isdisjoint(which)
         self._measured.update(which)
         return [self._draft("gradients", which, found)._replace(replaces=again)]
 
     def after(self) -> list[MeasuredBatch]:
-        """The step is over."""
-        # A closure may have changed them after its backward pass.
+        """Measure parameters and updates at the end of a step."""
+        # A closure may have changed the gradients after its backward pass.
         drafts = self.gradients() if self.closes else []
         if self._history.slow:
             self._follow()
@@ -117,7 +117,7 @@ class Parameters:
         self._taken = False
         rows, ways = self._row_list("parameters"), self._row_list("updates")
         every = range(len(self._tensors))
-        # Of an update nothing is left but its numbers: where it is not finite, how much of it is not cannot be told.
+        # The update itself is not kept. If it is not finite, the number of bad elements is not known.
         left = {"parameters": self._tensors, "updates": None}
         return [
             MeasuredBatch(self._layout(kind, every), found, left[kind], self._explain(kind, every, self._tensors))
@@ -126,19 +126,19 @@ class Parameters:
         ]
 
     def _follow(self) -> None:
-        """Look where the parameters lie: their memory may have been replaced, by ``.data`` or ``model.to``."""
+        """Check the storage of the parameters, which ``.data`` or ``model.to`` may have replaced."""
         where = [parameter.data_ptr() if type(parameter) is nn.Parameter else 0 for parameter in self._parameters]
         if where == self._where and all(where):
             return
         found = [plain(parameter.detach()) for parameter in self._parameters]
-        if any(tensor is None for tensor in found):  # They have no numbers any more.
+        if any(tensor is None for tensor in found):  # They have no data any more.
             return
         self._where, self._tensors = where, cast("list[Tensor]", found)
         if self._snapshot is not None and not self._snapshot.follow(self._tensors):
             self._snapshot, self._taken = None, False
 
     def let_go(self) -> None:
-        """Hold no tensor any more."""
+        """Release all tensors."""
         self._snapshot, self._tensors, self._parameters = None, [], []
 
     def _take(self) -> None:
@@ -175,12 +175,12 @@ class Parameters:
     def _explain(self, kind: Kind, which: Sequence[int], tensors: Sequence[Tensor]) -> Explain:
         labels = self._labels
 
-        def explain(bad: list[int], _late: bool) -> NonFiniteReport:  # noqa: FBT001 - as Parcel calls it
+        def explain(bad: list[int], _late: bool) -> NonFiniteReport:  # noqa: FBT001 - called by MeasuredBatch
             first = bad[0]
             numbers = dict(zip(COLUMNS, whole(tensors[first]).tolist(), strict=True))
             report = NonFiniteReport(-1, kind, labels[which[first]], 0, numbers)
             if kind != "gradients":
-                report.reason = "Everything that passed in this step was finite; the update was not."
+                report.reason = "All values and gradients of this step were finite, but the update was not."
             return report
 
         return explain
@@ -192,7 +192,7 @@ def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]
     for module in model.modules():
         if id(module) in roots:
             wanted.update(id(tensor) for tensor in module.parameters())
-    names = first_names(model)  # Those of the plain model, whatever wraps it.
+    names = first_names(model)  # The names in the unwrapped model.
     every = ((names.get(id(tensor), name), tensor) for name, tensor in model.named_parameters())
     usable = ((name, tensor) for name, tensor in every if id(tensor) in wanted)
     return {name: tensor for name, tensor in usable if plain(tensor) is not None}

@@ -1,4 +1,4 @@
-"""What a watch was asked for, and what it gives: plain data, tables, a page."""
+"""Options and results of a watch: plain data, tables, a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Results", "WatchOptions", "about"]
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What ``th.watch`` was asked for, checked."""
+    """The arguments of ``th.watch``, checked."""
 
     of: frozenset[str]
     every: int
@@ -42,7 +42,7 @@ class WatchOptions:
 
 
 class Results(Drawn):
-    """The results of a watch, while it runs and after."""
+    """The results of a watch, during the run and afterwards."""
 
     model: nn.Module
     steps: int
@@ -54,33 +54,33 @@ class Results(Drawn):
     _server: LiveServer | None
 
     def _settle(self, *, wait: bool = True) -> None:
-        """Publish what has been measured; ``wait`` for the numbers that are still on their way."""
+        """Publish what has been measured. With ``wait``, wait for the numbers that are still in transfer."""
         raise NotImplementedError
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong, worst kinds first as they were found."""
+        """The detected problems, in the order in which they were found."""
         self._settle(wait=False)
         return list(self._findings.all.values())
 
     @property
     def finding_groups(self) -> list[FindingGroup]:
-        """The findings, those of one kind together."""
+        """The findings, grouped by kind."""
         return grouped(self.findings)
 
     @property
     def pages(self) -> list[StepStats]:
-        """The last steps, one by one."""
+        """The statistics of the recent steps, one page per step."""
         self._settle(wait=False)
         return list(self._history.pages)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain dict per kind and address: statistics over all watched steps, and of the last one."""
+        """Return one plain dict per kind and address: statistics over all watched steps, and of the last one."""
         self._settle()
         return self._history.rows()
 
     def row(self, address: str, kind: str = "values") -> dict[str, Any]:
-        """The row of one address."""
+        """Return the row of one address. Raise ``NotRecorded`` if this watch has no such row."""
         rows = self.rows()
         for row in rows:
             if row["address"] == address and row["kind"] == kind:
@@ -91,17 +91,17 @@ class Results(Drawn):
         raise NotRecorded(f"there are no {kind} of {address!r} in this watch.{hint}")
 
     def series(self, address: str, statistic: str = "norm", kind: str = "values") -> dict[int, float]:
-        """One statistic at one address, by step, over the last steps."""
+        """Return one statistic of one address, by step, for the recent steps."""
         found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
         return {step: number for step, number in found.items() if number is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         self._settle()
         return self.live()
 
     def live(self) -> dict[str, Any]:
-        """The same for another thread, of the steps that are published: it waits for nothing."""
+        """Return the published steps as plain data. It does not wait, so other threads can call it."""
         return {
             **about(self.model, self._options),
             "steps": self.steps,
@@ -112,7 +112,17 @@ class Results(Drawn):
         }
 
     def serve(self, port: int = 0) -> str:
-        """Show this watch on a page that refreshes while training runs, on this machine alone; gives its address."""
+        """Serve a page on this machine that shows this watch live, and return its URL.
+
+        The page refreshes every second while training runs. The server listens on the loopback address only, and stops
+        when the watch closes.
+
+        Args:
+            port: the port to listen on; 0 for any free one.
+
+        Raises:
+            SessionError: the port cannot be used.
+        """
         from tenterhook.watch.live_server import LiveServer
 
         if self._server is None:
@@ -120,13 +130,14 @@ class Results(Drawn):
         return self._server.url
 
     def table(self) -> Table:
-        """One row per value and per parameter, for whatever draws it."""
+        """Return a table with one row per value and per parameter, for printing."""
         return table_of(self)
 
     def __repr__(self) -> str:
-        return super().__repr__() if self.steps else super(Drawn, self).__repr__()  # Before that, it is a session.
+        # Before the first step, show it as a session.
+        return super().__repr__() if self.steps else super(Drawn, self).__repr__()
 
 
 def about(model: nn.Module, options: WatchOptions) -> dict[str, Any]:
-    """What a watch is of."""
+    """Return a description of a watch: the model, the interval and the kinds."""
     return {"model": type(model).__name__, "every": options.every, "of": sorted(options.of)}

@@ -1,4 +1,4 @@
-"""The session behind ``th.watch``: when steps begin and end, and what happens then."""
+"""The session of ``th.watch``: the start and end of steps, and the measurement of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["Watch"]
 
 
 class Watch(Delivery, Session):
-    """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` give plain data."""
+    """Running statistics of a model's points. Print it for a table; ``rows()`` and ``to_dict()`` return plain data."""
 
     verb = "watch"
     needs = ("gradients",)
@@ -52,11 +52,11 @@ class Watch(Delivery, Session):
     ) -> None:
         self._options, self._optimizers = options, optimizers
         self.steps = 0
-        """how many steps are over, watched or not"""
+        """number of finished steps, watched or not"""
         self.nonfinite: NonFiniteReport | None = None
         """the first NaN or Inf"""
         self.nonfinite_steps: list[int] = []
-        """all watched steps that held any"""
+        """all watched steps with NaN or Inf"""
         self._history = History(options.pages)
         self._findings = Findings(options.thresholds)
         self._ledger = StepLedger(options.hold, self._spill, gradients="gradients" in options.of, every=options.every)
@@ -68,10 +68,10 @@ class Watch(Delivery, Session):
         self._slots: list[PointSlot] = []
         self._shared: dict[int, Any] = {}
         self._calls = 0
-        self._one_call = False  # Whether the last step had one, as most have where the next one has.
-        self._waiting = 0  # Calls that were not measured yet ...
-        self._puts_off = False  # ... although their backward pass is over.
-        self._looking = False  # Whether modules are called to find out where a NaN was born.
+        self._one_call = False  # True if the last step had one call. Then the next one usually has one too.
+        self._waiting = 0  # Calls that are not measured yet ...
+        self._puts_off = False  # ... although their backward pass has ended.
+        self._looking = False  # True while modules are called to find the origin of a NaN.
         self._attached = True
         self._queued = -1
         self._slow_at: int | None = None
@@ -89,7 +89,7 @@ class Watch(Delivery, Session):
                 self._add(point, bindings, careful=careful)
                 self._add_activations(point, bindings)
         self._findings.units.choose(self._slots, set())
-        # The model's call is told before anything else is told of it, its return after everything else.
+        # ModelCalled runs before all other actions at the model's call, ModelReturns after all others at its return.
         root = Point(":return", Site.RETURN, model, "", None, None)
         bindings.insert(0, Binding(root, ModelCalled(self)))
         bindings.append(Binding(root, ModelReturns(self)))
@@ -115,13 +115,13 @@ class Watch(Delivery, Session):
         bindings.append(Binding(point, gradient))
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
-        """Count the idle units of activations that a module's forward calls as functions."""
+        """Add actions that count the idle units of activations that a module's forward calls as functions."""
         if point.site is Site.RETURN and point.call is None and "values" in self._options.of:
             for inner in activations(point):
                 slot = PointSlot(inner, careful=False)
                 bindings.append(Binding(inner, Activation(slot, self._ledger, self._findings.units)))
 
-    # -- in and out ---------------------------------------------------------------------------------------------------
+    # -- start and close -----------------------------------------------------------------------------------------------
 
     def on_start(self) -> None:
         for optimizer in self._optimizers:
@@ -136,7 +136,7 @@ class Watch(Delivery, Session):
         self._hooks.clear()
 
     def close(self) -> None:
-        """Take everything out, with the step that is under way; any number of times."""
+        """Measure the current step as far as it is, and remove everything from the model. Later calls do nothing."""
         if self._state == "open":
             try:
                 self._end(partly=True)
@@ -166,11 +166,11 @@ class Watch(Delivery, Session):
             self._finish()
 
     def _salvage(self) -> None:
-        """Keep what the step had brought by the time it failed."""
+        """Measure what the step has computed before it failed."""
         on_nan, self._raising = self._raising, False
         try:
             self._end(partly=True)
-        except Exception as error:  # noqa: BLE001 - the error that is under way is the one to be told
+        except Exception as error:  # noqa: BLE001 - must not replace the error that is being raised
             warnings.warn(f"the last step could not be measured: {error}", TenterhookWarning, stacklevel=3)
         finally:
             self._raising = on_nan
@@ -179,7 +179,7 @@ class Watch(Delivery, Session):
     _raising = True
 
     def _finish(self) -> None:
-        """The numbers stay; every tensor goes, and what would hold this watch in a circle."""
+        """Keep the numbers. Release all tensors, and break the reference cycle with the ledger."""
         self._ledger.drop()
         self._ledger.spill = _nothing
         self._parked = []
@@ -194,28 +194,32 @@ class Watch(Delivery, Session):
             self._server.close()
 
     blackbox: Path | None = None
-    """the flight recorder's file, where it was left"""
+    """the path of the flight recorder's file, if it was kept"""
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A step is over."""
+        """End the current step. Call it once per step, unless an optimizer or the model's calls mark the steps.
+
+        Raises:
+            SessionError: the watch is not open.
+        """
         if not self.is_open:
             raise self._not_open()
         self._end()
 
     def _not_open(self) -> SessionError:
-        return SessionError("this watch is not open, so that no step of it can end; use it inside its `with` block")
+        return SessionError("this watch is not open; call step() inside its `with` block")
 
     def on_call(self) -> None:
-        """The model is called."""
+        """Handle the start of a call of the model."""
         if self._looking:
             return
         if self._options.steps == "call" and self._calls:
             self._end()
         self._calls += 1
         if self._attached:
-            if self._puts_off:  # The update that was to come did not.
+            if self._puts_off:  # The expected update did not happen.
                 self._measure()
             self._waiting += 1
             self._drain()
@@ -224,7 +228,7 @@ class Watch(Delivery, Session):
             self._deferred_hooks.called(self.steps)
 
     def on_return(self, value: Any) -> None:
-        """The model returns: its backward pass, if there is one, will begin here."""
+        """Handle the return of the model. Install hooks that detect the start of its backward pass."""
         if self._looking or not self._attached or current_backward_id() != -1:
             return
         self._deferred_hooks.returned(self.steps)
@@ -237,7 +241,7 @@ class Watch(Delivery, Session):
                 tensor.register_hook(BackwardBegins(self))
 
     def backward_begins(self) -> None:
-        """A backward pass has come to what the model returned."""
+        """Handle a backward pass that reaches the model's output."""
         task = current_backward_id()
         self._deferred_hooks.passed(task)
         if task != self._queued and self._attached and self._ledger.on and not keeps_graph():
@@ -245,13 +249,13 @@ class Watch(Delivery, Session):
             call_after_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        # Nobody will tell of an update, or it is under way and has to be stopped.
+        # True if no optimizer announces an update, or if an update with a closure is running and must be stopped.
         last = not self._optimizers or (self._parameters.closes and self._options.on_nan == "raise")
         more = self._parameters.gradients() if last and self._attached and self._ledger.on else []
-        if self._waiting > 1:  # Of several calls each may have a backward pass of its own: the step's end will tell.
+        if self._waiting > 1:  # Each of several calls may have its own backward pass. Wait for the end of the step.
             self._take(*measured(more, self._history))
         elif self._late and self._one_call and not last:
-            self._puts_off = True  # Until the update, when gradients of parameters are measured too.
+            self._puts_off = True  # Wait for the update, which also measures the parameter gradients.
         else:
             self._measure(*more)
 
@@ -265,7 +269,7 @@ class Watch(Delivery, Session):
             self._end()
 
     def _begin(self) -> None:
-        """A watched step begins."""
+        """Begin a watched step."""
         self._history.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
         if self._history.slow:
             self._slow_at = self.steps
@@ -291,22 +295,22 @@ class Watch(Delivery, Session):
         else:
             self._pause()
 
-    # -- what a step brought ------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _spill(self) -> None:
         self._take(*measured(self._measuring.drafts(self.steps, loose=True), self._history))
 
     def _measure(self, *more: MeasureRequest) -> None:
-        """Measure what has passed, and what else there is, which costs less than one after the other."""
+        """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.drafts(self.steps, loose=False), *more], self._history))
 
-    # -- in the model, or not -----------------------------------------------------------------------------------------
+    # -- between watched steps -----------------------------------------------------------------------------------------
 
     @cached_property
     def _others(self) -> list[ModuleActions]:
-        """Return the actions that leave the model between watched steps; its own calls may have to be counted."""
+        """The actions to remove from the model between watched steps. The model's own stay if its calls are counted."""
         stays = self.model if self._options.steps == "call" else None
         return [
             actions
@@ -328,4 +332,4 @@ class Watch(Delivery, Session):
 
 
 def _nothing() -> None:
-    """What a ledger does that is closed."""
+    """Do nothing; the ``spill`` of a closed ledger."""

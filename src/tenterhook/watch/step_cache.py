@@ -1,7 +1,7 @@
-"""From the log to what is measured, the quick way: most steps are like the one before.
+"""Fast path from the log to the tensors to measure: most steps are like the previous one.
 
-What belongs to which row is found out entry by entry, once. As long as a step makes the same calls with values of the
-same shapes, and nothing is out of the ordinary, only the tensors have to be collected.
+The rows of the entries are determined one by one, once. As long as a step has the same calls with values of the same
+shapes, and no special cases, only the tensors have to be collected.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["GRADIENT", "KEPT", "NOWHERE", "VALUE", "CollectedTensors", "SharedTensors", "StepCache"]
 
-VALUE, KEPT = range(2)  # Where a measured tensor comes from.
-GRADIENT = 1  # In a pair of rows.
+VALUE, KEPT = range(2)  # Sources of a measured tensor.
+GRADIENT = 1  # Index in a pair of rows.
 Extra = tuple[tuple[int, int, Any], ...]
-NOWHERE = -1  # The place of what is not measured.
+NOWHERE = -1  # The position of something that is not measured.
 
 
 class SharedTensors:
-    """Which of some tensors are one, a sum hands its gradient on to all that it adds, and what belongs to each."""
+    """The identical tensors among some tensors, and their rows.
+
+    For example, a sum passes one gradient tensor to all its terms.
+    """
 
     def __init__(self, steady: StepCache, found: Sequence[Tensor]) -> None:
         first: dict[int, int] = {}
-        unique: list[int] = []  # The places of tensors that come for the first time.
-        self.places: list[int] = []  # For each place, where its tensor is among those.
+        unique: list[int] = []  # The positions of first occurrences.
+        self.places: list[int] = []  # For each position, the index of its tensor among those.
         self._pairs: list[tuple[int, int]] = []
         for place, tensor in enumerate(found):
             at = first.setdefault(id(tensor), len(unique))
@@ -51,26 +54,26 @@ class SharedTensors:
         self._layouts: dict[Extra, RowLayout] = {(): RowLayout(steady.rows, self.index)}
 
     def holds(self, found: Sequence[Tensor]) -> bool:
-        """Whether the same of these are one. If others are too, they are measured apart, which is as right."""
-        return all([found[place] is found[first] for place, first in self._pairs])  # noqa: C419 - a list is quicker
+        """Return True if the same tensors are identical again. Others that are identical are measured separately."""
+        return all([found[place] is found[first] for place, first in self._pairs])  # noqa: C419 - a list is faster
 
     def tensors(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor once."""
+        """Return each tensor once."""
         return [found[place] for place in self._unique]
 
     def layout(self, extra: Extra) -> tuple[RowLayout, bool]:
-        """The layout, with more rows, the places of their tensors and what these are; and whether it was known."""
+        """Return the layout with extra rows, and True if it was cached. ``extra`` has row, position and signature."""
         found = self._layouts.get(extra)
         if found is not None:
             return found, True
         rows, index = [row for row, _, _ in extra], [place for _, place, _ in extra]
         found = RowLayout([*self._rows, *rows], [*self.index, *index])
-        self._layouts = {(): self._layouts[()], extra: found}  # The last of them is enough.
+        self._layouts = {(): self._layouts[()], extra: found}  # Caching the last one is enough.
         return found, False
 
 
 class CollectedTensors(NamedTuple):
-    """The tensors of a log, each once, and whether the same of them were one the last time."""
+    """The tensors of a log, each once, and whether the same ones were identical the last time."""
 
     together: SharedTensors
     tensors: list[Tensor]
@@ -78,9 +81,9 @@ class CollectedTensors(NamedTuple):
 
 
 class StepCache:
-    """What a log brought: ``rows``, each with its place among the values and then the gradients that it refers to.
+    """The structure of a log: ``rows``, each with a reference to a value or a gradient.
 
-    ``came`` are the entries whose gradients came: what is not used has none, step by step.
+    ``came`` has the entries with a gradient. An output that is not used has none, in any step.
     """
 
     def __init__(self, log: StepLog, came: Collection[int], *, values: bool) -> None:
@@ -94,7 +97,7 @@ class StepCache:
         self._held = [place for place in kept if type(helds[place]) is HeldGradient]
         self._retained = [place for place in kept if type(helds[place]) is not HeldGradient]
         self._closing = [place for place, held in enumerate(helds) if type(held) is HeldGradient]
-        # Autograd gives a gradient the shape and the type of its tensor.
+        # Autograd gives a gradient the shape and dtype of its tensor.
         self._like = TensorSignature([tensors[place] for place in (*self._values, *self._held, *self._retained)])
         self.sources = [(VALUE, place) for place in self._values]
         self.sources += [(KEPT, place) for place in (*self._held, *self._retained)]
@@ -112,31 +115,31 @@ class StepCache:
         self._looks: tuple[int, list[int]] = -1, []
 
     def collect(self, log: StepLog, units: Units) -> CollectedTensors | None:
-        """What is in a log that is like the one before; None where it is not, and nothing is taken then."""
+        """Return the tensors of a log that matches the previous one. Otherwise return None and change nothing."""
         slots, paths, _, tensors, versions, _, _, helds = log.columns()
         same = (
             slots == self._slots
-            and NOT_COUNTED not in versions  # Of an inference tensor there is no version to ask for.
+            and NOT_COUNTED not in versions  # An inference tensor has no version.
             and [tensor._version for tensor in tensors] == versions
             and list(map(type, helds)) == self._holders
             and paths == self._paths
-            and all([tensors[place] is tensors[first] for place, first in self._twins])  # noqa: C419 - see above
+            and all([tensors[place] is tensors[first] for place, first in self._twins])  # noqa: C419 - a list is faster
         )
         if not same:
             return None
         holders = [helds[place] for place in self._held]
         gradients: list[Any] = [held.gradient for held in holders]
         gradients += [tensors[place].grad for place in self._retained]
-        if any([helds[place].has(tensors[place]) for place in self._silent]):  # noqa: C419 - see above
+        if any([helds[place].has(tensors[place]) for place in self._silent]):  # noqa: C419 - a list is faster
             return None
         collected = self._joined([tensors[place] for place in self._values] + gradients)
-        # What has no gradient has no version of it either.
+        # A missing gradient has no version.
         if collected is None or [held.version for held in holders] != [
             gradient._version for gradient in gradients[: len(holders)]
         ]:
             return None
         for place in self._closing:
-            helds[place].gradient, helds[place].open = None, False  # As they close, without a call for each.
+            helds[place].gradient, helds[place].open = None, False  # The same as close(), without a call for each.
         if self._looks[0] != units.choice:
             self._looks = units.choice, [place for place in self._values if slots[place].looks]
         for place in self._looks[1]:
@@ -144,7 +147,7 @@ class StepCache:
         return collected
 
     def _joined(self, found: list[Any]) -> CollectedTensors | None:
-        """Each of the collected tensors once, if all are as they should be; a gradient that did not come is not."""
+        """Return each of the collected tensors once, or None if a gradient is missing or a signature differs."""
         together = self._together
         if together is not None and together.holds(found):
             tensors = together.tensors(found)
@@ -156,7 +159,7 @@ class StepCache:
 
 
 def _firsts(tensors: Sequence[Tensor], helds: Sequence[Any]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The entries whose tensors come by for the first time, and the others beside them: a module and its last child."""
+    """Return the entries with the first occurrence of a tensor, and the others, each paired with its first."""
     firsts: list[int] = []
     twins: list[tuple[int, int]] = []
     known: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""How a watch is told of the model's own calls and of its backward passes, and how it steps aside."""
+"""Events of a watch: calls of the model, its returns and its backward passes. Removal of actions between steps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 __all__ = ["BackwardBegins", "DeferredHooks", "ModelCalled", "ModelReturns", "park", "unpark"]
 
-PATIENT = frozenset(["cuda"])  # Devices whose hooks are put on when the model returns.
+PATIENT = frozenset(["cuda"])  # Devices on which hooks are installed when the model returns.
 INSIDE = (
-    "a backward pass ran while the model was called, for the first time in step {step}, and its gradients are missing "
-    "from what this watch tells of that step. From the next one on they are measured."
+    "a backward pass ran inside a call of the model, for the first time in step {step}. Its gradients are missing from "
+    "the statistics of that step. From the next step on, they are measured."
 )
 PERHAPS = (
-    "a backward pass that did not begin at what the model returned ran in or after its call in step {step}, as none "
-    "did in the steps before. If it ran while the model was called, its gradients are missing from what this watch "
-    "tells of that step. From the next one on they are measured."
+    "a backward pass that did not start at the model's output ran during or after the model's call in step {step}, for "
+    "the first time. If it ran during the call, its gradients are missing from the statistics of that step. From the "
+    "next step on, they are measured."
 )
-ENOUGH = 6  # Passes without a gap: two of ours that ask, and one of the loop's, in each of two steps.
+ENOUGH = 6  # Consecutive passes: in each of two steps, two of our own probes and one of the training loop.
 
 
 def park(action_sets: Iterable[ModuleActions]) -> list[tuple[ModuleActions, ForwardPatch | None]]:
-    """Remove actions from their modules for some steps; return what puts them back quickly if nobody else is there."""
+    """Remove actions from their modules for some steps. Return what :func:`unpark` needs to restore them quickly."""
     parked: list[tuple[ModuleActions, ForwardPatch | None]] = []
     for actions in action_sets:
         patch = actions.patch
@@ -51,13 +51,14 @@ def park(action_sets: Iterable[ModuleActions]) -> list[tuple[ModuleActions, Forw
             parked.append((actions, None))
         else:
             patch.take_out()
-            actions.patch, actions.over = None, True  # As detach leaves it: a recomputation may still borrow it.
+            # The same state as after detach. A recomputation may still borrow it.
+            actions.patch, actions.over = None, True
             parked.append((actions, patch))
     return parked
 
 
 def unpark(parked: Iterable[tuple[ModuleActions, ForwardPatch | None]]) -> None:
-    """Put sets of actions back into their modules."""
+    """Restore the actions that :func:`park` removed."""
     for actions, patch in parked:
         actions.over = False
         if actions.patch is not None:
@@ -70,27 +71,27 @@ def unpark(parked: Iterable[tuple[ModuleActions, ForwardPatch | None]]) -> None:
 
 
 class DeferredHooks:
-    """Whether hooks may wait until the model returns: they may if no backward pass runs while it is called.
+    """Decision to defer gradient hooks until the model returns. This needs calls without a backward pass inside.
 
-    Autograd numbers its passes. At a call and at its return the number is asked for, by a small pass of our own; that
-    takes a while, and in most loops there is no pass but the one that begins at what the model returned. Once that was
-    so for two steps, the number of that one pass is enough to see that it still is. Where that pass did not come, and
-    after steps that nobody watched, the number is asked for again.
+    Autograd numbers its backward passes. At the start and end of a call, a small backward pass of our own reads this
+    number. That takes time, and most training loops have only the one pass that starts at the model's output. After two
+    such steps, the number of that pass is enough to verify this. If that pass is missing, or after steps without
+    watching, the number is read again.
     """
 
     def __init__(self, ledger: StepLedger, device: str) -> None:
         self._ledger, self._lasts = ledger, ledger.gradients and device in PATIENT
-        self._last: int | None = None  # The number of the last pass that is known ...
-        self._known = 0  # ... and how many before it are, without a gap.
-        self._asks = True  # Whether the number is asked for.
-        self._hooked: int | None = None  # The step in which hooks came late, for a pass that has not begun yet.
+        self._last: int | None = None  # The number of the last known pass ...
+        self._known = 0  # ... and the number of consecutive known passes before it.
+        self._asks = True  # True if the number is read by a pass of our own.
+        self._hooked: int | None = None  # The step whose hooks were deferred, if its backward pass has not started yet.
 
     def resumed(self) -> None:
-        """Steps went by that nobody watched."""
+        """Handle the end of a pause in watching."""
         self._last, self._hooked = None, None
 
     def called(self, step: int) -> None:
-        """The model is called; if it was called and has not returned, by itself."""
+        """Handle a call of the model. A call inside its own call counts as its return."""
         if self._ledger.later:
             self.returned(step)
         elif self._lasts and (self._asks or self._last is None or self._hooked is not None):
@@ -100,7 +101,7 @@ class DeferredHooks:
         self._ledger.later = self._lasts
 
     def returned(self, step: int) -> None:
-        """The model returns: nothing waits any longer."""
+        """Install the deferred hooks when the model returns."""
         if not self._lasts:
             return
         late = self._ledger.catch_up()
@@ -112,7 +113,7 @@ class DeferredHooks:
                 warnings.warn(INSIDE.format(step=step), TenterhookWarning, stacklevel=2)
 
     def passed(self, number: int) -> None:
-        """A backward pass begins at what the model returned."""
+        """Handle a backward pass that starts at the model's output."""
         if not self._lasts or number == self._last:
             return
         follows = self._follows(number)
@@ -123,20 +124,20 @@ class DeferredHooks:
         self._hooked = None
 
     def _give_up(self) -> None:
-        """There was another pass, which may have been anywhere."""
+        """Stop deferring hooks, because another backward pass ran, possibly inside a call."""
         self._lasts = False
         if self._hooked is not None:
             warnings.warn(PERHAPS.format(step=self._hooked), TenterhookWarning, stacklevel=2)
 
     def _follows(self, number: int) -> bool:
-        """Whether a pass is the next one after the last that is known."""
+        """Store the number of a pass. Return True if it directly follows the last known one."""
         last, self._last = self._last, number
         self._known = self._known + 1 if number - 1 == last else 0
         return last is None or number - 1 == last
 
 
 class BackwardBegins:
-    """A hook on what the model returns; it holds no watch, because the graph may be held by anyone."""
+    """A hook on the model's output. It has only a weak reference to the watch, because user code may keep the graph."""
 
     __slots__ = ("_find",)
 
@@ -152,7 +153,7 @@ class BackwardBegins:
 
 
 class ModelCalled:
-    """Tells a watch that the model is called."""
+    """An action that calls ``on_call`` of a watch when the model is called."""
 
     observes = True
     again = False
@@ -162,19 +163,19 @@ class ModelCalled:
         self._watch = watch
 
     def enter(self, *_: Any) -> None:
-        """A call begins; one inside a transform of torch.func goes by."""
+        """Handle a call, except one inside a transform of torch.func."""
         if current_backward_id() == -1 and not in_transform():
             self._watch.on_call()
 
     def __call__(self, value: Any, context: Context) -> None:
-        """Nothing: see :class:`ModelReturns`."""
+        """Do nothing; see :class:`ModelReturns`."""
 
 
 class ModelReturns(ModelCalled):
-    """Tells a watch that the model returns."""
+    """An action that calls ``on_return`` of a watch when the model returns."""
 
     enter = None  # type: ignore[assignment]
 
-    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - as actions are called
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - the signature of an action
         if not in_transform():
             self._watch.on_return(value)

@@ -1,4 +1,4 @@
-"""The log of a watch: what has passed, in the order in which the calls ended."""
+"""Log of a watch: the values of each call, in the order in which the calls ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HELD", "NOT_COUNTED", "TENSOR", "WIDTH", "LogEntry", "StepLog"]
 
-NOT_COUNTED = -1  # The version of a copy: nobody else has it.
+NOT_COUNTED = -1  # The version of a copy, which nothing else can change.
 
 
 class LogEntry(NamedTuple):
-    """An entry of the log: one tensor of what passed in one call."""
+    """An entry of the log: one tensor of the value of one call."""
 
     slot: PointSlot
     path: Path
@@ -29,32 +29,32 @@ class LogEntry(NamedTuple):
     args: Any
     kwargs: Any
     held: HeldGradient | RetainedGradient | None
-    """what holds its gradient when a backward pass has brought it"""
+    """the holder of its gradient"""
 
 
 class StepLog(list[Any]):
-    """The fields of all entries, one behind the other: no object is made for an entry that would have to be collected.
+    """The fields of all entries in one flat list, so that the garbage collector has no object per entry to track.
 
-    Whoever writes to it adds the fields of a :class:`LogEntry`, in their order. Where nothing holds the gradient yet,
-    the number of the operation that came next when the call began stands for it, until the model returns.
+    Writers append the fields of a :class:`LogEntry`, in their order. If the hook is deferred until the model returns,
+    the ``held`` field has the number of autograd's next operation at the start of the call.
     """
 
     __slots__ = ()
 
     def columns(self) -> Iterator[list[Any]]:
-        """Each field of all entries."""
+        """Return each field of all entries."""
         return (self[field::WIDTH] for field in range(WIDTH))
 
     def column(self, field: int) -> list[Any]:
-        """One field of all entries."""
+        """Return one field of all entries."""
         return self[field::WIDTH]
 
     def entries(self) -> list[LogEntry]:
-        """The entries, as one would like to have them."""
+        """Return the entries as named tuples."""
         return [self.entry(place) for place in range(len(self) // WIDTH)]
 
     def entry(self, place: int) -> LogEntry:
-        """One of them."""
+        """Return one entry."""
         return LogEntry(*self[place * WIDTH : (place + 1) * WIDTH])
 
 

@@ -17,10 +17,17 @@ _files = itertools.count()
 
 
 class TensorBoard:
-    """Writes each watched step of ``th.watch(..., sinks=[th.TensorBoard(folder)])`` for TensorBoard.
+    """A sink that writes each watched step for TensorBoard: ``th.watch(..., sinks=[th.TensorBoard(folder)])``.
 
-    Scalars are named ``kind/address/statistic``; at every ``histograms``-th watched step each row's histogram over all
-    steps so far is written too, as ``kind/address``.
+    Scalars are named ``kind/address/statistic``. Histograms are named ``kind/address`` and cover all steps so far.
+
+    Args:
+        folder: the folder for the event files.
+        scalars: the statistics to write.
+        histograms: write histograms at every n-th watched step; 0 writes none.
+
+    Raises:
+        ImportError: the package tensorboard is not installed.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class TensorBoard:
         return f"TensorBoard({self.folder!r})"
 
     def write(self, page: Any, findings: list[Any], history: Any) -> None:
-        """Take a step."""
+        """Write a step."""
         made = [
             self._summary.scalar(f"{kind}/{address}/{name}", numbers[name])
             for kind, address, numbers in page.lines()
@@ -65,7 +72,7 @@ class TensorBoard:
         return found
 
     def _put(self, step: int, when: float, summaries: list[Any]) -> None:
-        """Write a step as one event, in this thread: an error is known at once, and no other thread prints one."""
+        """Write a step as one event in this thread, so that an error is raised at once."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -77,7 +84,7 @@ class TensorBoard:
         self._file.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
@@ -89,4 +96,4 @@ def _open(folder: str) -> Any:
 
     tf.io.gfile.makedirs(folder)
     name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-    return RecordWriter(tf.io.gfile.GFile(os.path.join(folder, name), "wb"))  # noqa: PTH118  # it may be a URL
+    return RecordWriter(tf.io.gfile.GFile(os.path.join(folder, name), "wb"))  # noqa: PTH118 - it may be a URL

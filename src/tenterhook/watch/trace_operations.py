@@ -1,10 +1,10 @@
-"""Making a call once more, looking at each operation, to find the line that made the first NaN or Inf.
+"""Repetition of a call with tracing, to find the line that produced the first NaN or Inf.
 
-The operands of that operation are measured before it runs, so that they are what it was given if it works in place.
+The operands of an operation are measured before it runs, because it may change them in place.
 
-The call is made on the arguments that were held, without foreign eyes: the random generators and the buffers are put
-back afterwards, and gradients are computed beside the parameters, not into them. Under other random numbers (dropout)
-a call may come out well the second time; then no line is told.
+The call runs with the arguments that were kept, and without other modes. Random states and buffers are restored
+afterwards, and gradients are not accumulated into the parameters. With other random numbers (dropout), the second call
+may be finite; then no line is reported.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tenterhook.watch.operands import Operand, operands_of
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
 
-AGAIN = "made once more, the call came out finite, so that the line is not known"
-UNSEEN = "the operation that made it could not be found"
-FAILED = "the call could not be made once more to find the line ({error})"
+AGAIN = "the call was finite when it was repeated, so the line is not known"
+UNSEEN = "the operation that produced it was not found"
+FAILED = "the call could not be repeated to find the line ({error})"
 WRITTEN = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "lift_fresh", "where", "_to_copy"}
 LIBRARY = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
@@ -41,7 +41,7 @@ OURS = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class Line:
-    """A line of source, and the operation on it."""
+    """A line of source, and its operation."""
 
     file: str
     line: int
@@ -49,7 +49,7 @@ class Line:
     operation: str
     function: str
     operands: tuple[Operand, ...] = ()
-    """the arguments of the operation, as they were before it"""
+    """the arguments of the operation, measured before it ran"""
 
     def __str__(self) -> str:
         return printable(f"{self.file}:{self.line} in {self.function}(), {self.operation}: {self.source}")
@@ -60,12 +60,12 @@ class Line:
 
 
 def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> tuple[Line | None, str]:
-    """The line inside the module's forward that made the first bad value of finite ones, or why it is not known."""
+    """Return the line in forward that produced the first bad value from finite ones, or the reason for none."""
     operations = _TracedOperations(module)
     try:
         with _undisturbed(module), torch.no_grad(), _as_it_was(autocast), operations:
             out = module.forward(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever the model raises now, the report is made without the line
+    except Exception as error:  # noqa: BLE001 - whatever the model raises, report without the line
         return None, FAILED.format(error=_short(error))
     made = [tensor for _, tensor in tensors(out)]
     line = operations.origin(made)
@@ -76,7 +76,7 @@ def trace_forward(module: nn.Module, args: Any, kwargs: Any, autocast: Any) -> t
 def trace_backward(
     module: nn.Module, args: Any, kwargs: Any, gradient: Tensor, autocast: Any
 ) -> tuple[Line | None, str]:
-    """The line whose operation made the first bad gradient of finite ones."""
+    """Return the line whose operation produced the first bad gradient from finite ones, or the reason for none."""
     lines = _Lines(module)
     try:
         with _undisturbed(module), torch.enable_grad():
@@ -97,7 +97,7 @@ def _short(error: Exception) -> str:
 
 
 def autocast_state(device: str) -> tuple[str, bool, torch.dtype] | None:
-    """How autocast stands now, on a device that has it."""
+    """Return the current autocast state of a device, or None if it has no autocast."""
     if not torch.amp.is_autocast_available(device):
         return None
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -136,10 +136,10 @@ def _bad(tensor: Any, *, nan: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor that an operation took or made, as it was then."""
+    """An input or output tensor of an operation, with its state at that time."""
 
     tensor: Tensor
-    """held, so that no other tensor gets its memory"""
+    """kept alive, so that no other tensor reuses its memory"""
     storage: int
     nan: bool
     bad: bool
@@ -158,11 +158,11 @@ class _Step:
     made: list[_Tensor]
     line: Line | None
     written: bool
-    """whether it only writes a number down: an Inf that it made was meant"""
+    """True if the operation only stores given numbers, so that an Inf is intentional"""
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what views of one memory have in common."""
+    """Return a key that all views of the same storage share."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # Sparse tensors and some subclasses have no storage.
@@ -170,7 +170,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _TracedOperations(TorchDispatchMode):  # type: ignore[misc]
-    """Every operation that makes a NaN or an Inf, with what went in and what came out."""
+    """A mode that records every operation that produces NaN or Inf, with its inputs and outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -191,16 +191,16 @@ class _TracedOperations(TorchDispatchMode):  # type: ignore[misc]
 
     @staticmethod
     def _given(args: Any, kwargs: Any, overload: str) -> tuple[list[_Tensor], tuple[Operand, ...]]:
-        # Whole numbers are operands of a sum or a product; elsewhere they are dimensions and the like.
+        # Python numbers are operands of a sum or a product. In other operations they are dimensions and similar.
         found = operands_of(args, kwargs, numbers="Tensor" in overload or "Scalar" in overload)
         return [_Tensor.of(tensor) for tensor, _ in found if tensor is not None], tuple(each for _, each in found)
 
     def origin(self, out: list[Tensor]) -> Line | None:
-        """Follow a bad output back to the operation that made the first bad value of good ones.
+        """Trace a bad output back to the operation that produced the first bad value from good ones.
 
-        NaN is followed as NaN. Where it was made of Inf, the way goes on to where that came from, unless somebody wrote
-        the Inf down, as one does in a mask. Where what came out is finite after all, because a later operation has
-        hidden it, it is the first operation that made any of good ones.
+        NaN is traced as NaN. If it was computed from Inf, the trace continues to the origin of the Inf, unless that was
+        written explicitly, as in a mask. If the output is finite, because a later operation hides the bad value, the
+        result is the first operation that produced a bad value from good ones.
         """
         if not any(_bad(tensor, nan=False) for tensor in out):
             own = (step for step in self._steps if not step.written)
@@ -217,7 +217,7 @@ class _TracedOperations(TorchDispatchMode):  # type: ignore[misc]
         return step.line
 
     def _first(self, wanted: set[int], end: int, *, nan: bool) -> int | None:
-        """Return the earliest operation before ``end`` on the way back from some tensors over bad ones."""
+        """Return the earliest operation before ``end`` that leads to the ``wanted`` storages through bad tensors."""
         met = first = None
         for place in range(end - 1, -1, -1):
             step = self._steps[place]
@@ -230,7 +230,7 @@ class _TracedOperations(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Lines(TorchFunctionMode):
-    """Which line made which nodes of the graph, by their sequence numbers."""
+    """A mode that maps nodes of the graph to source lines, by sequence number."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -250,12 +250,12 @@ class _Lines(TorchFunctionMode):
         return out
 
     def at(self, number: int) -> Line | None:
-        """The line that made a node."""
+        """Return the line that created a node."""
         return next((line for begun, ended, line in self._spans if begun <= number < ended), None)
 
 
 def _first_bad_node(start: Tensor, gradient: Tensor) -> int | None:
-    """The sequence number of the first node that makes a bad gradient of good ones."""
+    """Return the sequence number of the first node that computes a bad gradient from good ones."""
     found: list[int] = []
 
     def look(node: Any) -> Callable[[Any, Any], None]:
@@ -283,7 +283,7 @@ def _first_bad_node(start: Tensor, gradient: Tensor) -> int | None:
 
 
 def _line(module: nn.Module, frame: FrameType | None, operation: str, operands: tuple[Operand, ...]) -> Line | None:
-    """The innermost line of the model's own code inside the module's forward; of a PyTorch module, its forward's."""
+    """Return the innermost line of user code in the module's forward. For a module of PyTorch, use its forward."""
     code = _code(module)
     chosen = None
     for each in frames_from(frame):

@@ -1,10 +1,10 @@
-"""``th.watch``: statistics of what passes while a model trains, and a word when something goes wrong.
+"""``th.watch``: statistics of a model during training, with reports of problems.
 
-A step ends when the optimizer that was given has stepped; without one, as the model is called again, or where
-``w.step()`` says so. What a step's calls left in the log is measured when their backward pass is over, before the
-optimizer moves the parameters; what they left without a backward pass, when the step ends.
+A step ends when the given optimizer has stepped. Without an optimizer, it ends when the model is called again, or at
+``w.step()``. The values in the log are measured at the end of their backward pass, before the optimizer changes the
+parameters. Values without a backward pass are measured at the end of the step.
 
-Between the steps that are watched nothing of the watch is in the model.
+Between watched steps, the watch leaves nothing installed in the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Of = Literal["values", "gradients", "parameters", "updates"]
 HOLD = 2**30
 
 
-def watch(  # noqa: PLR0913 - each is a question of its own, and all have an answer already
+def watch(  # noqa: PLR0913 - independent options with defaults
     model: nn.Module,
     *selectors: Selector,
     of: Iterable[Of] = ("values", "gradients", "parameters", "updates"),
@@ -48,7 +48,7 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
     hold: int | None = None,
     pages: int = 256,
 ) -> Watch:
-    """Watch the selected points while a model trains; ``with`` gives the watch, which prints as a table.
+    """Watch the selected points while a model trains. The ``with`` block returns the watch, which prints as a table.
 
     >>> import torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -63,33 +63,40 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
 
     Args:
         model: any ``nn.Module``.
-        *selectors: addresses, globs, modules, classes, regexes or predicates; none selects every module's output.
-        of: what to measure. ``parameters`` and ``updates`` are those of the selected modules and of all beneath them;
-            so are the gradients of parameters, which belong to ``gradients``.
-        every: watch every so many steps, beginning with the first. The others cost nothing.
-        slow: what changes slowly is taken at watched steps that are at least so many steps apart: parameters, updates,
-            and the samples for quantiles and histograms. Values and gradients are measured at every watched step.
-        optimizer: the optimizer, or several; when the last of them has stepped, a step is over.
-        steps: what ends a step: the ``optimizer`` (if one is given), the model's next ``call`` (if none is), or only
-            ``w.step()`` (``manual``), which also works beside the others.
-        on_nan: at the first NaN or Inf raise ``NonFinite`` before the parameters are changed, ``warn``, or only
+        *selectors: addresses, globs, modules, classes, regexes or predicates. Without selectors, the output of every
+            module is watched.
+        of: what to measure. ``parameters`` and ``updates`` include those of the selected modules and of all their
+            submodules. ``gradients`` includes the gradients of these parameters.
+        every: watch every n-th step, starting with the first. Other steps have no overhead.
+        slow: minimum number of steps between measurements of slowly changing data: parameters, updates, and the samples
+            for quantiles and histograms. Values and gradients are measured at every watched step.
+        optimizer: the optimizer, or several. A step ends when the last of them has stepped.
+        steps: what ends a step: the ``optimizer`` (default if one is given), the model's next ``call`` (default
+            otherwise), or only ``w.step()`` (``manual``). ``w.step()`` also works with the others.
+        on_nan: at the first NaN or Inf, ``raise`` ``NonFinite`` before the parameters change, ``warn``, or only
             ``record`` it in ``w.nonfinite``.
-        thresholds: of the findings, to be found in ``tenterhook.watch.findings.THRESHOLDS``.
-        sinks: where each step goes beside memory: ``th.JsonLines(path)``, ``th.TensorBoard(folder)``.
-        blackbox: keep the last so many steps on disk, in the file ``to``, and leave them there if anything goes wrong.
-        to: that file.
-        sample: elements up to which a tensor is read whole; of larger ones so many are read, and all of them for the
-            norm and for NaN and Inf. None reads everything. On a CUDA GPU where Triton is at hand values and
-            gradients are always read whole.
-        hold: bytes of values that may wait to be measured, about, and as many of their gradients; beyond, they are
-            measured while the model runs. By default 1 GiB, on a GPU a sixteenth of its memory if that is more.
-        pages: steps that are kept in memory one by one.
+        thresholds: thresholds of the findings, to replace some of ``tenterhook.watch.findings.THRESHOLDS``.
+        sinks: where to write each step in addition to memory: ``th.JsonLines(path)``, ``th.TensorBoard(folder)``.
+        blackbox: number of recent steps to keep on disk, in the file ``to``. The file stays if there is a problem, and
+            is deleted otherwise.
+        to: the path of that file.
+        sample: maximum number of elements of a tensor that is read completely. Of a larger tensor, this many elements
+            are sampled, but the norm and the check for NaN and Inf use all elements. None reads everything. On a CUDA
+            GPU with Triton, values and gradients are always read completely.
+        hold: approximate maximum of bytes of values that wait to be measured, and of their gradients. If there are
+            more, they are measured while the model runs. The default is 1 GiB, or 1/16 of the GPU memory if that is
+            more.
+        pages: number of recent steps to keep in memory.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        SelectorError: an optimizer is passed as a selector.
     """
     from tenterhook.watch.results import WatchOptions
     from tenterhook.watch.session import Watch
 
     if any(isinstance(selector, torch.optim.Optimizer) for selector in selectors):
-        raise SelectorError("an optimizer selects no points; it is given by name: th.watch(model, optimizer=optimizer)")
+        raise SelectorError("an optimizer is not a selector. Pass it by keyword: th.watch(model, optimizer=optimizer)")
     options = WatchOptions(
         of=_checked_of(of),
         every=_positive("every", every),
@@ -109,10 +116,16 @@ def watch(  # noqa: PLR0913 - each is a question of its own, and all have an ans
 
 
 def blackbox(path: str | os.PathLike[str]) -> Any:
-    """Read what a flight recorder left, also of a process that was killed; it prints as a table.
+    """Read the file of a flight recorder, also from a process that was killed. The result prints as a table.
 
-    ``.steps`` are the steps that it holds, ``.wrong`` what had gone wrong, ``.rows()`` everything as plain rows and
-    ``.series(address, statistic, kind)`` one line through the steps.
+    ``.steps`` has the recorded steps, ``.wrong`` the recorded problems, ``.rows()`` returns everything as plain rows,
+    and ``.series(address, statistic, kind)`` returns one statistic by step.
+
+    Args:
+        path: the file that ``th.watch(..., blackbox=n, to=path)`` wrote.
+
+    Raises:
+        TapeFileError: the file is not from a flight recorder, or its header is damaged.
     """
     from tenterhook.watch.blackbox import read
 
@@ -131,7 +144,7 @@ def _checked_of(of: Iterable[Of]) -> frozenset[str]:
 
     found = frozenset([of] if isinstance(of, str) else of)
     if not found or found - set(KINDS):
-        raise ValueError(f"of= is some of {', '.join(KINDS)}; got {', '.join(sorted(found)) or 'nothing'}")
+        raise ValueError(f"of= must be one or more of {', '.join(KINDS)}; got {', '.join(sorted(found)) or 'nothing'}")
     return found
 
 
@@ -139,17 +152,17 @@ def _ending(steps: str | None, optimizer: Any) -> str:
     found = steps or ("call" if optimizer is None else "optimizer")
     _one_of("steps", found, ("optimizer", "call", "manual"))
     if found == "optimizer" and optimizer is None:
-        raise ValueError('steps="optimizer" needs to know which: th.watch(model, ..., optimizer=optimizer)')
+        raise ValueError('steps="optimizer" needs an optimizer: th.watch(model, ..., optimizer=optimizer)')
     return found
 
 
 def _one_of(name: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        raise ValueError(f"{name}= is one of {', '.join(known)}; got {given!r}")
+        raise ValueError(f"{name}= must be one of {', '.join(known)}; got {given!r}")
     return given
 
 
 def _positive(name: str, given: int) -> int:
     if type(given) is not int or given < 1:
-        raise ValueError(f"{name}= is a positive whole number; got {given!r}")
+        raise ValueError(f"{name}= must be a positive integer; got {given!r}")
     return given

@@ -1,4 +1,4 @@
-"""The rows that a watch is drawn from."""
+"""Table that a watch prints as."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SHOWN = 400
 
 
 def table_of(watch: Results, *, findings: bool = True) -> Table:
-    """One row per value and per parameter, with the norm of its gradient, all over the steps that were watched.
+    """Return a table with one row per value and per parameter, with the norm of its gradient, over all watched steps.
 
-    Below stands what was found, unless it is told elsewhere.
+    The findings are below the rows, unless ``findings`` is False.
     """
     rows = watch.rows()
     by_key = {(row["kind"], row["address"]): row for row in rows}

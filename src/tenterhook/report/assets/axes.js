@@ -1,6 +1,6 @@
 "use strict";
-// Axes over the whole range of floats. The ticks of uPlot end at steps of 1e-16 and hang on many powers of ten: what it
-// is given here are numbers of a middling size, and where the ticks stand is found here too.
+// Axes over the whole range of floats. uPlot has no ticks at steps below 1e-16, and hangs on ranges of many powers of
+// ten. So its data is scaled to a medium size here, and the positions of the ticks are computed here.
 
 TH.axes = (() => {
   const base = ({ grid, ticks, ...more } = {}) => ({
@@ -10,13 +10,13 @@ TH.axes = (() => {
     font: "11px system-ui, sans-serif",
     labelFont: "11px system-ui, sans-serif",
     labelSize: 14,
-    incrs: (_u, _at, min, max) => [1000 * Math.max(1, max - min)], // It asks for a step, which nothing here reads.
+    incrs: (_u, _at, min, max) => [1000 * Math.max(1, max - min)], // uPlot needs a step, but nothing here reads it.
     ...more,
   });
 
-  // ---- where ticks stand --------------------------------------------------------------------------------------------
+  // ---- positions of ticks -------------------------------------------------------------------------------------------
 
-  // One, two or five times a power of ten, so that a span has no more than `most` of them.
+  // Returns one, two or five times a power of ten, so that a span has at most `most` steps.
   const stepOf = (span, most) => {
     const least = span / most;
     const power = 10 ** Math.floor(Math.log10(least));
@@ -29,12 +29,12 @@ TH.axes = (() => {
     return Array.from({ length: Math.max(0, count) }, (_, at) => (first + at) * step);
   };
 
-  // How many ticks an axis has room for: labels stand beside each other on the first axis, one above the other on others.
+  // The number of ticks that fit: labels are side by side on the first axis, and one above the other on others.
   const room = (chart, at) => Math.max(2, at ? chart.height / 30 : (chart.width - 60) / 54);
 
   // ---- linear axes --------------------------------------------------------------------------------------------------
 
-  // The power of ten that values are divided by, where their labels would be long without.
+  // The power of ten to divide values by, so that their labels stay short.
   const unitOf = (values) => {
     const reach = values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0);
     return !reach || (reach >= 1e-3 && reach < 1e5) ? 1 : Number(`1e${Math.floor(Math.log10(reach))}`);
@@ -48,7 +48,7 @@ TH.axes = (() => {
     return splits.map((value) => String(Number(value.toFixed(digits))));
   };
 
-  // Where values are whole numbers, so are the ticks.
+  // If the values are integers, the ticks are too.
   const linear = (unit, { size, label = "", whole = false, ...more }) => {
     const text = [label, unit === 1 ? "" : `× ${TH.brief(unit)}`].filter(Boolean).join(" ");
     const least = whole ? 1 / unit : 0;
@@ -61,7 +61,7 @@ TH.axes = (() => {
     });
   };
 
-  // Some room around the values, and down to zero where that is near.
+  // Adds some room around the values, and extends the range to zero if zero is near.
   const around = (_u, min, max) => {
     if (min === null) return [0, 1];
     const pad = max > min ? (max - min) * 0.08 : Math.abs(max) / 2 || 1;
@@ -80,7 +80,7 @@ TH.axes = (() => {
     const parts = between(Math.floor(min), max, 1).flatMap((each) => [1, 2, 5].map((part) => each + Math.log10(part)));
     const inside = parts.filter((each) => each >= min && each <= max);
     if (inside.length > 1) return inside;
-    const power = Math.floor(min); // So narrow a range is as good as linear.
+    const power = Math.floor(min); // In such a narrow range the scale is nearly linear.
     const [low, high] = [10 ** (min - power), 10 ** (max - power)];
     return between(low, high, stepOf(high - low, most)).map((each) => power + Math.log10(each));
   };

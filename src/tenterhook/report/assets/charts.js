@@ -2,10 +2,10 @@
 // Charts, drawn by uPlot: the depth of the model, histograms, lines.
 
 TH.charts = (() => {
-  let lasting = []; // The charts of the overview, which stay while points are chosen.
-  let alive = []; // Charts of the part of the page that is drawn anew, to be taken down before.
+  let lasting = []; // Charts of the overview, which stay when another point is selected.
+  let alive = []; // Charts of the selected point, which are destroyed before it is drawn again.
 
-  // Of many lines, neighbours have neighbouring colours: they are places along the model.
+  // With many lines, neighbours have similar colours, because they are neighbours in the model.
   const colours = (count) => {
     const few = ["--value", "--gradient", "--third", "--fourth"].map(TH.css);
     return count <= few.length ? few : Array.from({ length: count }, (_, at) => `hsl(${Math.round(220 + (300 * at) / count)} 65% 52%)`);
@@ -15,7 +15,7 @@ TH.charts = (() => {
   const hidden = { show: false };
   const floor = (chart) => chart.scales.y.min;
 
-  // One chart that cannot be drawn leaves the others alone: it is drawn at once, so that its error comes from here.
+  // An error in one chart does not affect the others. The chart is drawn synchronously, so its error is raised here.
   const make = (box, options, data, stays) => {
     let chart;
     try {
@@ -50,7 +50,7 @@ TH.charts = (() => {
 
   const bar = (from, width, count) => ({ from, width, count });
 
-  // One range for several, with a little room at its ends; none where the bars of one would be too thin to be seen.
+  // One range for several histograms, with a little room at its ends. Null if the bars of one would be too thin to see.
   const shared = (several) => {
     const low = Math.min(...several.map((seen) => seen.low));
     const high = Math.max(...several.map((seen) => seen.high));
@@ -59,7 +59,7 @@ TH.charts = (() => {
     return thin || !room ? null : [low - room, high + room];
   };
 
-  // What is drawn: bars from the lowest value to the highest; of one value, a narrow one with room on both sides of it.
+  // The bars, from the lowest value to the highest. A single value has one narrow bar with room on both sides.
   const binned = ({ low, high, histogram: counts }, wanted) => {
     const width = (high - low) / counts.length;
     if (width > 0) return { range: wanted || [low, high], bars: counts.map((count, at) => bar(low + at * width, width, count)) };
@@ -161,7 +161,7 @@ TH.charts = (() => {
 
   const depth = (box, label, key, read, names) => {
     const steps = TH.shownSteps();
-    // Half a step of room at both ends, so that the first and the last one can be seen and hit.
+    // Half a step of room at both ends, so that the first and last steps can be seen and clicked.
     const x = [-0.5, ...steps.keys(), steps.length - 0.5];
     const padded = (ys) => [null, ...exponents(ys), null];
     const stepAt = (idx) => (idx === null || idx === undefined ? null : Math.max(0, Math.min(steps.length - 1, idx - 1)));
@@ -235,7 +235,7 @@ TH.charts = (() => {
     chart.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
     chart.over.addEventListener("click", (event) => {
       const idx = stepAt(chart.cursor.idx);
-      const dragged = pressed !== null && Math.abs(event.clientX - pressed) > 4; // A drag enlarges a part of the chart.
+      const dragged = pressed !== null && Math.abs(event.clientX - pressed) > 4; // Dragging zooms into a part of the chart.
       if (!dragged && idx !== null) TH.choose(steps[idx].point, steps[idx].call);
     });
     return chart;

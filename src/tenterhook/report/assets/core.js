@@ -1,5 +1,5 @@
 "use strict";
-// The data of the page, small helpers, and which point is chosen.
+// The data of the page, small helpers, and the selected point.
 
 const TH = { data: JSON.parse(document.getElementById("data").textContent), listeners: [] };
 
@@ -29,7 +29,7 @@ TH.number = (value, digits = 3) => {
   return String(Number(value.toPrecision(digits)));
 };
 
-// Three digits at most, and no zeros behind them.
+// At most three digits, without trailing zeros.
 TH.brief = (value) => {
   const rounded = Number(value.toPrecision(3));
   const size = Math.abs(rounded);
@@ -56,7 +56,7 @@ TH.callOf = (point, run, call) => (point.runs[run] || []).find((each) => each.ca
 
 TH.nameOf = (point, call) => (point.calls.length > 1 || call > 0 ? `${point.address}#${call}` : point.address);
 
-// How the values and the gradients of one call differ between two tapes.
+// The differences of the values and gradients of one call between two tapes.
 TH.compared = (point, call) => point.runs.map((_, run) => TH.callOf(point, run, call)?.compared).find(Boolean) || {};
 
 TH.differs = (point) => point.calls.some((call) => Object.values(TH.compared(point, call)).some(({ differs }) => differs));
@@ -68,7 +68,7 @@ TH.first = (() => {
   return point && point.calls.includes(wanted.call) ? { ...wanted, point } : null;
 })();
 
-// Every call of every point in the order in which values passed: what the chart of the depth is drawn from.
+// Every call of every point in the order of execution, for the charts by depth.
 TH.passed = (() => {
   const found = [];
   for (const point of TH.points) {
@@ -84,14 +84,14 @@ TH.passed = (() => {
   return found;
 })();
 
-// What modules give, down the model; what passes inside them too, where that is asked for or is all there is.
+// The outputs of modules in order of execution. Includes values inside modules on request, or if there is nothing else.
 TH.everything = false;
 TH.shownSteps = () => {
   const outputs = TH.passed.filter(({ point }) => point.site === "return" || !point.site);
   return TH.everything || outputs.length < 2 ? TH.passed : outputs;
 };
 
-// ---- what is chosen -------------------------------------------------------------------------------------------------
+// ---- selection ------------------------------------------------------------------------------------------------------
 
 TH.chosen = { point: null, call: 0, part: 0 };
 
@@ -101,7 +101,7 @@ TH.choose = (point, call = null, part = 0) => {
   try {
     history.replaceState(null, "", name ? `#${encodeURIComponent(name)}` : "#");
   } catch (_) {
-    // Some browsers allow no history on a page that was opened from disk.
+    // Some browsers do not allow history on a page from disk.
   }
   for (const listener of TH.listeners) listener();
 };
@@ -123,7 +123,7 @@ TH.theme = (() => {
     try {
       return localStorage.getItem("tenterhook-theme");
     } catch (_) {
-      return null; // A page from disk may have no storage.
+      return null; // A page from disk may have no local storage.
     }
   })();
   const set = (name) => {
@@ -137,14 +137,14 @@ TH.theme = (() => {
       try {
         localStorage.setItem("tenterhook-theme", name);
       } catch (_) {
-        // It then lasts as long as the page is open.
+        // Then the theme is kept only while the page is open.
       }
       set(name);
     },
   };
 })();
 
-// ---- what is under the mouse ----------------------------------------------------------------------------------------
+// ---- tooltips -------------------------------------------------------------------------------------------------------
 
 TH.tip = (event, text) => {
   const tip = document.getElementById("tip");

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures: maps and matrices from PNG, with a scale that can be changed, and lines of numbers.
+// Pictures: maps and matrices from PNG, with an adjustable scale, and lines for vectors.
 
 TH.maps = (() => {
   // ---- colours ------------------------------------------------------------------------------------------------------
@@ -10,7 +10,7 @@ TH.maps = (() => {
     "blue–red": ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"],
     grey: ["#000000", "#ffffff"],
   };
-  const NO_NUMBER = [255, 0, 200]; // What is no number must be seen on every scale.
+  const NO_NUMBER = [255, 0, 200]; // NaN and Inf must be visible on every scale.
 
   const tables = {};
   const table = (name) => {
@@ -37,7 +37,7 @@ TH.maps = (() => {
     return decoded.get(number);
   };
 
-  // The bytes of every map, one map after the other.
+  // Returns the bytes of every map, one map after the other.
   const read = async (picture) => {
     const [count, height, width] = picture.size;
     const file = new Blob([TH.bytes(picture.png, Uint8Array)], { type: "image/png" });
@@ -59,7 +59,7 @@ TH.maps = (() => {
     return { levels, low: TH.bytes(picture.low, Float32Array), high: TH.bytes(picture.high, Float32Array) };
   };
 
-  // The first level and the last of a picture with values beyond every scale mean those.
+  // If a picture has values beyond every scale, its first and last level stand for those.
   const valueAt = (picture, seen, map, level) => {
     if (!level) return NaN;
     if (picture.beyond && (level === 1 || level === 255)) return level === 1 ? -Infinity : Infinity;
@@ -69,7 +69,7 @@ TH.maps = (() => {
 
   // ---- painting -----------------------------------------------------------------------------------------------------
 
-  // One map in colours, a pixel to a value.
+  // Draws one map in colours, with one pixel per value.
   const paint = (picture, seen, map, scale) => {
     const [, height, width] = picture.size;
     const image = new ImageData(width, height);
@@ -141,7 +141,7 @@ TH.maps = (() => {
     canvas.onmouseleave = () => TH.tip(null, "");
   };
 
-  // Maps of as many rows and columns as there are tokens are what heads pay attention to.
+  // Maps with as many rows and columns as there are tokens are attention patterns.
   const axesOf = (picture, tokens) => {
     const [, rows, columns] = picture.whole;
     const heads = picture.axes[0] === "channel" && tokens.length > 1 && rows === tokens.length && columns === tokens.length;
@@ -168,7 +168,7 @@ TH.maps = (() => {
       `${axes[2]} ${place(picture, 2, column, scale.tokens)}`,
     ];
     const end = `${value < 0 ? "below -" : "above "}${TH.brief(picture.beyond || 0)}`;
-    const told = Number.isNaN(value) ? "no number" : Number.isFinite(value) ? `≈ ${TH.number(value, 4)}` : end;
+    const told = Number.isNaN(value) ? "NaN or Inf" : Number.isFinite(value) ? `≈ ${TH.number(value, 4)}` : end;
     const mean = picture.size[1] < picture.whole[1] || picture.size[2] < picture.whole[2] ? "mean " : "";
     return `${parts.filter(Boolean).join(", ")}\n${mean}${told}`;
   };
@@ -183,7 +183,7 @@ TH.maps = (() => {
     const top = columnTokens ? 78 : 18;
     const most = side ? side / Math.max(width, height) : 22;
     const across = Math.max(0.2, Math.min(most, (room - left - 8) / width));
-    // A matrix of few rows and many columns is stretched, so that its rows can be told apart.
+    // A matrix of few rows and many columns is stretched, so that its rows can be distinguished.
     const down = side ? across : Math.max(0.2, Math.min(most, Math.max(across, Math.min(14, 260 / height)), 900 / height));
     const context = fitted(canvas, left + width * across + 8, top + height * down + 8);
     context.drawImage(paint(picture, seen, map, scale), left, top, width * across, height * down);
@@ -277,13 +277,13 @@ TH.maps = (() => {
       choice, low, legend, high,
       button("full", "From the smallest value to the largest", () => { [scale.low, scale.high] = defaults.full; renew(); }),
       button("inner", "Without the outermost values", () => { [scale.low, scale.high] = [defaults.low, defaults.high]; renew(); }),
-      button("± even", "Zero in the middle", () => {
+      button("± symmetric", "Zero in the middle", () => {
         const reach = Math.max(Math.abs(scale.low), Math.abs(scale.high)) || 1;
         [scale.low, scale.high, scale.colours] = [-reach, reach, "blue–red"];
         choice.value = scale.colours;
         renew();
       }),
-      isGrid ? TH.el("label", {}, TH.el("input", { type: "checkbox", onchange: (event) => { scale.each = event.target.checked; redraw(); } }), "each map by itself") : null,
+      isGrid ? TH.el("label", {}, TH.el("input", { type: "checkbox", onchange: (event) => { scale.each = event.target.checked; redraw(); } }), "scale each map separately") : null,
       isGrid ? TH.el("label", {}, "size", TH.el("input", { type: "range", class: "size", min: 16, max: 256, value: scale.tile, "aria-label": "Size of a map", oninput: (event) => { scale.tile = Number(event.target.value); redraw(); } })) : null,
     );
     const columns = items.map((item, at) =>
@@ -333,7 +333,7 @@ TH.maps = (() => {
     return made;
   };
 
-  // One cell to a value, each with its middle below the place of the value on the line's axis.
+  // One cell per value, centred below the position of the value on the axis of the line.
   const paintStrip = (canvas, chart, values, step) => {
     const [left, width] = [chart.bbox.left, chart.bbox.width].map((each) => each / (devicePixelRatio || 1));
     const context = fitted(canvas, Math.max(1, width), 18);

@@ -1,5 +1,5 @@
 "use strict";
-// The tree: folding, search and keyboard. Only the rows that can be seen are in the document.
+// The tree: folding, search and keyboard. Only visible rows are in the document.
 
 TH.tree = (() => {
   const ROW = 24;
@@ -31,7 +31,7 @@ TH.tree = (() => {
     node.point = point;
     nodeOf.set(point, node);
   }
-  // What differs between two tapes is marked at its row, and at the rows above it while they are folded.
+  // A difference between two tapes is marked at its row, and at folded rows above it.
   for (const [point, node] of nodeOf) {
     const first = point === TH.first?.point;
     if (!first && !TH.differs(point)) continue;
@@ -42,7 +42,7 @@ TH.tree = (() => {
     }
   }
 
-  // A small model is shown whole, a large one folded to its first levels.
+  // A small model is shown completely, a large one folded to its first levels.
   const unfold = (node, levels) => {
     node.open = levels > 0;
     for (const each of node.children) unfold(each, levels - 1);
@@ -51,7 +51,7 @@ TH.tree = (() => {
 
   // ---- search -------------------------------------------------------------------------------------------------------
 
-  let found = null; // The nodes that fit, and all that leads to them.
+  let found = null; // The matching nodes and their ancestors.
   let fit = [];
 
   const search = () => {
@@ -189,7 +189,7 @@ TH.tree = (() => {
     const first = Math.max(0, Math.floor(box.scrollTop / ROW) - 8);
     const last = Math.min(shown.length, Math.ceil((box.scrollTop + box.clientHeight) / ROW) + 8);
     rows.replaceChildren(...shown.slice(first, last).map((node, offset) => drawRow(node, first + offset)));
-    if (!shown.length) rows.replaceChildren(TH.el("p", { class: "empty" }, found ? "Nothing of that name." : "No points."));
+    if (!shown.length) rows.replaceChildren(TH.el("p", { class: "empty" }, found ? "No matching points." : "No points."));
   };
 
   // ---- moving -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 "use strict";
-// The chosen point, the overview, and the start of the page.
+// The selected point, the overview, and the start of the page.
 
 (() => {
   const { el } = TH;
@@ -7,7 +7,7 @@
   const top = document.getElementById("top");
   const overview = el("div", { id: "overview" });
   const detail = el("div", { id: "detail" });
-  let log = false; // Whether histograms count in powers of ten.
+  let log = false; // True if histograms have a logarithmic count axis.
 
   // ---- the top ------------------------------------------------------------------------------------------------------
 
@@ -15,7 +15,7 @@
     top.replaceChildren(
       el("h1", {}, TH.data.title),
       el("dl", { id: "facts" }, TH.data.facts.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", { title: text }, text)))),
-      el("span", { class: "keys" }, el("kbd", {}, "/"), " search  ", el("kbd", {}, "↑↓←→"), " walk  ", el("kbd", {}, "[ ]"), " calls"),
+      el("span", { class: "keys" }, el("kbd", {}, "/"), " search  ", el("kbd", {}, "↑↓←→"), " move  ", el("kbd", {}, "[ ]"), " calls"),
       el("button", { id: "theme", type: "button", title: "Light or dark (t)", "aria-label": "Light or dark", onclick: TH.theme.toggle }, "◐"),
     );
 
@@ -33,7 +33,7 @@
       { class: "card failure", role: "alert" },
       el("h3", {}, TH.runs.length > 1 ? `${TH.runs[run]}: the run failed in ` : "The run failed in ", name, failure.kind ? ` (${failure.kind})` : ""),
       el("p", {}, el("b", {}, failure.error), `: ${failure.message}`),
-      el("div", { class: "shapes" }, table("was given", inputs), table("has", own)),
+      el("div", { class: "shapes" }, table("arguments", inputs), table("parameters", own)),
       failure.where ? el("p", { class: "note" }, failure.where) : null,
     );
   };
@@ -50,17 +50,17 @@
 
   const insideToggle = () =>
     TH.passed.length > TH.shownSteps().length || TH.everything
-      ? el("button", { class: "toggle", type: "button", title: "Whether what passes inside modules is drawn too", onclick: () => { TH.everything = !TH.everything; drawOverview(); } }, TH.everything ? "all points" : "outputs of modules")
+      ? el("button", { class: "toggle", type: "button", title: "Also draw the values inside modules", onclick: () => { TH.everything = !TH.everything; drawOverview(); } }, TH.everything ? "all points" : "outputs of modules")
       : null;
 
   const depthCard = () => {
     if (!TH.passed.length) return;
     const names = TH.runs.length ? TH.runs : ["value"];
-    const card = el("section", { class: "card", id: "depth" }, el("h3", {}, "Down the depth of the model", insideToggle()));
+    const card = el("section", { class: "card", id: "depth" }, el("h3", {}, "Along the depth of the model", insideToggle()));
     overview.append(card);
     TH.charts.depth(card, "size of values (rms)", "value", (each, run) => each.parts[run]?.numbers?.rms ?? null, names);
     TH.charts.depth(card, "norm of gradients", "gradient", (each, run) => each.parts[run]?.gradient?.numbers?.norm ?? null, names);
-    const order = TH.everything ? "points, in the order in which values passed →" : "modules, in the order in which values passed →";
+    const order = TH.everything ? "points, in order of execution →" : "modules, in order of execution →";
     if (names.length > 1) {
       TH.charts.depth(card, "relative difference of values", "value-difference", (each) => each.compared.value?.apart ?? null, ["difference"]);
       TH.charts.depth(card, "relative difference of gradients", "gradient-difference", (each) => each.compared.gradient?.apart ?? null, ["difference"]);
@@ -110,7 +110,7 @@
     overview.append(...TH.data.tables.map(tableCard));
   };
 
-  // ---- the chosen point ---------------------------------------------------------------------------------------------
+  // ---- the selected point -------------------------------------------------------------------------------------------
 
   const ROWS = [
     ["mean", (seen) => TH.number(seen.mean, 4)],
@@ -139,7 +139,7 @@
       ),
     );
 
-  // Two tapes stand beside each other, and on one axis, unless one of them would be a mere line there.
+  // Two tapes are shown side by side, with one range, unless one of them would be only a thin line.
   const histograms = (columns) => {
     const keys = TH.runs.length > 1 ? ["value", "gradient"] : [null];
     const ordered = keys.flatMap((key) => {
@@ -155,7 +155,7 @@
     const card = el(
       "section",
       { class: "card" },
-      el("h3", {}, title, el("button", { class: "toggle", type: "button", title: "Count in powers of ten", onclick: () => { log = !log; draw(); } }, log ? "log" : "linear")),
+      el("h3", {}, title, el("button", { class: "toggle", type: "button", title: "Switch between linear and logarithmic counts", onclick: () => { log = !log; draw(); } }, log ? "log" : "linear")),
       box,
     );
     const colour = TH.css(key === "gradient" ? (run ? "--fourth" : "--gradient") : run ? "--third" : "--value");
@@ -180,8 +180,8 @@
     );
   };
 
-  // A name may be given a value in several places, and a tape does not say which of them a call was.
-  const WHICH = "Each of these lines gives it a value, and the tape does not say which of them did here. An address with a place does, such as [1] for the second.";
+  // A name may be assigned in several places, and a tape does not store which of them a call used.
+  const WHICH = "Each of these lines assigns this name, and the tape does not store which one did. To record only one, add its number to the address, such as [1] for the second.";
 
   const sourceCard = ({ where, source }) => {
     const several = source.length > 1;
@@ -200,7 +200,7 @@
       .filter(({ seen }) => seen && seen.picture !== null && seen.picture !== undefined)
       .map(({ seen, name, run }) => ({ seen, name, run, number: seen.picture, picture: TH.data.pictures[seen.picture] }));
     const there = drawn.filter((item) => item.picture);
-    if (!there.length) return drawn.length ? el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "note" }, "No picture: the page would have become larger than allowed.")) : null;
+    if (!there.length) return drawn.length ? el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "note" }, "No picture: it does not fit within the maximum size of the page.")) : null;
     if (["vector", "number"].includes(there[0].picture.kind)) return TH.maps.vector(title, there, (signed ? ["--gradient", "--fourth"] : ["--value", "--third"]).map(TH.css));
     const of = (pick, best) => best(...there.map(({ seen }) => (seen.numbers ? pick(seen.numbers) : 0)));
     const scale = {
@@ -215,7 +215,7 @@
     return TH.maps.panel(title, there, scale);
   };
 
-  // The fewer maps, the larger each.
+  // Fewer maps are drawn larger.
   const tileOf = ({ size: [count] }) => (count <= 4 ? 200 : count <= 16 ? 112 : count <= 128 ? 80 : 52);
 
   const tokensCard = (point, seen) => {
@@ -245,7 +245,7 @@
         point.where ? sourceCard(point) : null,
         chips(point.calls.map((each) => [`#${each}`, each]), call, (each) => TH.choose(point, each)),
         chips(parts.map((each, at) => [each.path || "value", at]), place, (at) => TH.choose(point, call, at)),
-        point.failed ? el("p", { class: "text bad" }, "The run failed here. What it was given stands at the top of the page.") : null,
+        point.failed ? el("p", { class: "text bad" }, "The run failed here. The arguments of the call are at the top of the page.") : null,
         seen.length ? null : el("p", { class: "text" }, "Nothing was recorded here."),
         ...texts,
         ...compared.map(([key, { differs, text }]) => el("p", { class: `text compared${differs ? " differs" : ""}` }, `${key === "gradient" ? "Gradients" : "Values"} of the two runs: ${text}.${isFirst(key) ? " This is the first difference." : ""}`)),
