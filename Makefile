@@ -142,5 +142,16 @@ docs-serve: .venv-docs/.ready ## show the documentation while you write it
 	@$(subst $(BIN),.venv-docs/bin,$(PIP_INSTALL)) $(DOCS_PACKAGES)
 	@touch $@
 
+# The wheel is installed in a new environment, and the examples run outside of the checkout, so that src/ is not used.
+release-check: ## build sdist and wheel, install the wheel in a new environment, run the README's examples with it
+	@rm -rf dist .venv-release
+	@$(PYTHON) -m venv .venv-release
+	@$(subst $(BIN),.venv-release/bin,$(PIP_INSTALL)) hatchling
+	@.venv-release/bin/python -m hatchling build --directory dist
+	@$(subst $(BIN),.venv-release/bin,$(PIP_INSTALL)) dist/*.whl
+	@cd dist && ../.venv-release/bin/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../README.md
+	@.venv-release/bin/tenterhook --version
+	@ls dist
+
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-docs .venv-peers .venv-references .venv-s3 .venv-triton .venv-zoo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-docs .venv-peers .venv-references .venv-release .venv-s3 .venv-triton .venv-zoo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
