@@ -1,1 +1,1 @@
-"""What tenterhook costs, measured side by side with doing nothing and with PyTorch's own hooks."""
+"""The cost of tenterhook, compared with the plain model and with PyTorch's own hooks."""

@@ -1,4 +1,4 @@
-"""Runs benchmark suites: ``python -m benchmarks [suite ...]``."""
+"""Run benchmark suites: ``python -m benchmarks [suite ...]``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SUITES = ("everyday", "foundation", "gradients", "inside", "replay", "page", "wa
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
 ELSEWHERE = ("recipes",)
-"""Suites that run only where they are named, in an environment of their own: ``make bench-recipes``."""
+"""Suites that run only if they are named, in an environment of their own: ``make bench-recipes``."""
 
 
 def main() -> int:
-    """Run the suites that were named, or all of them."""
+    """Run the named suites, or all of them."""
     options = _options()
     missed = 0
     for suite in options.suite or SUITES:

@@ -1,8 +1,8 @@
-"""What people do: open a session, run the model once, close it.
+"""The typical use: open a session, run the model once, close it.
 
-It is held against plain calls, and against raw hooks that are registered, used and removed. The ways take turns, call
-by call and in an order that is drawn anew for each round. A figure is the median over the rounds of the ratio to the
-plain call of the same round. What a way costs beyond the plain call is given as a share of what raw hooks cost.
+It is compared with plain calls, and with raw hooks that are registered, used and removed. The ways take turns, call by
+call, in a random order for each round. A figure is the median over the rounds of the ratio to the plain call of the
+same round. The cost of a way beyond the plain call is given as a share of the cost of raw hooks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Way = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work: the first of the ways is the baseline, and raw hooks are called so."""
+    """One piece of work, done in several ways. The first way is the baseline. Raw hooks have the name ``raw hooks``."""
 
     name: str
     ways: dict[str, Way]
@@ -53,7 +53,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def outputs(model: nn.Module, ids: torch.Tensor, name: str = "outputs of all modules") -> Work:
-    """Every module's output."""
+    """Record the output of every module."""
     names = raw.called(model, lambda: model(ids))
 
     def by_hand() -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ def outputs(model: nn.Module, ids: torch.Tensor, name: str = "outputs of all mod
 
 
 def blocks(model: nn.Module, ids: torch.Tensor) -> Work:
-    """The residual stream after each block: what most people record."""
+    """Record the residual stream after each block, the most common use."""
 
     def by_hand() -> Mapping[str, Any]:
         with raw.keeping(model, BLOCKS) as kept:
@@ -88,7 +88,7 @@ def blocks(model: nn.Module, ids: torch.Tensor) -> Work:
 
 
 def edit(model: nn.Module, ids: torch.Tensor) -> Work:
-    """Double what one module returns."""
+    """Double the output of one module."""
 
     def by_hand() -> Mapping[str, Any]:
         with raw.editing(model, EDITED, _double):
@@ -102,7 +102,7 @@ def edit(model: nn.Module, ids: torch.Tensor) -> Work:
 
 
 def variables(model: nn.Module, ids: torch.Tensor) -> Work:
-    """One variable inside each of twelve attention blocks."""
+    """Record one variable inside each of twelve attention blocks."""
 
     def ours() -> Mapping[str, Any]:
         with th.record(model, VARIABLES):
@@ -114,7 +114,7 @@ def variables(model: nn.Module, ids: torch.Tensor) -> Work:
 
 
 def stays_open(model: nn.Module, ids: torch.Tensor) -> Work:
-    """Every module's output, in a session of thirty calls."""
+    """Record the output of every module, in a session of thirty calls."""
     names = raw.called(model, lambda: model(ids))
 
     def plain() -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ def stays_open(model: nn.Module, ids: torch.Tensor) -> Work:
 
 
 def gradients(model: nn.Module, ids: torch.Tensor) -> Work:
-    """The gradient of every module's output, in a forward and a backward pass."""
+    """Record the gradient of every module's output, in a forward and a backward pass."""
     outs = [name for name in raw.called(model, lambda: model(ids)) if name and name != "transformer"]
 
     def step() -> Mapping[str, Any]:
@@ -177,7 +177,7 @@ def _double(value: torch.Tensor) -> torch.Tensor:
 def measure(work: Work, rounds: int) -> Iterator[Row]:
     """Time the ways of one piece of work in turns."""
     _compare(work)
-    draw, names = random.Random(0), list(work.ways)  # noqa: S311 - an order, no secret
+    draw, names = random.Random(0), list(work.ways)  # noqa: S311 - not for security
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in draw.sample(names, len(names)):
@@ -205,7 +205,7 @@ def _against(work: Work) -> str:
 
 
 def _extra(times: dict[str, list[float]], base: str, name: str) -> Spread:
-    """Return what a way costs beyond the baseline, as a share of what raw hooks cost, by the medians of differences."""
+    """Return the cost of a way beyond the baseline as a share of that of raw hooks, from medians of differences."""
 
     def share(part: slice) -> float:
         plain = times[base][part]
@@ -220,7 +220,7 @@ def _extra(times: dict[str, list[float]], base: str, name: str) -> Spread:
 
 
 def _compare(work: Work) -> None:
-    """Run every way twice, and raise unless ours kept what raw hooks kept."""
+    """Run every way twice, and raise unless tenterhook records the same values as raw hooks."""
     found = {name: {**way(), **way()} for name, way in work.ways.items()}
     wanted = found.get("raw hooks", {})
     for name, value in wanted.items():

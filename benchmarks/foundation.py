@@ -1,4 +1,4 @@
-"""Importing, and what is left over."""
+"""The import time, and tensors that remain after sessions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def leftovers() -> Iterator[Row]:
-    """Tensors that outlive a thousand sessions whose tapes were dropped."""
+    """Count the tensors that remain after a thousand sessions whose tapes were dropped."""
     model, batch = mlp(), torch.ones(4, 16)
     _sessions(model, batch, 3)
     gc.collect()
@@ -86,9 +86,9 @@ print(time.perf_counter() - start)
 
 
 def import_time(work: str, code: str, at_most: float | None = None, tries: int = 5) -> Row:
-    """Measure what a program prints as its time, in fresh processes that have torch already."""
+    """Measure the time that a program prints, in new processes that have already imported torch."""
     command = [sys.executable, "-c", code]
-    # As for anyone who imports it twice: the first of the runs leaves its bytecode to the others.
+    # As on a user's machine, Python may cache bytecode: the first run compiles it for the others.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     runs = [
         subprocess.run(command, check=True, capture_output=True, text=True, env=environment) for _ in range(tries + 1)

@@ -1,7 +1,7 @@
-"""What recording costs on a GPU, beside raw hooks: `PYTHONPATH=src python -m benchmarks.gpu` on a machine that has one.
+"""The cost of recording on a GPU, compared with raw hooks: `PYTHONPATH=src python -m benchmarks.gpu`.
 
-Wall time of whole steps with the device synchronised before and after, contenders taking turns, minimum of many.
-Given a path, the figures are written there; `--page PATH` puts such figures into docs/benchmarks.md.
+It measures the wall time of whole steps with the device synchronised before and after. Contenders take turns, and the
+minimum counts. With a path, the figures are written there. `--page PATH` puts such figures into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ MIDDLE = "transformer.h.6"
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """GPT-2 small, in bf16, as it trains."""
+    """Return GPT-2 small in bf16."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(use_cache=False)).to("cuda", torch.bfloat16).train(mode=False)
 
 
 def turns(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, float]:
-    """Milliseconds for each way, the ways taking turns; each is opened anew for its turn, outside of the time."""
+    """Return milliseconds for each way.
+
+    The ways take turns, and each is opened again for its turn, outside of the timing.
+    """
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):
         for name, opened in ways.items():
@@ -46,7 +49,7 @@ def turns(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, float]
 
 
 class Step:
-    """A step, and what closes it."""
+    """A step, and the function that closes it."""
 
     def __init__(self, run: Callable[[], None], close: Callable[[], None] = lambda: None) -> None:
         self._run, self.close = run, close
@@ -56,7 +59,7 @@ class Step:
 
 
 def forward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Recording values."""
+    """Return the ways to record values."""
 
     def run() -> None:
         with torch.no_grad():
@@ -83,7 +86,7 @@ def forward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def backward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Recording gradients."""
+    """Return the ways to record gradients."""
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
@@ -125,7 +128,7 @@ def backward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def middle_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """The gradient of one block in the middle, and no further back."""
+    """Return the ways to compute the gradient of one block in the middle, without continuing further back."""
     kept: dict[str, Any] = {}
 
     def bare() -> Step:
@@ -150,7 +153,7 @@ def middle_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print and write the times with their ratios."""
+    """Measure, then print and write the times with their ratios."""
     model = gpt2()
     ids = torch.randint(0, 50257, (8, 512), device="cuda")
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -1,8 +1,9 @@
 """Sessions on compiled models, on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_compiled OUT.json`.
 
-Wall time of whole steps with the device synchronised before and after, contenders taking turns on one compiled model,
-minimum of many. Values are compared with those of raw hooks in eager mode before anything is timed. `--tiny` runs
-everything on the CPU with small models, to see that it works; `--page OUT.json` writes the figures into the docs.
+It measures the wall time of whole steps with the device synchronised before and after. Contenders take turns on one
+compiled model, and the minimum counts. Before any timing, values are compared with those of raw hooks in eager mode.
+`--tiny` runs everything on the CPU with small models, as a test of the script. `--page OUT.json` writes the figures
+into the docs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ GPT2_BLOCKS, LLAMA_BLOCKS = "transformer.h.*", "model.layers.*"
 
 
 def gpt2() -> Any:
-    """GPT-2 small."""
+    """Return GPT-2 small."""
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 128} if TINY else {}
     return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes)).to(DEVICE, DTYPE).train(mode=False)
 
 
 def llama() -> Any:
-    """A Llama of a billion parameters: 16 blocks of 2048."""
+    """Return a Llama with a billion parameters: 16 blocks of width 2048."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
@@ -47,7 +48,7 @@ def llama() -> Any:
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
-    """Random tokens."""
+    """Return random tokens."""
     return torch.randint(0, 128, (min(batch, 2), 8) if TINY else (batch, length), device=DEVICE)
 
 
@@ -61,7 +62,7 @@ Way = Callable[[], Any]
 
 
 def turns(ways: dict[str, tuple[Way, Callable[[], None]]]) -> dict[str, float]:
-    """Milliseconds for each way: it is opened, run once, timed over some calls and closed; then comes the next."""
+    """Return milliseconds for each way. In each turn a way is opened, run once, timed over some calls and closed."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):
         for name, (opened, step) in ways.items():
@@ -78,13 +79,13 @@ def turns(ways: dict[str, tuple[Way, Callable[[], None]]]) -> dict[str, float]:
 
 @contextmanager
 def nothing() -> Iterator[None]:
-    """No session."""
+    """Open no session."""
     yield
 
 
 @contextmanager
 def raw(model: nn.Module, blocks: str, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Hooks written by hand on every block."""
+    """Register hooks by hand on every block."""
     parent, handles = model.get_submodule(blocks.removesuffix(".*")), []
     for name, module in parent.named_children():
         handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: kept.__setitem__(name, out)))
@@ -94,12 +95,12 @@ def raw(model: nn.Module, blocks: str, kept: dict[str, Any]) -> Iterator[dict[st
 
 
 def first(value: Any) -> torch.Tensor:
-    """The hidden states that a block gives."""
+    """Return the hidden states in the output of a block."""
     return value if isinstance(value, torch.Tensor) else value[0]  # type: ignore[no-any-return]
 
 
 def compare(model: Any, call: Any, blocks: str, ids: torch.Tensor) -> float:
-    """The greatest relative error of what several calls record in the graph, beside raw hooks in eager mode."""
+    """Return the largest relative error of the values recorded in the graph, compared with raw hooks in eager mode."""
     inputs = [ids, ids.flip(1), ids.roll(1, 1)]
     runs: list[dict[str, Any]] = [{} for _ in inputs]
     session = th.record(model, blocks)
@@ -122,7 +123,7 @@ def compare(model: Any, call: Any, blocks: str, ids: torch.Tensor) -> float:
 
 
 def recording(model: Any, blocks: str, ids: torch.Tensor, mode: str | None) -> dict[str, Any]:
-    """Every block's output."""
+    """Measure recording the output of every block."""
     call = torch.compile(model, mode=mode, fullgraph=True)
 
     def step() -> None:
@@ -147,7 +148,7 @@ def recording(model: Any, blocks: str, ids: torch.Tensor, mode: str | None) -> d
 
 
 def steering(model: Any, point: str, ids: torch.Tensor) -> dict[str, Any]:
-    """A vector that is added to one block's output."""
+    """Measure adding a vector to the output of one block."""
     call = torch.compile(model, fullgraph=True)
     vector = torch.randn(model.config.hidden_size, device=DEVICE, dtype=DTYPE)
     edit = {point: th.add(vector)}
@@ -173,8 +174,8 @@ def steering(model: Any, point: str, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def replaying(model: Any, point: str, ids: torch.Tensor, mode: str | None) -> dict[str, Any]:
-    """An edit of one block's output, with and without serving what lies before it."""
-    model.set_attn_implementation("eager")  # Another mask is made for compiled code otherwise, and nothing is served.
+    """Measure an edit of one block's output, with and without serving the calls before it."""
+    model.set_attn_implementation("eager")  # Otherwise compiled code uses another mask, and nothing is served.
     call = torch.compile(model, mode=mode, fullgraph=True)
     edit = {point: th.scale(2.0)}
 
@@ -204,7 +205,7 @@ def replaying(model: Any, point: str, ids: torch.Tensor, mode: str | None) -> di
 
 
 def training(model: Any, blocks: str, ids: torch.Tensor) -> dict[str, Any]:
-    """A step with the gradients of every block."""
+    """Measure a training step with the gradients of every block."""
     call = torch.compile(model, fullgraph=True)
     labels = ids[:, 1:].flatten()
 
@@ -234,7 +235,7 @@ def training(model: Any, blocks: str, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def rows() -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
-    """The work, what is compared, the goal, the figure, and all the times."""
+    """Yield the work, the goal as text, its bound, the figure, and all times."""
     found = training(gpt2(), GPT2_BLOCKS, tokens(8, 512))
     ratio = found["times"]["compiled step, gradients"] / found["times"]["compiled step"]
     yield "a training step of GPT-2, batch 8, 512 tokens, gradients of 12 blocks", "≤ 1.10", 1.10, ratio, found

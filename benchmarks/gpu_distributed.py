@@ -1,7 +1,7 @@
-"""Wrappers for many processes, one process on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_distributed OUT.json`.
+"""Distributed wrappers, with one process on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_distributed OUT.json`.
 
-Nothing is timed. Each kind is recorded with gradients, edited and stopped, and compared with the model by itself on the
-same device, to the last bit where nothing is communicated. `--tiny` runs everything on the CPU, to see that it works.
+Nothing is timed. Each kind of wrapper is recorded with gradients, edited and stopped, and compared with the plain model
+on the same device. `--tiny` runs everything on the CPU, as a test of the script.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Net(nn.Module):
 
 
 def net(device: str = DEVICE) -> nn.Module:
-    """The same weights every time."""
+    """Return a model with the same weights every time."""
     torch.manual_seed(0)
     return Net().to(device)
 
 
 def given() -> Tensor:
-    """The same input every time."""
+    """Return the same input every time."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 def offloaded() -> nn.Module:
-    """A model whose weights `accelerate` brings for the time of a call."""
+    """Return a model whose weights `accelerate` loads only during a call."""
     import accelerate
 
     return accelerate.cpu_offload(net("cpu"), execution_device=torch.device(DEVICE))  # type: ignore[no-any-return]
 
 
 def kinds() -> Iterator[tuple[str, Callable[[], nn.Module], str]]:
-    """The name of a kind, how it is made, and what stands before the names in it."""
+    """Yield the name of a kind, the function that builds it, and the prefix of its names."""
     mesh = init_device_mesh(DEVICE, (1,))
     plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
     yield "itself", net, ""
@@ -76,7 +76,7 @@ def kinds() -> Iterator[tuple[str, Callable[[], nn.Module], str]]:
 
 
 def check(make: Callable[[], nn.Module], before: str) -> None:
-    """Record with gradients, edit, stop, and go on, beside the model by itself."""
+    """Record with gradients, edit, stop, and run again, and compare with the plain model."""
     plain, hides = net(), make is offloaded
     points = [point for point in POINTS if not (hides and point.startswith(":"))]
     names = {point: (before.removesuffix(".") if point.startswith(":") else before) + point for point in points}
@@ -106,7 +106,7 @@ def same(found: Any, wanted: Tensor, what: str) -> None:
 
 
 def main(path: str | None) -> int:
-    """Check every kind, and write what it came to."""
+    """Check every kind, and write the results."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
@@ -118,7 +118,7 @@ def main(path: str | None) -> int:
             result[name] = "right"
         except ImportError as error:
             result[name] = f"not here: {error}"
-        except Exception:  # noqa: BLE001  Whatever it is, it is written down.
+        except Exception:  # noqa: BLE001  # any error is reported
             result[name] = traceback.format_exc()
         print(f"{name}: {result[name]}", flush=True)
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""What harvesting costs on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_harvest OUT.json` on a machine that has one.
+"""The cost of harvesting on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_harvest OUT.json`.
 
-A Llama-shaped model of a billion parameters in bf16, batches of 8 × 512 tokens. Wall time until the last byte is where
-it belongs, the device synchronised. Every way runs a short and a long series of batches; ways take turns, minimum of
-several. The difference of the two is what a batch costs in a long harvest. What a harvest costs beside that (the digest
-of the weights, the pinned memory, the plan, the last commit) is told apart, and so is the whole of the long series.
-`--tiny` runs the same on a CPU with a tiny model, to see that it works.
+The model is a Llama with a billion parameters in bf16, with batches of 8 × 512 tokens. It measures the wall time until
+the last byte is stored, with the device synchronised. Each way runs a short and a long series of batches. The ways take
+turns, and the minimum counts. The difference of the two series is the cost of a batch in a long harvest. The fixed cost
+of a harvest (the digest of the weights, the pinned memory, the plan, the last commit) is reported separately, and so is
+the total of the long series. `--tiny` runs the same on a CPU with a tiny model, as a test of the script.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Slower:
-    """In the place of xxhash where that is not installed: zlib's crc32, which is slower, so that no figure gains."""
+    """A replacement for xxhash if it is not installed: zlib's crc32. It is slower, so that no figure gets better."""
 
     def __init__(self, data: Any = b"") -> None:
         self._state = zlib.crc32(data)
 
     def update(self, data: Any) -> None:
-        """Take more."""
+        """Add data to the checksum."""
         self._state = zlib.crc32(data, self._state)
 
     def hexdigest(self) -> str:
-        """The checksum so far."""
+        """Return the checksum so far."""
         return f"{self._state:016x}"
 
 
@@ -61,7 +61,7 @@ ROUNDS, SHORT, BATCHES = (2, 2, 6) if TINY else (3, 40, 340)
 LAYERS, SAMPLES, TOKENS = (2, 2, 16) if TINY else (16, 8, 512)
 HOST, DISK = 1.10, 1.05
 FACTS = 3  # sample, position and token of each row
-SOME = 2 if TINY else 10  # of the slowest way
+SOME = 2 if TINY else 10  # batches for the slowest way
 PLAIN, BY_HAND = "plain forward", "all blocks to host, .cpu() in hooks"
 ALL_TO_HOST, ONE_TO_DISK = "all blocks to host memory", "one block to disk"
 MEMORY = 1 << 20 if TINY else 2 << 30
@@ -69,7 +69,7 @@ TIMES = 10  # 512 MiB
 
 
 def llama() -> nn.Module:
-    """Llama 3.2 1B in shape."""
+    """Return a model with the shape of Llama 3.2 1B."""
     torch.manual_seed(0)
     width = 64 if TINY else 2048
     config = LlamaConfig(
@@ -93,7 +93,7 @@ def synchronize() -> None:
 
 
 def plain(model: nn.Module, batches: list[Tensor]) -> None:
-    """The forward alone, up to the logits' layer, as the others run it."""
+    """Run the forward pass alone, up to the logits' layer, like the other ways."""
     with torch.no_grad():
         for batch in batches:
             model.model(batch.to(DEVICE, non_blocking=True))
@@ -101,7 +101,7 @@ def plain(model: nn.Module, batches: list[Tensor]) -> None:
 
 
 def by_hand(model: nn.Module, batches: list[Tensor]) -> None:
-    """What people write: `.cpu()` in a hook."""
+    """Harvest as people usually write it: with `.cpu()` in a hook."""
     kept: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -118,7 +118,7 @@ def by_hand(model: nn.Module, batches: list[Tensor]) -> None:
 
 
 def to_host(model: nn.Module, batches: list[Tensor]) -> Any:
-    """Every block of every batch into host memory, where a function gets it."""
+    """Copy every block of every batch to host memory, and pass it to a function."""
     counted = []
     done = th.harvest(
         model.model, batches, "layers.*", to=lambda rows: counted.append(len(rows)), rows="token", stop=False,
@@ -130,7 +130,7 @@ def to_host(model: nn.Module, batches: list[Tensor]) -> Any:
 
 
 def to_disk(model: nn.Module, batches: list[Tensor], folder: Path) -> None:
-    """One block of every batch to disk, committed."""
+    """Harvest one block of every batch to disk, with commits."""
     th.harvest(model.model, batches, MIDDLE, to=folder, rows="token", stop=False, progress=False, shard_bytes=256 << 20)
 
 
@@ -138,7 +138,7 @@ MIDDLE = f"layers.{LAYERS // 2}"
 
 
 def disk_rate(folder: Path) -> float:
-    """Bytes per second of a plain write with one fsync, as many bytes as a harvest has about; the best of two."""
+    """Return the bytes per second of a plain write with one fsync, of a size like a harvest. The best of two."""
     data, best = torch.randint(0, 255, ((1 if TINY else 512) << 20,), dtype=torch.uint8), 0.0
     for _ in range(2):
         os.sync()
@@ -156,7 +156,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def seconds(call: Callable[[], Any], folder: Path | None = None) -> float:
-    """Wall time, the device synchronised; before it, a folder is removed and the disk has no more to do."""
+    """Return the wall time of a call, with the device synchronised. First remove a folder and flush the disk."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
@@ -173,7 +173,7 @@ Took = dict[str, dict[int, float]]
 
 
 def turns(ways: dict[str, Way], batches: list[Tensor], folder: Path, told: Callable[[Took], None]) -> None:
-    """Seconds of a short and a long series of each way, the ways taking turns."""
+    """Measure a short and a long series of each way in turns."""
     took: Took = {name: dict.fromkeys((SHORT, BATCHES), float("inf")) for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -184,12 +184,12 @@ def turns(ways: dict[str, Way], batches: list[Tensor], folder: Path, told: Calla
 
 
 def steady(took: dict[int, float]) -> float:
-    """Seconds for each further batch."""
+    """Return the seconds for each further batch."""
     return (took[BATCHES] - took[SHORT]) / (BATCHES - SHORT)
 
 
 def check(model: nn.Module, batches: list[Tensor]) -> None:
-    """Before anything is timed: what arrives in host memory is what plain hooks see, bit for bit, in every batch."""
+    """Check before any timing that the rows in host memory equal those of plain hooks, bit for bit, in every batch."""
     seen: list[dict[str, Tensor]] = []
 
     def keeper(name: str) -> Any:
@@ -202,7 +202,7 @@ def check(model: nn.Module, batches: list[Tensor]) -> None:
             model.model(batch.to(DEVICE))
     for handle in handles:
         handle.remove()
-    # A ring that has room for less than two batches, so that it is used again and again.
+    # A ring with room for less than two batches, so that it is reused many times.
     room = 3 * sum(value.nbytes for value in seen[0].values()) // 2
     wrong: list[str] = []
     numbers = iter(seen)
@@ -218,7 +218,7 @@ def check(model: nn.Module, batches: list[Tensor]) -> None:
 
 
 def main() -> None:
-    """Measure, print each figure when it is known, and write where the first argument says."""
+    """Measure, print each figure as soon as it is known, and write to the path in the first argument."""
     model = llama()
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(1000, (SAMPLES, TOKENS), generator=generator) for _ in range(BATCHES)]
@@ -252,7 +252,7 @@ def main() -> None:
 
 
 def report(result: dict[str, Any], took: Took, folder: Path, told: Any) -> None:
-    """The figures so far, with their goals."""
+    """Compute the figures so far, with their goals."""
     store = th.open(folder / "acts")
     stored = sum(record["bytes"] for shard in store.shards for record in shard["files"].values())
     base = steady(took[PLAIN])
@@ -278,7 +278,7 @@ def report(result: dict[str, Any], took: Took, folder: Path, told: Any) -> None:
 
 
 def tell(result: dict[str, Any]) -> None:
-    """Print what is known, and write it."""
+    """Print and write the results so far."""
     text = json.dumps(result, indent=1, ensure_ascii=False)
     print(text, flush=True)
     for path in [argument for argument in sys.argv[1:] if not argument.startswith("--")]:

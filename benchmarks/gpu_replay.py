@@ -1,4 +1,4 @@
-"""A patching sweep on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_replay OUT.json`, `--tiny` to try it on a CPU."""
+"""A patching sweep on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_replay OUT.json`. `--tiny` runs it on a CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import tenterhook as th
 
 
 def difference(output: Any) -> torch.Tensor:
-    """One logit against another, at the last position."""
+    """Return the difference of two logits at the last position."""
     return output.logits[0, -1, 7] - output.logits[0, -1, 9]  # type: ignore[no-any-return]
 
 
 def main(*, tiny: bool, out: Path | None) -> None:
-    """12 layers × 64 positions of GPT-2 small in bf16: raw hooks one by one, and a sweep."""
+    """Patch 12 layers × 64 positions of GPT-2 small in bf16: with raw hooks one by one, and with a sweep."""
     device, dtype = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
     layers, positions = (3, 6) if tiny else (12, 64)
     config = GPT2Config(n_layer=layers, use_cache=False, **({"n_embd": 48, "n_head": 4} if tiny else {}))

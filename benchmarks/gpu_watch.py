@@ -1,12 +1,12 @@
-"""What a watch costs on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_watch figures.json` on a machine that has one.
+"""The cost of a watch on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_watch figures.json` on a machine that has one.
 
-Wall time of twenty training steps with the device synchronised before and after, contenders taking turns, minimum of
-many. What has a goal is also compared, time after time, with the plain steps right before and right after it, and the
-median is its ratio: a step waits for the host, and on a shared machine no two minutes of that are alike. The steps run
-one behind the other as they do in training, so that what a watch leaves to the GPU is paid for too; its first ones are
-not timed, in which it finds out what steps bring, and tells of each as soon as it is over. Before anything is timed,
-what our own kernels tell is compared with what PyTorch's operations do. `--tiny` takes a small model on the CPU,
-to see that the script runs. `--page PATH` puts the figures of a run into docs/benchmarks.md.
+It measures the wall time of twenty training steps with the device synchronised before and after. Contenders take turns,
+and the minimum counts. A contender with a goal is also compared repeatedly with the plain steps directly before and
+after it, and the median is its ratio: a step waits for the host, whose speed varies on a shared machine. The steps run
+one after the other as in training, so that work that a watch leaves to the GPU is included. The first steps are not
+timed: in them the watch learns what each step contains, and reports each one immediately. Before any timing, the
+results of our own kernels are compared with those of PyTorch's operations. `--tiny` uses a small model on the CPU, as a
+test of the script. `--page PATH` puts the figures of a run into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tenterhook.statistics import fused
 from tenterhook.statistics.measure import COLUMNS, MEAN, whole
 from tenterhook.statistics.measure import measure as statistics
 
-FIRST, STEPS = 15, 20  # Of these twenty, three take what changes slowly, and two are a tenth.
+FIRST, STEPS = 15, 20  # Of these twenty, three measure what changes slowly, and two are a tenth.
 FEW, MANY = 2, 6
 OTHER = "the same, by PyTorch's operations"
 GOALS = {"everything, every step": 1.10, "everything, every 10th step": 1.03}
@@ -50,19 +50,19 @@ class Setting:
         self.ids = torch.randint(0, 100 if tiny else 50257, shape, device=self.device)
 
     def steps(self, count: int) -> None:
-        """Train."""
+        """Run training steps."""
         for _ in range(count):
             self.optimizer.zero_grad(set_to_none=True)
             self.model(self.ids, labels=self.ids).loss.backward()
             self.optimizer.step()
 
     def wait(self) -> None:
-        """Until the device has done everything."""
+        """Wait for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def timed(self) -> float:
-        """Milliseconds for a step."""
+        """Return milliseconds per step."""
         self.wait()
         began = time.perf_counter()
         self.steps(STEPS)
@@ -70,7 +70,7 @@ class Setting:
         return (time.perf_counter() - began) / STEPS * 1e3
 
     def peak(self, work: Callable[[], None]) -> float:
-        """The most memory that was in use at a time, in GiB."""
+        """Return the peak memory of a function in GiB."""
         if self.device != "cuda":
             work()
             return 0.0
@@ -81,7 +81,7 @@ class Setting:
 
 
 def ways(setting: Setting) -> dict[str, dict[str, Any] | None]:
-    """The contenders: the options of a watch, or None for none."""
+    """Return the contenders: the options of a watch, or None for no watch."""
     common = {"optimizer": setting.optimizer}
     return {
         "training step": None,
@@ -98,7 +98,7 @@ def ways(setting: Setting) -> dict[str, dict[str, Any] | None]:
 
 
 def beside(setting: Setting, options: dict[str, Any]) -> list[tuple[float, float]]:
-    """Milliseconds of a watched step, and how many times those of the plain ones before and after it that is."""
+    """Return milliseconds of watched steps, and their ratios to the plain steps before and after."""
     found = []
     before = setting.timed()
     for _ in range(MANY):
@@ -113,13 +113,13 @@ def beside(setting: Setting, options: dict[str, Any]) -> list[tuple[float, float
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds, ratio and peak memory of each way; of what has a goal, the quartiles of its ratios too."""
+    """Return milliseconds, ratio and peak memory of each way. With a goal, also return the quartiles of the ratios."""
     best: dict[str, float] = {}
     peak: dict[str, float] = {}
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in GOALS}
     setting.steps(3)
     gc.collect()
-    gc.freeze()  # What there is by now need not be looked at in every turn.
+    gc.freeze()  # Existing objects need not be scanned in every turn.
     for _ in range(rounds):
         for name, options in ways(setting).items():
             fused.wanted = not name.endswith(OTHER)
@@ -144,7 +144,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def compare(device: torch.device) -> None:
-    """Raise where our own kernels tell anything else than PyTorch's operations, of tensors and of a whole watch."""
+    """Raise if our own kernels and PyTorch's operations differ, for tensors and for a whole watch."""
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         found = [
@@ -161,14 +161,14 @@ def compare(device: torch.device) -> None:
         ]
         found = [tensor.to(dtype) for tensor in found]
         found[0][0, 0], found[4][2, 5], found[4][0, 0] = float("-inf"), float("nan"), float("inf")
-        for _ in range(2):  # The second time the plan is there.
+        for _ in range(2):  # The second time uses the cached plan.
             table = statistics(found).host()
             true = np.stack([whole(tensor) for tensor in found])
             np.testing.assert_allclose(table, true, rtol=1e-4, atol=1e-4, err_msg=str(dtype))
     fused.wanted = False
     theirs = _small(device, None, "raise")
     fused.wanted = True
-    for on_nan in ("raise", "record"):  # What need not speak before the update measures everything at once, then.
+    for on_nan in ("raise", "record"):  # With "record", a watch can measure everything at once, after the update.
         _are_alike(_small(device, 2**21, on_nan), theirs)
     print(f"{len(theirs)} rows of a watch, and statistics of 30 tensors, are those that PyTorch's operations give")
 
@@ -195,7 +195,7 @@ def _small(device: torch.device, sample: int | None, on_nan: str) -> list[dict[s
 
 
 def _check(watch: Any) -> None:
-    """No figure of a watch that saw nothing, or something else than there was."""
+    """Raise if a watch recorded too little, or wrong values."""
     rows = watch.rows()
     if 2 * len(rows) < len(list(watch.model.modules())) or watch.nonfinite is not None:
         raise AssertionError(f"the watch has {len(rows)} rows, and {watch.nonfinite}")

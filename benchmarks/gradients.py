@@ -1,4 +1,4 @@
-"""Gradients of what is in the middle, against tensor hooks by hand."""
+"""Gradients of intermediate values, compared with tensor hooks by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def blocks() -> Workload:
-    """The gradient of each block's output, in a forward and a backward pass."""
+    """Record the gradient of each block's output, in a forward and a backward pass."""
 
     def gradients(tape: Any) -> dict[str, Any]:
         return {name: tape.grad[name] for name in BLOCKS}
@@ -45,12 +45,12 @@ def blocks() -> Workload:
         goals={"tenterhook": Goal("extra", of="raw tensor hooks", at_most=1.0)},
         calls=50,
         together=True,
-        clock=time.thread_time,  # On the CPU autograd runs in this thread; the difference is a hundredth of the whole.
+        clock=time.thread_time,  # On the CPU autograd runs in this thread. The differences are about one percent.
     )
 
 
 def middle() -> Workload:
-    """The gradient of one block in the middle, computed no further back."""
+    """Compute the gradient of one block in the middle, without continuing further back."""
 
     @contextmanager
     def by_hand() -> Iterator[Trial]:
@@ -85,7 +85,7 @@ def middle() -> Workload:
 
 
 def _way(session: Callable[[nn.Module], Any], values: Callable[[Any], Any]) -> Opener:
-    """A training step of a model of its own, without the optimizer's part, in a session."""
+    """Return a way that runs a training step of its own model in a session, without the optimizer."""
 
     @contextmanager
     def opened() -> Iterator[Trial]:

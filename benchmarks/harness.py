@@ -1,15 +1,14 @@
-"""Times contenders against each other on a noisy machine.
+"""Timing of contenders on a noisy machine.
 
-A :class:`Workload` is one piece of work done in several ways. The ways take turns, block by block and in an order that
-is drawn anew for each round, so that whatever else the machine does falls on all of them alike, and so does what a way
-leaves behind for the next one. The minimum is what a figure stands on, because noise only ever adds time; what a way
-costs beyond another stands on the quickest calls together. What varies from round to round is shown beside it as
-quartiles.
+A :class:`Workload` is one piece of work, done in several ways. The ways take turns, block by block, in a random order
+for each round. So other load on the machine affects all of them equally, and so do the after-effects of one way on the
+next. A figure uses the minimum, because noise only adds time. The cost of a way beyond another uses the fastest calls
+together. The variation over the rounds is shown as quartiles.
 
-No figure is taken of a way that gives wrong values: before any timing, all that a way recorded is compared, bit for
-bit unless the workload says otherwise, with what the workload's reference recorded.
+Wrong values are never timed: before any timing, everything that a way recorded is compared with the workload's
+reference, bit for bit unless the workload sets a tolerance.
 
-This file needs torch alone, so that it also runs in the environments of other libraries.
+This file needs only torch, so that it also runs in the environments of other libraries.
 """
 
 from __future__ import annotations
@@ -29,26 +28,28 @@ Values: TypeAlias = Mapping[str, Any]
 Recorded: TypeAlias = dict[str, list[torch.Tensor]]
 
 GROUP = 5
-"""Rounds whose minima stand together for one estimate of a difference; single rounds are too noisy for that."""
+"""Rounds that are combined for one estimate of a difference, because single rounds are too noisy."""
 
 LOW = 0.4
-"""The share of all calls, the quickest, whose mean a difference stands on: where two times differ by a hundredth, one
-lucky call of either would decide."""
+"""The share of the fastest calls whose mean is used for a difference.
+
+If two times differ by one percent, a single fast call would decide otherwise.
+"""
 
 WARM = 3
-"""Calls of a contender that has just been opened beside others, before any is timed."""
+"""Untimed calls of each contender after it was opened beside others."""
 
 BLOCK_SECONDS = 0.5
-"""A block ends after this time even if calls are left: a contender a hundred times slower must not take the day."""
+"""Time limit of a block, even if calls remain: a contender that is a hundred times slower must not take all day."""
 
 
 class WrongValues(Exception):
-    """A contender recorded something else than the reference did."""
+    """An error: a contender recorded other values than the reference."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A contender, opened: ``call`` is what is timed, ``values`` what the last call recorded."""
+    """An opened contender. ``call`` is timed, and ``values`` returns the values that the last call recorded."""
 
     call: Callable[[], object]
     values: Callable[[], Values] = dict
@@ -59,7 +60,7 @@ Opener: TypeAlias = Callable[[], AbstractContextManager[Trial]]
 
 @dataclass(frozen=True)
 class Goal:
-    """What a contender is held to.
+    """A goal for a contender.
 
     ==========  ====================================================================================
     ``ratio``   its time over the time of ``of`` (the baseline by default) is at most ``at_most``
@@ -76,19 +77,19 @@ class Goal:
 
 @dataclass
 class Workload:
-    """One piece of work, done in several ways: the first of ``ways`` is the baseline.
+    """One piece of work, done in several ways. The first of ``ways`` is the baseline.
 
     Args:
-        name: what is done, for the table.
-        ways: each contender by name; it opens outside of the timed region.
-        reference: the contender whose values are right; without it nothing is compared.
-        goals: by contender.
+        name: the name of the work, for the table.
+        ways: each contender by name; it is opened outside of the timed region.
+        reference: the contender with the right values; without it nothing is compared.
+        goals: the goals by contender.
         calls: timed calls in a block.
-        together: all ways are open at once and take turns call by call, where they differ by a hundredth. Each needs
-            a model of its own, made when it opens, because where that lies in memory is a hundredth too.
+        together: open all ways at once and take turns call by call, for differences of about one percent. Each way
+            needs its own model, created when it is opened, because its memory location matters too.
         absolute: show seconds as the figure, and not the ratio to the baseline.
-        tolerance: how far a value may be off, for contenders that compute the model in their own way.
-        clock: seconds; ``time.thread_time`` counts those of this thread alone, whatever else the machine does.
+        tolerance: the allowed error of a value, for contenders that compute the model in their own way.
+        clock: the clock in seconds; ``time.thread_time`` counts only this thread, whatever else the machine does.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Workload:
 
     @property
     def baseline(self) -> str:
-        """The contender to which the others are related."""
+        """The contender that the others are compared with."""
         return next(iter(self.ways))
 
 
@@ -116,13 +117,13 @@ class Spread:
 
     @property
     def median(self) -> float:
-        """The middle of the rounds."""
+        """The median over the rounds."""
         return self.quartiles[1]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the result. ``spread`` and ``extra`` are there where they mean something."""
+    """One row of the result. ``spread`` and ``extra`` are None where they do not apply."""
 
     work: str
     who: str
@@ -136,7 +137,7 @@ class Row:
 
 
 def always(call: Callable[[], object], values: Callable[[], Values] = dict) -> Opener:
-    """A way that needs no opening: the call alone."""
+    """Return a way that needs no opening."""
 
     @contextmanager
     def opened() -> Iterator[Trial]:
@@ -156,7 +157,7 @@ def measure(work: Workload, rounds: int) -> list[Row]:
 
 
 def verify(work: Workload) -> None:
-    """Compare what each contender records with what the reference records.
+    """Compare the values that each contender records with those of the reference.
 
     Raises:
         WrongValues: with the contender, the name and the difference.
@@ -203,7 +204,7 @@ def _difference(mine: torch.Tensor, right: torch.Tensor) -> str:
 
 
 def leaves(value: object) -> list[torch.Tensor]:
-    """All tensors of a nested value, in order."""
+    """Return all tensors of a nested value, in order."""
     if isinstance(value, torch.Tensor):
         return [value.detach()]
     if isinstance(value, Mapping):
@@ -217,27 +218,27 @@ def leaves(value: object) -> list[torch.Tensor]:
 
 
 class Times(list[float]):
-    """The best time of a call in each block of a contender, and beside it those of all its calls."""
+    """The best time in each block of a contender, and the times of all its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[float] = []
 
     def add(self, block: Sequence[float]) -> None:
-        """Take the times of a block."""
+        """Add the times of a block."""
         self.append(min(block))
         self.calls += block
 
     @property
     def low(self) -> float:
-        """The mean of the quickest calls."""
+        """The mean of the fastest calls."""
         return statistics.mean(sorted(self.calls)[: max(1, round(len(self.calls) * LOW))])
 
 
 def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
-    """The times of each contender: one block each in every round."""
+    """Return the times of each contender: one block each in every round."""
     blocks = {name: Times() for name in work.ways}
-    order, draw = list(work.ways), random.Random(0)  # noqa: S311 - nobody has to be kept from guessing it
+    order, draw = list(work.ways), random.Random(0)  # noqa: S311 - not for security
     with quiet():
         for _ in range(rounds):
             gc.collect(0)
@@ -253,7 +254,7 @@ def time_blocks(work: Workload, rounds: int) -> dict[str, Times]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """One thread, and no garbage collection at a moment of its own choosing."""
+    """Use one thread, and disable automatic garbage collection."""
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
     gc.collect()
@@ -270,7 +271,7 @@ def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> list[float
     times: list[float] = []
     with opener() as trial:
         call = trial.call
-        call()  # whatever happens only once after opening is not the cost of a call
+        call()  # the first call may include one-time work
         end = clock() + BLOCK_SECONDS
         for _ in range(calls):
             start = clock()
@@ -283,7 +284,7 @@ def _block(opener: Opener, calls: int, clock: Callable[[], float]) -> list[float
 
 
 def _beside(work: Workload, order: list[str], draw: random.Random) -> dict[str, list[float]]:
-    """A block of each contender, all open beside each other: they take turns in an order that is drawn each time."""
+    """Time a block of each contender. All are open at once and take turns in a random order."""
     clock, times = work.clock, {name: list[float]() for name in order}
     with ExitStack() as opened:
         calls = {name: opened.enter_context(work.ways[name]()).call for name in order}
@@ -304,13 +305,16 @@ def _beside(work: Workload, order: list[str], draw: random.Random) -> dict[str, 
 
 
 def ratio(mine: Sequence[float], other: Sequence[float]) -> Spread:
-    """How many times the other's time: minimum over minimum, with the quartiles over the rounds."""
+    """Return the ratio of the minimum times, with the quartiles over the rounds."""
     each = [a / b for a, b in zip(mine, other, strict=True)]
     return Spread(min(mine) / min(other), _quartiles(each))
 
 
 def extra(mine: Times, of: Times, baseline: Times) -> Spread:
-    """Time beyond the baseline, as a share of the other's: of the quickest calls, with quartiles over groups."""
+    """Return the time beyond the baseline as a share of the other one.
+
+    Use the fastest calls, with quartiles over groups.
+    """
     groups = [slice(start, start + GROUP) for start in range(0, len(mine), GROUP)]
     each = [_share(min(mine[part]), min(of[part]), min(baseline[part])) for part in groups]
     return Spread(_share(mine.low, of.low, baseline.low), _quartiles(each))
@@ -349,7 +353,7 @@ def _row(work: Workload, name: str, blocks: Mapping[str, Times]) -> Row:
 
 
 def _judge(goal: Goal, name: str, blocks: Mapping[str, Times], baseline: str) -> tuple[str, bool]:
-    """The goal in words, and whether it is met."""
+    """Return the goal as text, and whether it is met."""
     mine, plain = blocks[name], blocks[baseline]
     if goal.kind == "extra":
         share = extra(mine, blocks[goal.of], plain).best
@@ -364,7 +368,7 @@ def _judge(goal: Goal, name: str, blocks: Mapping[str, Times], baseline: str) ->
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them."""
+    """Return seconds as a short text with a unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

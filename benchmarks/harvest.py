@@ -1,6 +1,6 @@
-"""What harvesting costs: writing, the model's rate, reading in random order, many workers, memory.
+"""The cost of harvesting: writing, the model's rate, reading in random order, many workers, memory.
 
-Each figure stands beside a reference of the same run. The disk is that of the temporary directory.
+Each figure is compared with a reference from the same run. The disk is that of the temporary directory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tenterhook.store.write import Writer
 
 SLOWER = 1 / 0.9
 ROUNDS = 12
-PIECES, PIECE = 64, 8 << 20  # the size of a shard by default
+PIECES, PIECE = 64, 8 << 20  # the default size of a shard
 READ_ROWS, WIDTH, BATCH = 200_000, 768, 4096
 READ_GOAL = 350_000
 GROWN = 48
 
 
 def run(rounds: int) -> Iterator[Row]:
-    """All rows of the suite."""
+    """Measure the whole suite."""
     with tempfile.TemporaryDirectory(prefix="tenterhook-bench-") as folder:
         root = Path(folder)
         yield from measure(writing(root), min(rounds, ROUNDS))
@@ -50,7 +50,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def writing(root: Path) -> Workload:
-    """The same bytes, plainly and as a committed shard."""
+    """Write the same bytes to a plain file and as a committed shard."""
     pieces = [torch.randint(0, 255, (PIECE // WIDTH, WIDTH), dtype=torch.uint8) for _ in range(PIECES)]
     column = StoredColumn("x", "value", "x", "U8", (WIDTH,))
     return Workload(
@@ -65,7 +65,7 @@ def writing(root: Path) -> Workload:
 
 
 def _fresh(root: Path, write: Callable[[Path], None]) -> Opener:
-    """A way that writes to another path each time, and removes them all outside of the time."""
+    """Return a way that writes to a new path each time, and removes all of them outside of the timing."""
 
     @contextmanager
     def opened() -> Iterator[Trial]:
@@ -97,7 +97,7 @@ def _shard(path: Path, pieces: list[Tensor], column: StoredColumn) -> None:
 
 
 def forwards(root: Path) -> Workload:
-    """A small GPT-2 over a few batches, plainly and harvested at one point; the whole model runs in both."""
+    """Run a small GPT-2 over a few batches, plain and harvested at one point. The whole model runs in both."""
     model = gpt2()
     generator = torch.Generator().manual_seed(1)
     batches = list(torch.randint(512, (128, 64), generator=generator).split(8))
@@ -123,7 +123,7 @@ def forwards(root: Path) -> Workload:
 
 
 def reading(root: Path, rounds: int) -> Iterator[Row]:
-    """Rows per second, shuffled, from what the machine has in memory already."""
+    """Measure rows per second in shuffled order, from the page cache."""
     rows = torch.randn(READ_ROWS, WIDTH).bfloat16()
     th.harvest(nn.Identity(), rows, ":return", to=root / "read", batch_size=BATCH, shard_bytes=64 << 20, progress=False)
     store = th.open(root / "read")
@@ -162,7 +162,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def memory(root: Path) -> Iterator[Row]:
-    """How much the process grew, for two amounts of rows."""
+    """Measure the memory growth of a process, for two amounts of rows."""
     for megabytes in (128, 2048):
         target = root / f"memory-{megabytes}"
         target.mkdir()
@@ -180,9 +180,10 @@ def memory(root: Path) -> Iterator[Row]:
 
 
 def workers(root: Path) -> Iterator[Row]:
-    """Processes of torchrun and as many workers of Ray, at the same work, once they run.
+    """Compare processes of torchrun with the same number of Ray workers, after their start.
 
-    By default Ray's own processes have a CPU to themselves; with a worker on every CPU they share with the workers.
+    By default Ray's own processes have one CPU for themselves. With a worker on every CPU they share CPUs with the
+    workers.
     """
     default, every = harvest_workers.counts()
     for count, where in ((default, "a CPU left over"), (every, "on every CPU")):

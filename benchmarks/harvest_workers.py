@@ -1,7 +1,7 @@
 """The same harvest by processes of torchrun and by workers of Ray, in turns.
 
-``python -m benchmarks.harvest_workers`` compares them alone: as many of each as Ray gets by default, one for each CPU
-but one, and with one for each CPU; or as many as are named, ``python -m benchmarks.harvest_workers 2 4``. With a
+``python -m benchmarks.harvest_workers`` compares only these two: with Ray's default number of workers, one less than
+the CPUs, and with one for each CPU. Or with the given numbers: ``python -m benchmarks.harvest_workers 2 4``. With a
 folder, an engine and a number it is one of the processes.
 """
 
@@ -25,19 +25,19 @@ from benchmarks.models import gpt2
 
 SAMPLES, TOKENS, BATCH, PER_SHARD = 16_000, 32, 8, 40  # Samples for each worker.
 POINT = "transformer.h.6"
-SLICE = 1.0  # Seconds for which one of the two runs, while the other stands still.
-RUNNING = 6  # Shards for each worker, after which all of them run.
-PATIENCE = 120.0  # Seconds in which that has to come about.
+SLICE = 1.0  # Seconds for which one of the two runs, while the other is stopped.
+RUNNING = 6  # Shards per worker, after which all workers are known to run.
+PATIENCE = 120.0  # Time limit for that, in seconds.
 
 
 def data(workers: int) -> list[Tensor]:
-    """Batches of token ids."""
+    """Return batches of token ids."""
     generator = torch.Generator().manual_seed(1)
     return list(torch.randint(512, (SAMPLES * workers, TOKENS), generator=generator).split(BATCH))
 
 
 def one(folder: Path, engine: str, workers: int) -> None:
-    """The harvest."""
+    """Run the harvest."""
     torch.set_num_threads(1)
     th.harvest(
         gpt2, data(workers), POINT, to=folder, rows="token", shard_rows=PER_SHARD * BATCH * TOKENS,
@@ -46,10 +46,10 @@ def one(folder: Path, engine: str, workers: int) -> None:
 
 
 class Contender:
-    """The processes of one way to harvest, which can be made to stand still.
+    """The processes of one contender, which can be stopped and continued.
 
-    Two that run one after the other run on two different machines, as far as a shared one is concerned. These take
-    turns of a second, and each has a clock that goes while it runs.
+    On a shared machine, two contenders that run one after the other see different speeds. So they take turns of a
+    second, and each has a clock that only counts while it runs.
     """
 
     def __init__(self, folder: Path, command: list[str]) -> None:
@@ -60,11 +60,11 @@ class Contender:
         self.slices: list[tuple[float, float]] = []
 
     def commits(self) -> list[float]:
-        """When each shard was there, in seconds."""
+        """Return the times of the commits, in seconds."""
         return sorted(file.stat().st_mtime_ns / 1e9 for file in (self.folder / "commits").glob("[0-9]*"))
 
     def start(self, workers: int) -> None:
-        """Wait until all workers run, and stand still."""
+        """Wait until all workers run, then stop the processes."""
         deadline = time.monotonic() + PATIENCE
         while len(self.commits()) < RUNNING * workers:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -73,7 +73,7 @@ class Contender:
         self.send(signal.SIGSTOP)
 
     def run(self) -> bool:
-        """Run for a slice; gives whether there is more to do."""
+        """Run for one slice. Return whether there is more to do."""
         began = time.time()
         self.send(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,7 +83,7 @@ class Contender:
         return self.process.poll() is None
 
     def send(self, number: int) -> None:
-        """Send a signal to all its processes, unless it has ended: its number may then be another's."""
+        """Send a signal to all processes, unless the main one has ended and its pid may be reused."""
         if self.process.poll() is not None:
             return
         for each in _family(self.process.pid):
@@ -91,13 +91,13 @@ class Contender:
                 os.kill(each, number)
 
     def end(self) -> None:
-        """Let it come to its end."""
+        """Continue the processes and wait for their end."""
         self.send(signal.SIGCONT)
         if self.process.wait():
             raise subprocess.CalledProcessError(self.process.returncode, self.process.args)
 
     def rate(self) -> float:
-        """Rows per second of its own time, before one of the workers has nothing left to do."""
+        """Return rows per second of its own time, until one of the workers has nothing left to do."""
         first, last = self.slices[1][0], self.slices[len(self.slices) * 3 // 4][0]
         made = [self._own(when) for when in self.commits() if first <= when < last]
         return (len(made) - 1) * PER_SHARD * BATCH * TOKENS / (made[-1] - made[0])
@@ -107,7 +107,7 @@ class Contender:
 
 
 def _family(root: int) -> list[int]:
-    """A process and all that come from it."""
+    """Return a process and all of its descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def _family(root: int) -> list[int]:
 
 
 def torchrun(folder: Path, workers: int) -> Contender:
-    """By processes that torchrun starts."""
+    """Start the harvest with torchrun."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = str(listening.getsockname()[1])
@@ -128,19 +128,19 @@ def torchrun(folder: Path, workers: int) -> Contender:
 
 
 def ray(folder: Path, workers: int) -> Contender:
-    """By workers of Ray."""
+    """Start the harvest with Ray."""
     start = ["-W", "ignore", "-m", "benchmarks.harvest_workers"]
     return Contender(folder, [*start, str(folder), "ray", str(workers)])
 
 
 def counts() -> tuple[int, int]:
-    """How many workers: as many as Ray gets by default, which leaves it a CPU for itself, and one for each."""
+    """Return two numbers of workers: Ray's default, which leaves one CPU free, and one for each CPU."""
     cpus = len(os.sched_getaffinity(0))
     return max(1, cpus - 1), max(2, cpus)
 
 
 def compare(root: Path, workers: int) -> dict[str, float]:
-    """Rows per second of both, in turns of a second."""
+    """Return rows per second of both, measured in turns of a second."""
     both: dict[str, Contender] = {}
     try:
         for name, way in {"torchrun": torchrun, "ray": ray}.items():
@@ -160,7 +160,7 @@ def compare(root: Path, workers: int) -> dict[str, float]:
 
 
 def _check_equal(one: Path, other: Path) -> None:
-    """That both made the same files."""
+    """Raise unless both wrote the same files."""
     names = sorted(str(file.relative_to(one)) for file in one.rglob("*.safetensors"))
     if not names or any((one / name).read_bytes() != (other / name).read_bytes() for name in names):
         raise AssertionError("the two made different files")

@@ -1,4 +1,4 @@
-"""Variables inside a forward: the first session of a process. What the others cost is in ``everyday``."""
+"""Variables inside a ``forward``: the first session of a process. ``everyday`` measures later sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def first_session(model: nn.Module) -> Row:
-    """The first session of a process: source read, checked, rewritten and compiled."""
+    """Measure the first session of a process: the source is read, checked, rewritten and compiled."""
     began = time.perf_counter()
     _session(model)
     took = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The live page of a watch: training steps with ten open pages, with none, and without a server, taking turns."""
+"""The live page of a watch: training steps with ten open pages, with none, and without a server, in turns."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from benchmarks.models import VOCABULARY, tokens
 
 READERS = 10
 BLOCK = 3.0
-"""Seconds of training in one turn: each page asks three times, as it does every second."""
+"""Seconds of training in one turn. Each page makes three requests, one per second."""
 MOST_ROUNDS = 30
 GOAL = 1.02
 LARGEST = 8192
-"""Bytes that a refresh may have."""
+"""Maximum size of a refresh in bytes."""
 
 
 def run(rounds: int) -> Iterator[Row]:
-    """The rows of this suite."""
+    """Measure the whole suite."""
     work = f"live page of a watch over {modules()} modules, one training step"
     times, aside, refresh = _measure(max(3, min(rounds, MOST_ROUNDS)))
     for who, name in (("no page open", "idle"), (f"{READERS} pages open", "read")):
@@ -46,7 +46,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def model() -> GPT2LMHeadModel:
-    """GPT-2 in shape, of 300 modules."""
+    """Return a model with the shape of GPT-2 and 300 modules."""
     config = GPT2Config(
         n_layer=23, n_embd=128, n_head=4, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
         use_cache=False,
@@ -56,15 +56,15 @@ def model() -> GPT2LMHeadModel:
 
 
 def modules() -> int:
-    """How many that are."""
+    """Return the number of modules."""
     return sum(1 for _ in model().modules())
 
 
 def _measure(rounds: int) -> tuple[dict[str, list[float]], list[float], int]:
-    """Measure steps in turns, with a server that is not there, idle, or read.
+    """Measure steps in turns: without a server, with an idle server, and with readers.
 
-    Gives the seconds of a step in each turn, the share that the server's threads took where it was read, and the bytes
-    of the largest refresh.
+    Return the seconds of a step in each turn, the share of the server's threads with readers, and the size of the
+    largest refresh in bytes.
     """
     net, ids = model(), tokens()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
@@ -77,13 +77,13 @@ def _measure(rounds: int) -> tuple[dict[str, list[float]], list[float], int]:
     times: dict[str, list[float]] = {"plain": [], "idle": [], "read": []}
     aside: list[float] = []
     with quiet(), th.watch(net, optimizer=optimizer) as watch, _readers(watch.serve()) as readers:
-        server = watch._server  # noqa: SLF001  # there is no public way to have one and not to have it
+        server = watch._server  # noqa: SLF001  # no public way to switch the server on and off
         for turn in range(rounds + 1):
             for way in random.sample(list(times), len(times)):
                 watch._server = None if way == "plain" else server  # noqa: SLF001  # as above
                 with readers() if way == "read" else contextlib.nullcontext():
                     seconds, others = _step_time(step)
-                if turn:  # In the first round everything is new.
+                if turn:  # The first round is a warm-up.
                     times[way].append(seconds)
                     aside += [others] if way == "read" else []
         watch._server = server  # noqa: SLF001  # as above
@@ -91,14 +91,14 @@ def _measure(rounds: int) -> tuple[dict[str, list[float]], list[float], int]:
 
 
 def _quickest(times: list[float]) -> float:
-    """The mean of the quickest turns, because noise only ever adds time, and every turn has its share of refreshes."""
+    """Return the mean of the fastest turns, because noise only adds time, and every turn has its share of refreshes."""
     return statistics.mean(sorted(times)[: max(2, len(times) // 4)])
 
 
 def _step_time(step: Callable[[], None]) -> tuple[float, float]:
-    """The processor time of a step, of all threads: one lock lets one run, and other programs change it least.
+    """Return the processor time of a step over all threads, and the share of the other threads relative to this one.
 
-    And what the other threads took of it, as a share of what this one took.
+    Processor time is affected least by other programs, and the GIL lets only one thread run at a time.
     """
     start, own, count, end = time.process_time(), time.thread_time(), 0, time.perf_counter() + BLOCK
     while time.perf_counter() < end:
@@ -109,7 +109,7 @@ def _step_time(step: Callable[[], None]) -> tuple[float, float]:
 
 
 class _Readers:
-    """Another process with ten connections, each of which asks as a page does while it is told to."""
+    """Another process with ten connections. Each sends requests like a page between ``go`` and ``stop``."""
 
     refresh = 0
 

@@ -1,6 +1,6 @@
-"""Readers of a live page, as browsers would be: ``live_readers.py URL COUNT``, told by lines ``go`` and ``stop``.
+"""Readers of a live page, like browsers: ``live_readers.py URL COUNT``, controlled by the lines ``go`` and ``stop``.
 
-After each line it prints the bytes of the largest refresh so far.
+After each line it prints the size of the largest refresh so far, in bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ largest = 0
 
 
 def read(url: str, phase: float, going: threading.Event) -> None:
-    """Ask every second for what is new, on one connection at a time."""
-    global largest  # noqa: PLW0603  # one number, told by one thread
+    """Request new data every second, on one connection at a time."""
+    global largest  # noqa: PLW0603  # one number, printed by one thread
     host, connection, since, turn = urlsplit(url).netloc, None, -1, 0
     while True:
         if not going.is_set():
@@ -46,7 +46,7 @@ def read(url: str, phase: float, going: threading.Event) -> None:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """The body of one answer."""
+    """Return the body of one response."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)

@@ -1,4 +1,4 @@
-"""The models that are measured: built from a configuration and a seed, never downloaded."""
+"""The measured models: built from a configuration and a seed, never downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCKS = tuple(f"transformer.h.{i}" for i in range(12))
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """GPT-2 in shape, small enough that the cost of a hook shows: 12 blocks, width 128, 164 modules."""
+    """Return a GPT-2 small enough that the cost of a hook is visible: 12 blocks, width 128, 164 modules."""
     config = GPT2Config(
         n_layer=len(BLOCKS),
         n_embd=128,
@@ -28,12 +28,12 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def tokens() -> torch.Tensor:
-    """The one input, the same in every process."""
+    """Return the input, which is the same in every process."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
 
 
 def mlp() -> nn.Sequential:
-    """A few small layers, for work that is repeated a thousand times."""
+    """Return a few small layers, for work that is repeated a thousand times."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval()

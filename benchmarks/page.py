@@ -1,4 +1,4 @@
-"""What it takes to look: the page of a net with all its maps, and the command on a large model."""
+"""The cost of viewing: the page of a network with all its maps, and the command on a large model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = 1001
 
 
 def run(rounds: int) -> Iterator[Row]:
-    """The rows of this suite."""
+    """Measure the whole suite."""
     rounds = max(1, min(rounds, MOST_ROUNDS))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -36,7 +36,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def large() -> nn.Module:
-    """A model of a thousand modules."""
+    """Return a model of a thousand modules."""
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8), nn.Dropout()) for _ in range(200)]
     return nn.Sequential(*blocks)
 
@@ -55,7 +55,7 @@ def _page(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def _usable(page: Path) -> float:
-    """Seconds from the start of the page's loading until a point is shown and keys are listened to."""
+    """Return the seconds from the start of loading until a point is shown and the page reacts to keys."""
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
@@ -74,7 +74,7 @@ def _points(rounds: int) -> Iterator[Row]:
     command = [sys.executable, "-m", "tenterhook", "points", "benchmarks.page:large"]
     work = f"tenterhook points, {MODULES - 1:,} modules, imports included"
 
-    # As on a user's machine, where Python keeps what it has compiled; the first call of each is not counted.
+    # As on a user's machine, Python caches bytecode. The first call of each is not counted.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
     def listed(arguments: list[str]) -> Callable[[], object]:

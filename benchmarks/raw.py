@@ -1,4 +1,4 @@
-"""The work done with PyTorch's own hooks, by hand and with as little code as possible: what others are held against."""
+"""The work with PyTorch's own hooks, written with as little code as possible: the reference for comparisons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _keep(kept: dict[str, Any], name: str) -> Callable[[nn.Module, Any, Any], No
 
 @contextmanager
 def keeping_gradients(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """Store the gradient at the output of each named module: a tensor hook on every output that passes."""
+    """Store the gradient at the output of each named module, with a tensor hook on every output."""
     kept: dict[str, torch.Tensor] = {}
     handles = [model.get_submodule(name).register_forward_hook(_keep_gradient(kept, name)) for name in names]
     try:
@@ -53,13 +53,13 @@ def _keep_gradient(kept: dict[str, torch.Tensor], name: str) -> Callable[[nn.Mod
 
 @contextmanager
 def editing(model: nn.Module, name: str, edit: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the output of one module by what ``edit`` makes of it."""
+    """Replace the output of one module by the result of ``edit``."""
     with model.get_submodule(name).register_forward_hook(lambda _module, _args, output: edit(output)):
         yield
 
 
 def called(model: nn.Module, call: Callable[[], object]) -> list[str]:
-    """The names of the modules that a call of the model reaches, the model's own (``""``) among them."""
+    """Return the names of the modules that a call of the model reaches, including the model's own (``""``)."""
     with keeping(model, [name for name, _ in model.named_modules()]) as kept:
         call()
     return [name for name, _ in model.named_modules() if name in kept]

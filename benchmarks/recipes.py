@@ -1,9 +1,9 @@
-"""Attribution, against captum on the same work; captum is in the environment that ``make references`` makes.
+"""Attribution, compared with captum on the same work. captum is in the environment of ``make references``.
 
-Score-CAM is not in captum. There the other way is the method as it is usually written: one run for each mask. What runs
-many times is also shown for captum with several at once, which it does if it is told how many.
+Score-CAM is not in captum. It is compared with the usual implementation: one run for each mask. Methods with many runs
+are also shown for captum with several perturbations at once, an option of captum.
 
-The clock is that of the one thread, so that other programs do not count.
+The clock counts only this thread, so that other programs do not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.resnet import ResNet18
 
 SIDE, TARGET = 64, 5
 SAME, FASTER = Goal("ratio", at_most=1.05), Goal("ratio", at_most=1 / 3)
-MOST, FEW = 6, 2  # rounds, and rounds of what takes a second or more
+MOST, FEW = 6, 2  # rounds, and rounds for work of a second or more
 AT_ONCE = 32
 R = th.recipes
 
@@ -33,7 +33,7 @@ Find = Callable[[], Tensor]
 
 def run(rounds: int) -> Iterator[Row]:
     """Measure the whole suite."""
-    warnings.simplefilter("ignore")  # captum warns at each call of what it does to the input and the model.
+    warnings.simplefilter("ignore")  # captum warns at each call about its changes to the input and the model.
     torch.manual_seed(0)
     resnet, stack = ResNet18(100).eval(), Stack().eval()
     images = torch.randn(4, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 class Stack(nn.Module):
-    """Convolutions and ReLUs, each module used once and none in place: all that captum's rules can follow."""
+    """Convolutions and ReLUs, each module used once and none in place, because captum's rules support only these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Stack(nn.Module):
         self.body, self.head = nn.Sequential(*layers), nn.Linear(64 * (SIDE // 4) ** 2, 100)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The scores of the classes."""
+        """Return the scores of the classes."""
         return self.head(torch.flatten(self.body(images), 1))
 
 
 def work(name: str, ways: Mapping[str, Find], goal: Goal) -> Workload:
-    """One attribution, in several ways."""
+    """Return the workload of one attribution, done in several ways."""
     found: dict[str, Tensor] = {}
 
     def kept(find: Find) -> Callable[[], None]:
@@ -82,7 +82,7 @@ def work(name: str, ways: Mapping[str, Find], goal: Goal) -> Workload:
 
 
 def gradients(resnet: Any, stack: Any, x: Tensor) -> Iterator[tuple[str, Find, Find]]:
-    """What takes as many passes in both."""
+    """Yield methods that need the same number of passes in both libraries."""
     one, last = x[:1], resnet.layer4
     yield "saliency", lambda: attr.Saliency(resnet).attribute(x, TARGET), lambda: at(R.saliency, resnet, x)
     yield (
@@ -146,7 +146,7 @@ def gradients(resnet: Any, stack: Any, x: Tensor) -> Iterator[tuple[str, Find, F
 
 
 def sweeps(model: Any, image: Tensor) -> Iterator[tuple[str, dict[str, Find]]]:
-    """What runs the model many times on one image."""
+    """Yield methods that run the model many times on one image."""
     segments = torch.arange(64).reshape(8, 8).repeat_interleave(8, 0).repeat_interleave(8, 1)
     channels = torch.arange(128).reshape(1, 128, 1, 1)
     occlusion, features = attr.Occlusion(model), attr.FeatureAblation(model)
@@ -194,19 +194,19 @@ def sweeps(model: Any, image: Tensor) -> Iterator[tuple[str, dict[str, Find]]]:
 
 
 def at(recipe: Any, model: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """One of ours."""
+    """Return the attribution of one of our recipes."""
     return recipe(model, x, target=TARGET, **options).attribution  # type: ignore[no-any-return]
 
 
 def seeded(attribute: Any, *args: Any, **options: Any) -> Tensor:
-    """One of captum's that draws from torch's own generator."""
+    """Return the attribution of a captum method that uses torch's random generator."""
     torch.manual_seed(0)
     return attribute(*args, **options)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def scorecam_by_hand(model: Any, image: Tensor, at_once: int) -> Tensor:
-    """As it is usually written: a hook, and a run for each channel."""
+    """Compute Score-CAM in the usual way: a hook, and a run for each channel."""
     kept: list[Tensor] = []
     handle = model.layer2.register_forward_hook(lambda _m, _a, out: kept.append(out))
     model(image)

@@ -1,4 +1,4 @@
-"""Replay and sweeps: many edits of one input, against a whole run with a raw hook for each."""
+"""Replay and sweeps: many edits of one input, compared with a full run with a raw hook for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.harness import Goal, Row, Trial, Workload, always, measure
 from benchmarks.models import BLOCKS, TOKENS, gpt2, tokens
 from benchmarks.resnet import ResNet18
 
-FEW = 8  # rounds of what takes a second or more
+FEW = 8  # rounds for work of a second or more
 CHANNELS = 256
 
 
@@ -30,18 +30,18 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def real_gpt2() -> GPT2LMHeadModel:
-    """GPT-2 in its own size, with random weights."""
+    """Return GPT-2 in its original size, with random weights."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(use_cache=False)).eval()
 
 
 def difference(output: Any) -> Tensor:
-    """The usual metric: one logit against another, at the last position."""
+    """Return the usual metric: the difference of two logits at the last position."""
     return output.logits[0, -1, 7] - output.logits[0, -1, 9]  # type: ignore[no-any-return]
 
 
 def hooked(module: nn.Module, change: Callable[[Tensor], Tensor], call: Callable[[], Any]) -> Any:
-    """One whole run with a raw hook that changes a module's output."""
+    """Run the whole model once, with a raw hook that changes a module's output."""
     handle = module.register_forward_hook(lambda _m, _a, out: change(out))
     try:
         return call()
@@ -50,7 +50,7 @@ def hooked(module: nn.Module, change: Callable[[Tensor], Tensor], call: Callable
 
 
 def patching(model: nn.Module) -> Workload:
-    """Every block and position, patched with the values of another input."""
+    """Patch every block and position with the values of another input."""
     ids, other = tokens(), tokens().flip(1)
     with torch.no_grad(), th.record(model, "transformer.h.*") as clean:
         model(other)
@@ -89,7 +89,7 @@ def patching(model: nn.Module) -> Workload:
 
 
 def last_block(model: Any, ids: Tensor, name: str, goal: float | None = None) -> Workload:
-    """An edit at the last block, replayed, against running by hand only what follows it."""
+    """Replay an edit at the last block, compared with running only the rest of the model by hand."""
     block = model.get_submodule(BLOCKS[-1])
     found: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Shows rows: as a table in the terminal, as Markdown between two markers in the docs, as JSON."""
+"""Output of rows: a table in the terminal, Markdown between two markers in the docs, and JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONTRIBUTING.md says how the times are measured.
 
 
 def publish(suite: str, rows: Sequence[Row], *, write: bool) -> None:
-    """Print the rows and, if asked, write them to the docs and to the results."""
+    """Print the rows and, with ``write``, write them to the docs and to the results."""
     show(suite, rows)
     if write:
         write_json(suite, rows)
@@ -43,7 +43,7 @@ def publish(suite: str, rows: Sequence[Row], *, write: bool) -> None:
 
 
 def show(suite: str, rows: Sequence[Row]) -> None:
-    """A table in the terminal."""
+    """Print a table in the terminal."""
     console = Console()
     table = Table(*HEADER, title=suite)
     for previous, row in zip((None, *rows), rows, strict=False):
@@ -86,7 +86,7 @@ def _extra(row: Row) -> str:
 
 
 def write_json(suite: str, rows: Sequence[Row]) -> None:
-    """All figures, for programs."""
+    """Write all figures as JSON."""
     content = {"suite": suite, "machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
     write_whole(RESULTS / f"{suite}.json", json.dumps(content, indent=1) + "\n")
 
@@ -110,13 +110,13 @@ def write_section(name: str, text: str) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The same table in Markdown."""
+    """Return the same table in Markdown."""
     lines = [HEADER, ("---",) * len(HEADER), *map(_cells, rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on, as far as it can be named."""
+    """Return the properties of the machine that affect the figures."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -131,14 +131,14 @@ def _machine_line() -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        temporary.chmod(0o644)  # a temporary file is private until it is finished
+        temporary.chmod(0o644)  # a temporary file is private by default
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

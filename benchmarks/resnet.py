@@ -1,4 +1,4 @@
-"""A residual net of eighteen layers, as in "Deep Residual Learning for Image Recognition" (He et al., 2015)."""
+"""A residual network of eighteen layers, as in "Deep Residual Learning for Image Recognition" (He et al., 2015)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ResNet18"]
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input is carried past."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of what the convolutions make of the input and the input itself."""
+        """Return the sum of the convolutions' output and the input."""
         identity = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -51,7 +51,7 @@ class ResNet18(nn.Module):
         self.fc = nn.Linear(512, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The scores of the classes."""
+        """Return the scores of the classes."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for number in range(1, 5):
             x = self.get_submodule(f"layer{number}")(x)

@@ -1,4 +1,4 @@
-"""A watch on every module of a small model in training, beside the plain training step."""
+"""A watch on every module of a small model in training, compared with the plain training step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tenterhook.watch.delivery import AT_ONCE
 
 FILE = Path(tempfile.gettempdir()) / "tenterhook-bench.thb"
 GROUP = 10
-"""Steps in a timed call, so that one in ten is one of them and nothing that is done now and then is left out."""
+"""Steps in a timed call, so that every call contains one watched step in ten and all periodic work."""
 
 TENTH = 1.03
-"""What a step in ten may cost, of ten."""
+"""Maximum cost of a watch on one step in ten, relative to ten plain steps."""
 
 
 def run(rounds: int) -> Iterator[Row]:
@@ -36,7 +36,7 @@ def run(rounds: int) -> Iterator[Row]:
 
 
 def training() -> Workload:
-    """Ten training steps with AdamW; everything of every module, in every step."""
+    """Run ten training steps with AdamW, with all measurements of every module in every step."""
     model, ids = gpt2().train(), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ten = partial(_steps, model, optimizer, ids)
@@ -55,17 +55,18 @@ def training() -> Workload:
 
 
 def now_and_then(rounds: int) -> Row:
-    """Ten training steps of which one is watched, over ten that are not.
+    """Run ten training steps of which one is watched, compared with ten that are not.
 
-    Two runs differ by more than what is to be measured. So the watched step, and the one before it, at whose end the
-    watch steps in, are compared with those between them: the same model, in the same half second. The book-keeping is
-    done for several watched steps at once, so that each of as many has its own median, and all count. What the watch
-    takes in a step between is timed by itself, where the optimizer calls it, and counts for all ten.
+    Two separate runs differ by more than the effect to be measured. So the watched step, and the step before it, at
+    whose end the watch starts, are compared with the steps between them: the same model within the same half second.
+    Bookkeeping is done for several watched steps at once. So each of that many steps has its own median, and all of
+    them count. The cost of the watch in a step between is timed separately, where the optimizer calls it, and counts
+    for all ten.
     """
     model, ids = gpt2().train(), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ratios: list[list[float]] = [[] for _ in range(AT_ONCE)]
-    first, before = Stamps(optimizer), Stamps(optimizer)  # What lies between these is the cost of a stamp.
+    first, before = Stamps(optimizer), Stamps(optimizer)  # The time between these two is the cost of a stamp.
     with quiet(), _watched(partial(_step, model, optimizer, ids), model, optimizer, every=GROUP)() as trial:
         after = Stamps(optimizer)
         for count in range((rounds + 1) * AT_ONCE):
@@ -86,7 +87,7 @@ def now_and_then(rounds: int) -> Row:
 
 
 class Stamps:
-    """When an optimizer, before and after its step, comes to the hooks that are put on here; the two times together."""
+    """The times at which an optimizer calls hooks before and after its step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.total = 0.0
@@ -107,7 +108,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def narrow() -> Workload:
-    """The same with as many modules and parameters, but hardly any arithmetic: what the host does, as beside a GPU."""
+    """Run the same with as many modules and parameters, but little arithmetic: mostly host work, as with a GPU."""
     config = GPT2Config(n_layer=len(BLOCKS), n_embd=16, n_head=4, n_positions=8, vocab_size=64, use_cache=False)
     config.bos_token_id = config.eos_token_id = 0
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""What goes wrong with hooks, case by case, done with several tools and judged against a truth computed otherwise.
+"""Failure cases of hooks, run with several tools and compared with results that are computed in another way.
 
-`make hazards` runs every case with tenterhook, with PyTorch's own hooks, with the small tracer that many projects carry
-around, and with the other libraries where their environments exist, and writes `docs/hazards.md`.
+`make hazards` runs every case with tenterhook, with PyTorch's own hooks, with the small tracer that many projects copy,
+and with other libraries if their environments exist. It writes `docs/hazards.md`.
 """

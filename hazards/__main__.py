@@ -39,7 +39,7 @@ Verdicts = dict[str, dict[str, str]]
 
 
 def main() -> int:
-    """Judge, print and write."""
+    """Judge every tool, print the counts and write the page."""
     parser = argparse.ArgumentParser(prog="python -m hazards", description="What goes wrong with hooks, by tool.")
     parser.add_argument("tool", nargs="*", help=f"of: {', '.join([*TOOLS, *PACKAGES])} (all, and then write the page)")
     options = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def judged(name: str) -> tuple[str, dict[str, str]]:
-    """The version of a tool, and its verdict by case."""
+    """Return the version of a tool, and its verdict for each case."""
     python = environment(*PACKAGES[name]) if name in PACKAGES else Path(sys.executable)
     quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     sources = [str(ROOT), *([] if name in PACKAGES else [str(ROOT / "src")])]
@@ -70,12 +70,12 @@ def judged(name: str) -> tuple[str, dict[str, str]]:
 
 
 def kinds(verdicts: dict[str, str]) -> Counter[str]:
-    """How often each kind of verdict was given."""
+    """Return the number of verdicts of each kind."""
     return Counter(verdict.split(" (")[0].strip("*") for verdict in verdicts.values())
 
 
 def page(found: Verdicts) -> str:
-    """The page."""
+    """Return the text of the page."""
     lines = [HEAD, "## Totals", "", "| tool | right | loud | silently wrong | cannot express |"]
     lines.append("|---|--:|--:|--:|--:|")
     for name, verdicts in found.items():

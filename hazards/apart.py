@@ -1,6 +1,6 @@
-"""One tool, in its own environment: ``python -m hazards.apart TOOL`` judges every case, each in a process of its own.
+"""One tool in its own environment: ``python -m hazards.apart TOOL`` judges every case, each in its own process.
 
-The library is imported once; the processes are forked from that. One line of JSON comes out for each case.
+The library is imported once, and the processes are forked from there. The output is one line of JSON for each case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RIGHT, WRONG, CANNOT, BROKEN = "right", "**silently wrong**", "–", "not import
 
 
 def judge(tool: Tool, case: Case) -> str:
-    """What one tool does in one case: right, loud, silently wrong, or nothing that it could."""
+    """Return the verdict on a tool in one case: right, loud, silently wrong, or cannot express."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -33,20 +33,20 @@ def judge(tool: Tool, case: Case) -> str:
     except Unable:
         return CANNOT
     except ImportError:
-        return BROKEN  # Ours, not the tool's.
-    except Exception as error:  # noqa: BLE001  Whatever a tool raises is its answer.
+        return BROKEN  # An error in the case, not in the tool.
+    except Exception as error:  # noqa: BLE001  # any exception of a tool is its answer
         return f"loud ({type(error).__name__})"
     if right:
         return RIGHT
-    # What PyTorch and Python say of themselves, a deprecation for one, warns nobody of a wrong value.
+    # Warnings of PyTorch and Python about themselves, such as deprecations, do not count as warnings of a wrong value.
     told = [each for each in said if not issubclass(each.category, DeprecationWarning | FutureWarning)]
     return f"loud ({told[0].category.__name__})" if told else WRONG
 
 
 def judge_apart(tool: Tool, case: Case, seconds: float = SECONDS) -> str:
-    """The same in a process of its own, which may crash or never end.
+    """Judge a case in a separate process, which may crash or never end.
 
-    It is forked by hand, because some libraries refuse to work in a child that multiprocessing has made.
+    It uses os.fork, because some libraries refuse to work in a child of multiprocessing.
     """
     mine, theirs = os.pipe()
     child = os.fork()
@@ -66,7 +66,7 @@ def judge_apart(tool: Tool, case: Case, seconds: float = SECONDS) -> str:
 
 def _answer(tool: Tool, case: Case, pipe: int) -> NoReturn:
     try:
-        # A library's chatter must not mix with the answers.
+        # Output of a library must not mix with the results.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
@@ -76,7 +76,7 @@ def _answer(tool: Tool, case: Case, pipe: int) -> NoReturn:
 
 
 def main() -> int:
-    """Judge, and print a line for each case."""
+    """Judge every case, and print one line for each."""
     from hazards.peers import tool_called
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""Hazards that one library's own tests show better than a table of tools: what goes wrong, and the tests that hold it.
+"""Hazards that tenterhook's own tests show better than a table of tools: what goes wrong, and the tests for it.
 
-A name ends in a test function, or in a check that two processes make together. A test sees to it that all exist.
+A name ends in a test function, or in a check that two processes run together. A test checks that all of them exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["ELSEWHERE", "Elsewhere"]
 
 
 class Elsewhere(NamedTuple):
-    """A hazard, and where it is tested."""
+    """A hazard, and the tests for it."""
 
     section: str
     sentence: str
@@ -35,13 +35,13 @@ ELSEWHERE = [
         (
             "`torch.export`, `torch.jit.trace`, `torch.fx` and `make_fx` hand hooks fake or traced tensors",
             (
-                "tests/modes/test_tracing.py::test_an_edit_is_never_traced",
-                "tests/modes/test_tracing.py::test_a_recording_of_an_export_is_refused",
+                "tests/engine/test_refuse_tracing.py::test_an_edit_is_never_traced",
+                "tests/engine/test_refuse_tracing.py::test_a_recording_of_an_export_is_refused",
             ),
         ),
         (
             "a value may be a tensor, tuple, list, dict, named tuple, dataclass, `ModelOutput`, or any nesting of them",
-            ("tests/record/test_capture.py::test_a_structure_is_kept_with_its_own_types_and_detached",),
+            ("tests/record/test_kept_value.py::test_a_structure_is_kept_with_its_own_types_and_detached",),
         ),
     ),
     *_all(
@@ -72,13 +72,13 @@ ELSEWHERE = [
         ),
         (
             "`backward()` computes the gradients of all parameters where only those of points are wanted",
-            ("tests/gradients/test_tape_backward.py::test_nothing_is_computed_further_back_than_the_first_point",),
+            ("tests/record/test_tape_backward.py::test_nothing_is_computed_further_back_than_the_first_point",),
         ),
         (
             "keeping a gradient, or giving a value a place of its own in the graph, alters the sums of autograd",
             (
-                "tests/gradients/test_bits.py::test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_makes_of_it",
-                "tests/gradients/test_bits.py::test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order",
+                "tests/record/test_alias_sums.py::test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_makes_of_it",
+                "tests/record/test_alias_sums.py::test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order",
             ),
         ),
         (
@@ -125,7 +125,7 @@ ELSEWHERE = [
         ),
         (
             "gradients inside a compiled region",
-            ("tests/compiled/test_gradients.py::test_gradients_are_those_of_the_plain_run",),
+            ("tests/compiled/test_traced_gradients.py::test_gradients_are_those_of_the_plain_run",),
         ),
         (
             "a stop inside a compiled region",
@@ -142,12 +142,12 @@ ELSEWHERE = [
             "what CUDA graphs give out is overwritten by their next replay",
             (
                 "tests/compiled/test_inductor.py::test_cuda_graphs_do_not_rewrite_what_was_recorded",
-                "tests/compiled/test_pack.py::test_every_kind_of_point_is_what_it_was",
+                "tests/compiled/test_packed_outputs.py::test_every_kind_of_point_is_what_it_was",
             ),
         ),
         (
             "what cannot be part of a whole graph is found out in the middle of a run",
-            ("tests/compiled/test_whole.py::test_it_is_said_at_the_start",),
+            ("tests/compiled/test_fullgraph_check.py::test_it_is_said_at_the_start",),
         ),
         (
             "code that was compiled under hooks stays when they are gone",

@@ -1,4 +1,4 @@
-"""Other libraries, each as its own documentation would do the work; they are imported in their own environments."""
+"""Other libraries, each used as its documentation recommends. They are imported in their own environments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["PACKAGES", "PEERS", "tool_called"]
 
 
 class Peer(Tool):
-    """A library that is loaded before the first case."""
+    """A library that is imported before the first case."""
 
     module = ""
     package = ""
 
     def load(self) -> str:
-        """Import it; gives its version."""
+        """Import the library, and return its version."""
         import_module(self.module)
         return version(self.package)
 
@@ -91,12 +91,12 @@ class NNsight(Peer):
 
 
 def _inner(wrapped: Any, model: nn.Module, name: str, call: Call) -> Any:
-    """The module inside a wrapper, around which torch.compile may have put another."""
+    """Return the module inside a wrapper. torch.compile may have added another wrapper."""
     return wrapped.get(name if call.model is model else f"_orig_mod.{name}")
 
 
 class TransformerLens(Peer):
-    """A hook point behind the module, in a hooked root: what the library asks for in a model of one's own."""
+    """A hook point after the module, in a hooked root, as the library requires for other models."""
 
     name, module, package = "TransformerLens", "transformer_lens.HookedRootModule", "transformer-lens"
 
@@ -119,7 +119,7 @@ class TransformerLens(Peer):
     @staticmethod
     @contextlib.contextmanager
     def _hooked(model: nn.Module, name: str, call: Call) -> Iterator[tuple[Any, str]]:
-        """The model with a hook point behind that module, as its author would write it; taken out again at the end."""
+        """Add a hook point after the module, as an author would write it, and remove it at the end."""
         from transformer_lens.hook_points import HookPoint
         from transformer_lens.HookedRootModule import HookedRootModule
 
@@ -197,7 +197,7 @@ class TorchLens(Peer):
 
 
 class Captum(Peer):
-    """Attribution methods that give a layer's activation and its gradient."""
+    """Attribution methods that return a layer's activation and its gradient."""
 
     name, module, package = "captum", "captum.attr", "captum"
 
@@ -226,11 +226,11 @@ class Captum(Peer):
         given = call.plainly_of(model)
 
         def forward(*args: torch.Tensor) -> Any:
-            return call.loss(model(*args)).reshape(1)  # It takes an output for each example.
+            return call.loss(model(*args)).reshape(1)  # Captum expects one output for each example.
 
         method = LayerGradientXActivation(forward, model.get_submodule(name), multiply_by_inputs=False)
         found = method.attribute(given, attribute_to_layer_input=of_input)
-        return found[0] if isinstance(found, tuple) else found  # One for each argument; the first is meant.
+        return found[0] if isinstance(found, tuple) else found  # One for each argument; the first one is needed.
 
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (NNsight(), TransformerLens(), TorchLens(), Captum())}
@@ -240,11 +240,11 @@ PACKAGES = {
     "torchlens": ("torchlens", ("torchlens==2.36.1", "transformers")),
     "captum": ("captum", ("captum==0.9.0",)),
 }
-"""The environment of each, and what it holds; where a benchmark uses it too, it is the same one."""
+"""The environment of each library, and its packages. A benchmark of the same library uses the same environment."""
 
 
 def tool_called(name: str) -> Tool:
-    """A tool by its name."""
+    """Return a tool by its name. Raise ``Unable`` if there is none."""
     found = TOOLS.get(name) or PEERS.get(name)
     if found is None:
         raise Unable(name)

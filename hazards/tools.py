@@ -1,6 +1,6 @@
-"""What a tool is asked to do, and the tools that need no environment of their own.
+"""The interface of a tool, and the tools that need no environment of their own.
 
-A verb that a tool does not have raises :class:`Unable`.
+A method that a tool does not support raises :class:`Unable`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Change = Callable[[Any], Any]
 
 
 class Unable(Exception):
-    """The tool has no way to do this."""
+    """An error: the tool has no way to do this."""
 
 
 @dataclass(init=False)
 class Call:
-    """A call of a model: a tool that wants to make it by itself finds here what it needs.
+    """A call of a model, with everything that a tool needs to make it.
 
-    ``loss`` makes a number of the output, for ``backward``; ``meanwhile`` is done after the call and before the tool is
-    through.
+    ``loss`` reduces the output to a number for ``backward``. ``meanwhile`` runs after the call, while the tool is still
+    active.
     """
 
     model: Any
@@ -50,37 +50,37 @@ class Call:
         return self.loss(output)
 
     def plainly_of(self, model: nn.Module) -> tuple[Any, ...]:
-        """The arguments, for a tool that calls the model by itself and lets nobody in meanwhile."""
+        """Return the arguments, for a tool that calls the model itself and cannot run ``meanwhile``."""
         if self.model is not model or self.meanwhile is not None:
             raise Unable
         return self.args
 
 
 class Tool:
-    """What a tool is asked to do: the output of one module, its gradient, and a change of it."""
+    """The interface of a tool: record the output of a module, record its gradient, and edit it."""
 
     name = ""
     began: dict[str, int] | None = None
-    """PyTorch's functions, as they were before the tool was loaded."""
+    """The functions of PyTorch before the tool was imported."""
 
     def value(self, model: nn.Module, name: str, call: Call) -> Any:
-        """The output of a module in one call of the model."""
+        """Return the output of a module in one call of the model."""
         raise Unable
 
     def values(self, model: nn.Module, names: list[str], call: Call) -> Any:
-        """The outputs of several modules."""
+        """Return the outputs of several modules."""
         raise Unable
 
     def gradient(self, model: nn.Module, name: str, call: Call) -> Any:
-        """The gradient of a module's output; the call gives the loss, and ``backward`` is called on it."""
+        """Return the gradient of a module's output. The call returns the loss, and ``backward`` is called on it."""
         raise Unable
 
     def input_gradient(self, model: nn.Module, name: str, call: Call) -> Any:
-        """The gradient of a module's first argument, through that module."""
+        """Return the gradient of a module's first argument, through that module."""
         raise Unable
 
     def edit(self, model: nn.Module, name: str, change: Change, call: Call) -> Any:
-        """The result of a call in which a module's output is replaced."""
+        """Return the result of a call in which a module's output is replaced."""
         raise Unable
 
 
@@ -125,10 +125,10 @@ class Raw(Tool):
 
 
 class Trace:
-    """The tracer that interpretability code carries around, in the manner of baukit.
+    """A small tracer in the style of baukit, as interpretability code often contains.
 
-    It hooks the modules that it is given when it is made, keeps the last output of each, and takes its hooks out when
-    its block ends.
+    It registers hooks on the given modules when it is created, stores the last output of each, and removes the hooks at
+    the end of the block.
     """
 
     def __init__(self, model: nn.Module, names: list[str], *, retain: bool = False, edit: Change | None = None) -> None:
@@ -160,7 +160,7 @@ class Trace:
 
 
 class Tracer(Tool):
-    """Code in the manner of baukit."""
+    """Code in the style of baukit."""
 
     name = "baukit-style"
 
@@ -218,14 +218,14 @@ TOOLS: dict[str, Tool] = {tool.name: tool for tool in (Tenterhook(), Raw(), Trac
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, to the last bit or nearly so."""
+    """Return whether two values are equal, within a small tolerance."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-7)
     return type(one) is type(other) and one == other
 
 
 def torch_state() -> dict[str, int]:
-    """The identity of everything in PyTorch that is called, by its name."""
+    """Return the ``id`` of every callable in PyTorch's main namespaces, by name."""
     spaces = {"torch": torch, "Tensor": torch.Tensor, "functional": nn.functional, "Module": nn.Module}
     return {
         f"{at}.{name}": id(value)

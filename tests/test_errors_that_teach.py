@@ -42,7 +42,7 @@ def test_an_index_beyond_the_sequence_names_the_point_the_index_and_the_shape():
     with pytest.raises(th.EditError, match=r"'0': at=th\.at\[:, 9\] does not fit float32\[2, 5, 4\]"):
         with th.edit(net, {"0": th.zero(at=th.at[:, 9])}):
             net(X)
-    with pytest.raises(th.RecipeError, match=r"an index that '0', \[2, 5, 4\], does not have"):
+    with pytest.raises(th.RecipeError, match=r"an index that is not valid for '0', \[2, 5, 4\]"):
         th.recipes.patching.activation(net, X, X + 1, points=["0"], at=[9], metric=total)
 
 
@@ -97,7 +97,7 @@ def test_columns_and_points_asked_as_a_dict_are_answered_with_the_right_form(tmp
     th.harvest(net, X.reshape(10, 4), "0", to=tmp_path / "rows", batch_size=5, progress=False)
     with pytest.raises(th.NotRecorded, match=r"one column, store\['h\.6'\]"):
         th.open(tmp_path / "rows")[{"0": "features"}]
-    with pytest.raises(th.SelectorError, match="Give its addresses alone, as a list"):
+    with pytest.raises(th.SelectorError, match="Pass only its addresses, as a list"):
         th.harvest(net, X.reshape(10, 4), {"0": "features"}, to=tmp_path / "more", progress=False)
 
 

@@ -1,4 +1,4 @@
-"""Tests releases of torch and Python: ``python -m versions [torch/Python ...]``."""
+"""Test releases of torch and Python: ``python -m versions [torch/Python ...]``."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from versions.process import ROOT, run
 __all__ = ["RELEASED", "constraints", "find_python", "installed_torch", "make", "outside", "variables"]
 
 RELEASED = ("setuptools", "torch", "triton")
-"""Packages whose pin is dropped: torch chooses the triton that it needs, and up to 2.12 it refuses newer setuptools."""
+"""Packages whose pin is removed: torch requires its own triton, and up to 2.12 it refuses newer setuptools."""
 
 OURS = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables of the calling shell or `make` that would change the environment or the tests in it."""
+"""Variables of the shell or of `make` that would change the environment or the tests in it."""
 
 
 def make(pair: Pair, python: str, folder: Path) -> Path:
@@ -30,7 +30,7 @@ def make(pair: Pair, python: str, folder: Path) -> Path:
     plain = variables(environment)
     if run([python, "-m", "venv", environment], plain):
         raise VersionsError(f"{pair}: `{python} -m venv` failed; its message is above.")
-    # As a variable, unlike -c, the constraints also apply to the packages that build ours.
+    # As an environment variable, unlike -c, the constraints also apply to the packages that build tenterhook.
     pinning = plain | {"PIP_CONSTRAINT": str(pinned), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if run([inside, "-m", "pip", "install", "-qq", "-e", ".[dev,bench]"], pinning):
         raise VersionsError(
@@ -44,13 +44,13 @@ def make(pair: Pair, python: str, folder: Path) -> Path:
 
 
 def constraints(text: str, torch: str) -> str:
-    """Return the constraints with another torch, and without the pins that torch decides on itself."""
+    """Return the constraints with another torch, and without the pins of packages that torch determines."""
     kept = [line for line in text.splitlines() if line.partition("==")[0].strip().lower() not in RELEASED]
     return "\n".join([*kept, f"torch=={torch}", ""])
 
 
 def installed_torch(python: Path) -> str:
-    """Return the version of torch that an environment has, with its build: ``2.13.0+cpu``."""
+    """Return the version of torch in an environment, with its build: ``2.13.0+cpu``."""
     code = "import importlib.metadata; print(importlib.metadata.version('torch'))"
     return subprocess.run(
         [python, "-c", code], check=True, capture_output=True, text=True, env=variables(python.parents[1])
@@ -58,14 +58,14 @@ def installed_torch(python: Path) -> str:
 
 
 def variables(environment: Path) -> dict[str, str]:
-    """Return the variables for commands inside an environment; nothing in them refers to another environment."""
+    """Return the variables for commands inside an environment, without references to another environment."""
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     entries = [entry for entry in kept.get("PATH", "").split(os.pathsep) if not _in_checkout(Path(entry))]
     return kept | {"PATH": os.pathsep.join([str(environment / "bin"), *entries]), "PYTHONNOUSERSITE": "1"}
 
 
 def outside(base: Path | None) -> Path | None:
-    """Return the folder for environments, which must not be in the checkout: its tools would read their files."""
+    """Return the folder for environments. It must not be inside the checkout, whose tools would read their files."""
     if _in_checkout(Path(tempfile.gettempdir()) if base is None else base):
         raise VersionsError(
             f"{base or tempfile.gettempdir()} is inside the checkout. Set VERSIONS_DIR to a folder outside {ROOT}."
@@ -78,7 +78,7 @@ def _in_checkout(path: Path) -> bool:
 
 
 def find_python(wanted: str) -> str:
-    """Return the path of a Python of this release: from PYTHON_3_13 and the like, from PATH, or from pyenv."""
+    """Return the path of a Python of this release: from a variable such as PYTHON_3_13, from PATH, or from pyenv."""
     variable = f"PYTHON_{wanted.replace('.', '_')}"
     named = os.environ.get(variable)
     candidates = [named] if named else [*_on_path(wanted), *_of_pyenv(wanted)]
@@ -105,7 +105,7 @@ def _of_pyenv(wanted: str) -> list[str]:
 
 
 def _is_python(candidate: str, wanted: str) -> bool:
-    """Return True if this runs and is that release; a shim of pyenv may be on PATH and not run."""
+    """Return whether this Python runs and has that release. A shim of pyenv may be on PATH and not run."""
     code = "import ensurepip, sys, venv; print('%d.%d' % sys.version_info[:2])"
     try:
         found = subprocess.run([candidate, "-c", code], check=False, capture_output=True, text=True)

@@ -47,7 +47,7 @@ one pair and replaces its row only. CONTRIBUTING.md lists the other variables.
 
 
 def add(pair: Pair, result: dict[str, Any]) -> None:
-    """Put the result of a pair in the place of its previous one, and write the page."""
+    """Replace the result of a pair, and write the page."""
     results = read() | {str(pair): result}
     _replace(RESULTS, json.dumps(results, indent=2, sort_keys=True) + "\n")
     _replace(PAGE, text(results))
@@ -59,7 +59,7 @@ def read() -> Results:
 
 
 def text(results: Results) -> str:
-    """Return the page for these results; a pair of the default set without one is shown as not run."""
+    """Return the page for these results. A default pair without a result is shown as not run."""
     pairs = sorted({*DEFAULT, *map(Pair.parse, results)}, key=lambda pair: pair.order)
     rows = [_row(pair, results.get(str(pair))) for pair in pairs]
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "".join(_failures(pairs, results)) + FOOT
@@ -93,7 +93,7 @@ def _cell(content: str) -> str:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     part = path.with_suffix(".part")
     part.write_text(content, encoding="utf-8")
     part.replace(path)

@@ -13,14 +13,14 @@ class VersionsError(Exception):
 
 
 class Pair(NamedTuple):
-    """A release of torch and the Python that it runs on, written such as ``2.15.0/3.13``."""
+    """A release of torch and a release of Python, written as ``2.15.0/3.13``."""
 
     torch: str
     python: str
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read a pair from its text."""
+        """Parse a pair."""
         found = re.fullmatch(r"(\d+\.\d+\.\d+[\w.]*)/(\d+\.\d+)", text)
         if found is None:
             raise VersionsError(

@@ -1,4 +1,4 @@
-"""Child processes and temporary folders that are gone after an interrupt, too."""
+"""Child processes and temporary folders that are cleaned up even after an interrupt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GRACE = 15  # seconds that interrupted tests have to end their own child process
 
 
 def run(command: Sequence[str | Path], environment: Mapping[str, str], *, output: IO[bytes] | None = None) -> int:
-    """Run a command in the repository's root and return its exit code; if interrupted, end it and its children."""
-    # In a session of its own, so that one signal reaches the workers of pytest as well.
+    """Run a command in the repository's root and return its exit code. On an interrupt, end it and its children."""
+    # A separate session, so that one signal also reaches the workers of pytest.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, start_new_session=True)
     try:
         return process.wait()
@@ -30,7 +30,7 @@ def run(command: Sequence[str | Path], environment: Mapping[str, str], *, output
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process group as Ctrl-C does, then kill what is left of it."""
+    """Interrupt a process group like Ctrl-C, then kill the remaining processes."""
     with _signals_ignored():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -43,7 +43,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(base: Path | None, *, keep: bool = False) -> Iterator[Path]:
-    """Make a new folder in `base` (or where temporary files go) and remove it at the end, unless it is kept."""
+    """Create a folder in `base` (or in the system's temporary folder).
+
+    Remove it at the end, unless ``keep`` is true.
+    """
     if base is not None:
         base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tenterhook-versions-", dir=base))
@@ -51,13 +54,13 @@ def temporary_folder(base: Path | None, *, keep: bool = False) -> Iterator[Path]
         yield folder
     finally:
         if not keep:
-            with _signals_ignored():  # Thousands of files take seconds, and a second Ctrl-C would leave the rest.
+            with _signals_ignored():  # Removing thousands of files takes seconds. A second Ctrl-C would leave the rest.
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def raise_on_signals() -> None:
-    """Turn the signals that would end this process at once into exceptions, so that it cleans up first."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores it for what it starts with `&`.
+    """Convert the signals that would end this process immediately to exceptions, so that it cleans up first."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores SIGINT for commands started with `&`.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
 

@@ -1,4 +1,4 @@
-"""The test suite in an environment: run, counted, and asked which features work there."""
+"""The test suite in one environment: the run, its counts, and the features that work there."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from versions.process import run
 __all__ = ["chosen_tests", "count", "features", "run_tests"]
 
 Result = dict[str, Any]
-"""What one pair gave, as it is kept in JSON: versions, counts, the names that failed, time, and features."""
+"""The result of one pair, as stored in JSON: versions, counts, the names of failed tests, time, and features."""
 
 
 def run_tests(python: Path, folder: Path) -> Result:
-    """Run the tests that `make test` runs in an environment, and return what they gave."""
+    """Run the tests of `make test` in an environment, and return the result."""
     plain = variables(python.parents[1])
     report = folder / "report.xml"
     command: list[str | Path] = [
@@ -54,7 +54,7 @@ def chosen_tests() -> list[str]:
 
 
 def count(report: Path, code: int) -> Result:
-    """Count a run of pytest by its report; an exit code that no failed test explains is a failure by itself."""
+    """Count the tests in a report of pytest. An exit code that no failed test explains counts as a failure."""
     passed, failed, skipped = 0, [], 0
     for case in ET.parse(report).iter("testcase") if report.exists() else ():
         if case.find("failure") is not None or case.find("error") is not None:
@@ -73,7 +73,7 @@ def _name(case: ET.Element) -> str:
 
 
 def features(python: Path, folder: Path) -> list[dict[str, str]] | None:
-    """Return the features that do not work the fast way, as `tenterhook doctor` says; None if it says nothing."""
+    """Return the features that `tenterhook doctor` does not report as fast, or None if it has no output."""
     answer = folder / "doctor.json"
     with answer.open("wb") as output:
         run([python, "-m", "tenterhook", "doctor", "--json"], variables(python.parents[1]), output=output)

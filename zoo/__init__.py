@@ -1,1 +1,1 @@
-"""The zoo: tenterhook's promises, checked on every architecture that can be built without a download."""
+"""The zoo: tenterhook's guarantees, checked on every architecture that can be built without a download."""

@@ -1,4 +1,4 @@
-"""Runs the zoo: ``python -m zoo [source ...]``."""
+"""Run the zoo: ``python -m zoo [source ...]``."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _run(source: str, options: argparse.Namespace, began: float) -> None:
 
 
 def _progress(source: str, names: list[tuple[str, str]]) -> Iterator[tuple[Step, tuple[str, str]]]:
-    """The names, each with a function that tells what became of it."""
+    """Yield the names, each with a function that reports its result."""
     console = Console()
     if not console.is_terminal:
         yield from ((_say, pair) for pair in names)
         return
     columns = (TextColumn("{task.description:>40.40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # It must not refresh by itself: that takes a thread, and processes are forked here.
+    # The bar must not refresh by itself: that needs a thread, and processes are forked here.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task(source, total=len(names))
 

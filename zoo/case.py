@@ -1,4 +1,4 @@
-"""A case: a model, what to feed it, and how to run it so that two runs can be compared bit for bit."""
+"""A case: a model, its inputs, and a run that can be repeated bit for bit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SEED = 7
 
 
 class NotRunnable(Exception):
-    """The model cannot be built or run here, for a reason that has nothing to do with tenterhook."""
+    """An error: the model cannot be built or run here, for a reason that is unrelated to tenterhook."""
 
 
 @dataclass
 class Case:
-    """A model and its inputs. ``backward`` is False where only values can be compared."""
+    """A model and its inputs. ``backward`` is False if only values can be compared."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
@@ -35,14 +35,14 @@ class Case:
 
 @dataclass
 class Run:
-    """What a run gave: a snapshot of the output, and the gradients of the parameters."""
+    """The result of a run: a snapshot of the output, and the gradients of the parameters."""
 
     output: Any
     grads: dict[str, Tensor | None]
 
 
 def run(case: Case) -> Run:
-    """One forward and one backward pass from fixed seeds; the model and the generators are left as they were."""
+    """Run one forward and one backward pass from fixed seeds. The model and the random generators are restored."""
     with _restored(case.model):
         _seed()
         args, kwargs = map_tensors(_fresh, (case.args, case.kwargs))
@@ -56,12 +56,12 @@ def run(case: Case) -> Run:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A model may change its input in place, so each run gets its own."""
+    """Return a copy of an input tensor, because a model may change its input in place."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _loss(output: Any) -> Tensor | None:
-    """The sum of everything in the output that has a gradient."""
+    """Return the sum of all output tensors that require a gradient, or None."""
     total: Tensor | None = None
     for tensor in tensors_in(output):
         if tensor.requires_grad:
@@ -79,7 +79,7 @@ def _seed() -> None:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Put back the buffers, the gradients and the random generators."""
+    """Restore the buffers, the gradients and the random generators at the end."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
@@ -94,6 +94,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 old = buffers.get(name)
                 same = old is not None and old.shape == buffer.shape and old.dtype == buffer.dtype
-                # Writing what is there already would count as a change in place.
+                # Writing an equal value would still count as an in-place change.
                 if same and not old.equal(buffer):
                     buffer.copy_(old)

@@ -1,4 +1,4 @@
-"""The check: what a recording gives, and leaves behind, against plain runs and plain PyTorch hooks."""
+"""The check: the values and side effects of a recording, compared with plain runs and plain PyTorch hooks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["check"]
 
 Copy = Literal["auto", "always"]
 CHANGED = "recording changed the run"
-SHOWN = 4  # problems of one kind that are told
+SHOWN = 4  # maximum number of reported problems of one kind
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Compare; gives the counts of what was compared and ``problems``, empty where all is well."""
+    """Compare a recording with plain runs. Return the counts, and ``problems``, which is empty if all is right."""
     plain, watch, stays = _plain(case)
     reference = trace(case)
     problems: list[str] = []
@@ -35,7 +35,7 @@ def check(case: Case) -> dict[str, Any]:
                 _recorded(case, plain, reference, problems, counts)
         except AssertionError as error:
             problems.append(f"leak: {error}")
-    else:  # The plain run leaves tensors behind too, in cycles or on itself: only more than those are too many.
+    else:  # The plain run also leaves tensors, in cycles or on the model. Only additional ones are a problem.
         _recorded(case, plain, reference, problems, counts)
         if (left := len(live_tensors()) - alive - stays) > 0:
             problems.append(f"leak: {left} tensors stay")
@@ -46,9 +46,9 @@ def check(case: Case) -> dict[str, Any]:
 
 
 def _plain(case: Case) -> tuple[Run, Watch, int | None]:
-    """A plain run that can be repeated; what it does to the model by itself; how many tensors stay, if any do."""
+    """Return a repeatable plain run, the changes that it makes to the model, and the number of tensors that remain."""
     try:
-        first = run(case)  # Fills what the model keeps on itself, and is the only one that may.
+        first = run(case)  # This run fills the model's own caches. Later runs must not change them.
         plain = run(case)
     except Exception as error:
         raise NotRunnable(f"does not run: {type(error).__name__}: {error}") from error
@@ -67,9 +67,9 @@ def _plain(case: Case) -> tuple[Run, Watch, int | None]:
 
 
 def _is_order(case: Case, plain: Run, reference: Trace) -> bool:
-    """Whether all is right, to the last bit, once the modules that hand on what they were given are left out.
+    """Return whether all results are equal bit for bit without the modules that return their input unchanged.
 
-    Then the gradients of what was handed on were only added up in another order.
+    If so, only the order in which the gradients of these tensors were added differs.
     """
     problems: list[str] = []
     if not reference.handed:
@@ -101,7 +101,7 @@ def _recorded(
     copy: Copy = "auto",
     points: Any = ("**", "**:in"),
 ) -> None:
-    """A recorded run, compared with the plain one and with the hooks'. Nothing of it outlives this call."""
+    """Compare a recorded run with the plain one and with plain hooks. Keep no reference to it after this call."""
     with th.record(case.model, *points, grad=case.backward, keep="all", copy=copy) as tape:
         found = run(case)
     if copy == "auto" and _was_told(tape, reference):
@@ -128,14 +128,14 @@ def _recorded(
 
 
 def _was_told(tape: th.Tape, reference: Trace) -> bool:
-    """Whether reading the tape says that a value was changed in place unforeseen, and that a copy must be asked for."""
+    """Return whether the tape reports an unexpected in-place change, so that a copy must be requested."""
     for address in reference.values:
         try:
             tape.calls(address)
         except th.ValueChanged:
             return True
         except th.TenterhookError:
-            continue  # Told when it is compared.
+            continue  # Reported by the comparison later.
     return False
 
 

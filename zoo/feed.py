@@ -1,4 +1,4 @@
-"""Inputs for models of unknown kind: by modality, and by the names that their ``forward`` asks for."""
+"""Inputs for models of unknown kind: by modality, and by the argument names of their ``forward``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Feed = dict[str, Any]
 
 
 def feeds(model: nn.Module, config: Any) -> Iterator[Feed]:
-    """Keyword arguments to try, the likeliest first."""
+    """Yield keyword arguments to try, the likeliest first."""
     parameters = inspect.signature(model.forward).parameters
     maker = _Maker(model, config)
     main = getattr(model, "main_input_name", "input_ids")
@@ -40,7 +40,7 @@ def _bases(maker: _Maker, parameters: Any, main: str) -> Iterator[Feed]:
 
 
 def _completed(base: Feed, maker: _Maker, parameters: Any) -> Iterator[Feed]:
-    """The base alone, with all that is required, and with what a decoder wants."""
+    """Yield the base alone, with all required arguments, and with the inputs of a decoder."""
     required = [
         p.name
         for p in parameters.values()
@@ -70,7 +70,7 @@ def _dummy(model: nn.Module) -> Feed | None:
 
 
 class _Maker:
-    """Makes tensors in the sizes that a model's configuration names."""
+    """A factory for tensors in the sizes that a model's configuration gives."""
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self.model = model
@@ -93,7 +93,7 @@ class _Maker:
     def ids(self, tokens: int = TOKENS) -> Tensor:
         known = [m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding)]
         top = min(90, self.size("vocab_size", default=90), max(known, default=90))
-        # The first few are special to many models; so are those that mark the place of an image.
+        # Many models reserve the first few tokens, and those that mark the position of an image.
         return torch.randint(min(5, top - 1), top, (BATCH, tokens), generator=self.generator)
 
     def images(self) -> Iterator[Tensor]:
@@ -142,7 +142,7 @@ class _Maker:
         yield self.normal(BATCH, length, channels)
 
     def patches(self) -> Iterator[Tensor]:
-        """Images cut into patches beforehand, as a list of them."""
+        """Yield images that are already split into patches."""
         patch, channels = self.size("patch_size", default=14), self.size("num_channels", "in_channels", default=3)
         times = self.size("temporal_patch_size", default=1)
         yield self.normal(16, channels * times * patch * patch)

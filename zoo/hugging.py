@@ -1,4 +1,4 @@
-"""transformers: every model type, from a configuration that is made small."""
+"""transformers: every model type, built from a small configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zoo.feed import feeds
 __all__ = ["build", "names"]
 
 MOST = 60_000_000
-"""Parameters; what has more is left out."""
+"""Maximum number of parameters. Larger models are skipped."""
 LAYERS = {
     "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
     "num_encoder_layers": 2, "num_decoder_layers": 2, "depth": 2, "layers": 2, "num_blocks": 2, "num_mamba_layers": 2,
@@ -56,14 +56,14 @@ LEVELS: tuple[dict[str, int], ...] = (WIDTHS, FREE, DEEP, LAYERS, {})
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Each model type, once for the model and not for each name that its configuration has, with its family."""
+    """Yield each model type once, with its family, even if several configuration names refer to it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     yield from ((name, model_type_to_module_name(name)) for name in sorted(CONFIG_MAPPING_NAMES))
 
 
 def build(name: str) -> Case:
-    """The model of that type in the smallest form that runs, with inputs that it takes."""
+    """Return a case with the smallest model of that type that runs, and inputs for it."""
     reasons: list[str] = []
     for level in LEVELS:
         try:
@@ -88,7 +88,7 @@ def _config_class(name: str) -> type[Any]:
 
 
 def _small(kind: type[Any], sizes: dict[str, int]) -> Any:
-    """A configuration with the sizes that it knows set, in the configurations inside it too."""
+    """Return a configuration with the known sizes set, also in nested configurations."""
     usual = kind()
     inner = {key: _small(type(value), sizes) for key, value in vars(usual).items() if _is_config(value)}
     outer = {key: size for key, size in sizes.items() if type(getattr(usual, key, None)) in (int, type(None))}
@@ -96,7 +96,7 @@ def _small(kind: type[Any], sizes: dict[str, int]) -> Any:
     if sizes and isinstance(depths := getattr(usual, "depths", None), list | tuple):
         wanted["depths"] = [1] * len(depths)  # type: ignore[assignment]
     for given in ({**wanted, **inner}, inner):
-        with contextlib.suppress(Exception):  # It checks what it is given, each in its own way.
+        with contextlib.suppress(Exception):  # Each configuration validates its values in its own way.
             return kind(**given)
     return usual
 
@@ -108,7 +108,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _case(config: Any) -> Case:
-    """A model of this configuration that runs, with what it runs on."""
+    """Return a case for a model of this configuration that runs."""
     classes = list(_classes(config))
     if not classes:
         raise NotRunnable("has no model of its own")
@@ -145,7 +145,7 @@ def _model(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 def _classes(config: Any) -> Iterator[type[Any]]:
-    """The model classes of a configuration: the one that AutoModel gives, then others of its file."""
+    """Yield the model classes of a configuration: the class from AutoModel, then others from its file."""
     from transformers import MODEL_MAPPING, PreTrainedModel
 
     known: list[type[Any]] = []
@@ -170,7 +170,7 @@ def _told(error: Exception) -> str:
 
 @functools.cache
 def load() -> None:
-    """Import what every build needs, once, before processes are forked."""
+    """Import the modules that every build needs, once, before processes are forked."""
     import transformers
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Each check in a process of its own, forked from one that has loaded everything, and ended when its time is up."""
+"""Checks in separate processes, forked from one that has imported everything, and ended after a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = -1
 
 
 def run_apart(source: Source, name: str, seconds: float) -> dict[str, Any]:
-    """Build and check one model: ``status`` is passed, reordered, failed or excluded, the last with a reason."""
+    """Build and check one model. ``status`` is passed, reordered, failed or excluded, the last with a reason."""
     mine, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_child, args=(source, name, theirs), daemon=True)
     began = time.monotonic()
@@ -43,7 +43,7 @@ def run_apart(source: Source, name: str, seconds: float) -> dict[str, Any]:
     process.join()
     if result is None:
         text = f"takes longer than {seconds:.0f} s" if over else f"the process ended with code {process.exitcode}"
-        # Before the first message only plain PyTorch has run.
+        # Only plain PyTorch runs before the first message.
         result = {"status": "failed", "problems": [text]} if built and not over else _excluded(text)
     return result | {"seconds": round(time.monotonic() - began, 2)}
 
@@ -53,10 +53,10 @@ def _excluded(reason: str) -> dict[str, Any]:
 
 
 def _child(source: Source, name: str, pipe: Connection) -> None:
-    gc.freeze()  # What was loaded before the fork need not be searched for tensors.
+    gc.freeze()  # Objects from before the fork need not be searched for tensors.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # A library's chatter must not tear up the display.
+    # Output of a library must not disturb the display.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:

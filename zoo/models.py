@@ -1,4 +1,4 @@
-"""Where the models come from: each source lists names with families, and builds a case for a name."""
+"""The sources of models. Each lists names with families, and builds a case for a name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SOURCES = {
 
 
 def installed(source: Source) -> bool:
-    """Whether the library is there."""
+    """Return whether the library is installed."""
     return importlib.util.find_spec(source.package) is not None
 
 
 def load(source: Source) -> None:
-    """Import what every model of the source needs, once, before processes are forked."""
-    vision.prepare_torchvision()  # Others import it where it is there.
+    """Import the modules that every model of the source needs, once, before processes are forked."""
+    vision.prepare_torchvision()  # Other libraries import it if it is installed.
     if source.package == "transformers":
         hugging.load()

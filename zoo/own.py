@@ -1,4 +1,4 @@
-"""Models of the zoo's own: recurrent nets, PyTorch's transformer, and modules that other tools have changed."""
+"""The zoo's own models: recurrent networks, PyTorch's transformer, and modules that other tools have modified."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CASES: dict[str, Callable[[], Case]] = {}
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Each name with its family."""
+    """Yield each name with its family."""
     yield from ((name, name.split("-")[0]) for name in CASES)
 
 
 def build(name: str) -> Case:
-    """The case of that name."""
+    """Return the case of that name."""
     torch.manual_seed(0)
     return CASES[name]()
 
@@ -105,7 +105,7 @@ def _convolution_train() -> Case:
 def _encoder(*, train: bool, mask: bool, norm_first: bool = False) -> Case:
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True, norm_first=norm_first)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that nested tensors are off with norm_first.
+        warnings.simplefilter("ignore")  # PyTorch warns that nested tensors are off with norm_first.
         model = nn.TransformerEncoder(layer, 2).train(train)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     return Case(model, (_x(2, 5, WIDTH),), {"src_key_padding_mask": padding} if mask else {})
@@ -146,7 +146,7 @@ def _quantised_lstm() -> Case:
 
 def _quantised(model: nn.Module, kinds: set[type[nn.Module]]) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It is being moved to another package.
+        warnings.simplefilter("ignore")  # PyTorch warns that it moves to another package.
         return torch.ao.quantization.quantize_dynamic(model.eval(), kinds, dtype=torch.qint8)
 
 
@@ -166,7 +166,7 @@ CASES["parametrized-orthogonal"] = lambda: _parametrized(parametrizations.orthog
 def _hooked_weight_norm() -> Case:
     model = _mlp()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The old way, by a forward pre hook.
+        warnings.simplefilter("ignore")  # The old implementation, with a forward pre-hook.
         nn.utils.weight_norm(model[0])
     return Case(model, (_x(2, WIDTH),))
 
@@ -193,7 +193,7 @@ def _pruned_structured() -> Case:
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, and one block that is called three times."""
+    """An embedding that shares its weight with the head, and one block that is called three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Embed, three times the same block, read out."""
+        """Embed the ids, apply the same block three times, and return the logits."""
         x = self.embedding(ids)
         for block in (self.block, self.again, self.block):
             x = x + block(x)
@@ -217,7 +217,7 @@ def _tied_weights() -> Case:
 
 
 class Checkpointed(nn.Module):
-    """Two blocks that are computed again in the backward pass."""
+    """Two blocks that are recomputed in the backward pass."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each block under a checkpoint."""
+        """Run each block inside a checkpoint."""
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x

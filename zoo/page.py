@@ -1,4 +1,4 @@
-"""The page that tells what the zoo found: docs/zoo.md."""
+"""The page with the results of the zoo: docs/zoo.md."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ counted.
 
 
 def write(found: Found) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     part = PAGE.with_suffix(".part")
     part.write_text(text(found), encoding="utf-8")
     part.replace(PAGE)
 
 
 def text(found: Found) -> str:
-    """The page."""
+    """Return the text of the page."""
     sections = [HEAD, _counts(found), _failures(found), _reordered(found), *_families(found), _excluded(found)]
     return "\n".join(section for section in sections if section)
 
@@ -114,7 +114,7 @@ def _excluded(found: Found) -> str:
 
 
 def _group(reason: str) -> str:
-    """The kind of a reason: up to its details."""
+    """Return the kind of a reason, without its details."""
     kind = re.match(r"(does not run|does not build|no fitting input|two plain runs differ|[^:]*)", reason)
     error = re.search(r": (\w*(?:Error|Exception))", reason)
     return f"{kind[0] if kind else reason}{f' ({error[1]})' if error else ''}"

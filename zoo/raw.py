@@ -1,6 +1,6 @@
-"""The reference: plain PyTorch hooks that copy everything, one call after the other.
+"""The reference: plain PyTorch hooks that copy everything, call by call.
 
-Where a model calls ``module.forward`` itself, PyTorch's hooks see nothing; such calls are noted by a wrapper.
+If a model calls ``module.forward`` directly, PyTorch runs no hooks. A wrapper records these calls.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from zoo.values import snapshot, tensors_in
 
 __all__ = ["Trace", "trace"]
 
-graph_task = torch._C._current_graph_task_id  # Not -1 inside a backward pass: there, calls are made again.
+graph_task = torch._C._current_graph_task_id  # Not -1 inside a backward pass, where calls are recomputations.
 
 
 Seen = dict[int, tuple[int, Tensor]]
-"""Every tensor that passed, by its identity, with its place in their order."""
+"""All tensors seen so far, by their ``id``, each with its position in the order."""
 
 
 @dataclass
 class Trace:
-    """Values by address, one for each call; gradients by address and call, where plain hooks can be trusted.
+    """Values by address, one for each call, and gradients by address and call where plain hooks are reliable.
 
-    ``handed``: the modules that returned a tensor with a history that was there before their call.
+    ``handed`` is the set of modules that returned a tensor whose graph existed before their call.
     """
 
     values: dict[str, list[Any]] = field(default_factory=dict)
@@ -40,23 +40,23 @@ class Trace:
 
 
 def trace(case: Case) -> Trace:
-    """Run once with hooks on every module."""
+    """Run the case once with hooks on every module, and return the values and gradients."""
     found = Trace()
     outputs: list[tuple[str, int, Tensor, int]] = []
-    seen: Seen = {}  # Held, so that no identity is used twice.
+    seen: Seen = {}  # Keeps the tensors alive, so that no id is reused.
     with contextlib.ExitStack() as stack:
         for path, module in case.model.named_modules():
             if type(module).forward is not nn.Module.forward or "forward" in vars(module):
                 stack.enter_context(_tapped(module, _Tap(path, module, found, outputs, seen)))
         run(case)
     for address, call, tensor, version in outputs:
-        if tensor._version != version:  # Then the hook speaks of another value, or of none.
+        if tensor._version != version:  # Otherwise the hook would see the gradient of another value, or none.
             found.grads.pop((address, call))
     return found
 
 
 class _Tap:
-    """What is noted of one module."""
+    """The hooks and records of one module."""
 
     def __init__(
         self,
@@ -69,18 +69,18 @@ class _Tap:
         self.path, self.address, self.input = path, path or ":return", f"{path}:in"
         self.found, self.outputs, self.seen = found, outputs, seen
         self.first = next(iter(_parameters(module)), None)
-        self.open: list[tuple[int, int]] = []  # The calls that are running, and how many tensors were there before.
+        self.open: list[tuple[int, int]] = []  # The running calls, and the number of tensors before each.
         self.count = 0
-        self.hooked = False  # A hook has noted the call that is about to begin.
+        self.hooked = False  # A hook has recorded the call that is about to begin.
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before a call."""
+        """Record the arguments before a call. A forward pre-hook."""
         if graph_task() == -1:
             self.enter(args, kwargs)
             self.hooked = True
 
     def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        """The hook after a call."""
+        """Record the output after a call. A forward hook."""
         if graph_task() == -1:
             self.leave(output)
 
@@ -102,7 +102,7 @@ class _Tap:
 
     def leave(self, output: Any) -> None:
         call, before = self.open.pop()
-        # Calls may nest, and end in another order than they began.
+        # Calls may be nested, and may end in another order than they began.
         values = self.found.values.setdefault(self.address, [])
         values.extend([None] * (call + 1 - len(values)))
         values[call] = snapshot(output)

@@ -1,4 +1,4 @@
-"""Results: one JSON line for each model, so that a run can be broken off and taken up again."""
+"""Results: one JSON line for each model, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = dict[str, Any]
 
 
 def read(source: str) -> dict[str, Result]:
-    """The last result of each model."""
+    """Return the last result of each model."""
     path = FOLDER / f"{source}.jsonl"
     if not path.exists():
         return {}
@@ -22,7 +22,7 @@ def read(source: str) -> dict[str, Result]:
 
 
 def append(source: str, result: Result) -> None:
-    """Add one, whole: a line that a broken run left half is not read."""
+    """Append one result. A line that an interrupted run left incomplete is ignored when reading."""
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{source}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")

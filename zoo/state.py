@@ -1,4 +1,4 @@
-"""What a model and the process around it look like, before and after; what a model changes by itself is left out."""
+"""The state of a model and its process before and after a run, without changes that the model makes itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 4
 
 
 class Watch:
-    """Compares as ``testing.untouched`` does, less what a plain run of the model is known to change."""
+    """A comparison like ``testing.untouched``, without the changes that a plain run of the model makes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -22,16 +22,16 @@ class Watch:
         self._restless: set[str] = set()
 
     def begin(self) -> None:
-        """Take the state to compare with."""
+        """Save the state to compare with."""
         self._before = testing.state_of(self._model)
 
     def learn(self) -> None:
-        """A plain run has passed: what differs now is the model's own doing."""
+        """Record the differences after a plain run as changes that the model makes itself."""
         self._restless |= self._changed()
         self._before = {}
 
     def problems(self) -> list[str]:
-        """What differs that should not."""
+        """Return the unexpected differences."""
         changed = sorted(self._changed() - self._restless)
         self._before = {}
         return [f"not left as it was: {key}" for key in changed[:SHOWN]]

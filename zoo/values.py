@@ -1,4 +1,4 @@
-"""Structures of tensors, walked by rules of the zoo's own: what it compares with must not come from tenterhook."""
+"""Structures of tensors, traversed by the zoo's own code: the reference must not depend on tenterhook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """An object that is no structure, such as a key-value cache."""
+    """An object that is not a structure, such as a key-value cache."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Node:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a structure, in order."""
+    """Yield every tensor in a structure, in order."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -39,7 +39,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value with each tensor replaced; containers other than tuples, lists and dicts become dicts."""
+    """Return the value with each tensor replaced. Containers other than tuples, lists and dicts become dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -49,12 +49,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def snapshot(value: Any) -> Any:
-    """What a value is at this moment, in every bit: later changes do not reach it."""
+    """Return an exact copy of a value, which later changes do not affect."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, (*PLAIN, Foreign)):
         return value
-    if type(value).__name__ == "Opaque":  # So a tape shows such an object.
+    if type(value).__name__ == "Opaque":  # The class with which a tape represents such an object.
         return Foreign(value.type)
     parts = _parts(value)
     if parts is None:
@@ -63,7 +63,7 @@ def snapshot(value: Any) -> Any:
 
 
 def difference(found: Any, wanted: Any, where: str = "") -> str | None:
-    """How two values differ, in a few words, or None. ``wanted`` is a snapshot."""
+    """Return a short description of how two values differ, or None. ``wanted`` is a snapshot."""
     if isinstance(wanted, Tensor):
         return _tensor_difference(found, wanted, where)
     if isinstance(wanted, Foreign):

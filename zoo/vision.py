@@ -15,12 +15,12 @@ from zoo.case import Case, NotRunnable
 __all__ = ["build_timm", "build_torchvision", "prepare_torchvision", "timm_names", "torchvision_names"]
 
 MOST = 30_000_000
-"""Parameters; what has more is left out."""
+"""Maximum number of parameters. Larger models are skipped."""
 SIZES = (64, 96, 128, 224, 256)
 
 
 def timm_names() -> Iterator[tuple[str, str]]:
-    """Each name with its family, in rounds: first one of every family, then the second ones."""
+    """Yield each name with its family, in rounds: one of every family first, then the second ones."""
     timm = _load("timm")
     families = {family: _by_size(timm.list_models(module=family)) for family in timm.list_modules()}
     for turn in range(max(map(len, families.values()), default=0)):
@@ -39,7 +39,7 @@ def _by_size(names: list[str]) -> list[str]:
 
 
 def build_timm(name: str) -> Case:
-    """The model on the smallest image that it takes."""
+    """Return a case with the smallest image that the model accepts."""
     timm = _load("timm")
     _refuse_large(lambda: timm.create_model(name))
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def build_timm(name: str) -> Case:
 def _timm_model(timm: Any, name: str, side: int) -> tuple[Any, tuple[int, ...]]:
     try:
         model = timm.create_model(name, num_classes=10, img_size=side)
-    except TypeError:  # It takes any size, so it need not be told.
+    except TypeError:  # It accepts any size and has no argument for it.
         model = timm.create_model(name, num_classes=10)
     config = model.default_cfg
     side = config["input_size"][1] if config.get("fixed_input_size") and "img_size" not in config else side
@@ -57,14 +57,14 @@ def _timm_model(timm: Any, name: str, side: int) -> tuple[Any, tuple[int, ...]]:
 
 
 def torchvision_names() -> Iterator[tuple[str, str]]:
-    """Each name with its family."""
+    """Yield each name with its family."""
     models = _torchvision()
     for name in models.list_models():
         yield name, re.match(r"[a-z]+", name)[0]  # type: ignore[index]
 
 
 def build_torchvision(name: str) -> Case:
-    """The model on the smallest image, or clip, that it takes."""
+    """Return a case with the smallest image or clip that the model accepts."""
     models = _torchvision()
     _refuse_large(lambda: _without_weights(models, name))
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def _refuse_large(make: Any) -> None:
     try:
         with torch.device("meta"):
             model = make()
-    except NotImplementedError:  # It computes with what it makes, and there is nothing there.
+    except NotImplementedError:  # It computes with values that the meta device does not have.
         model = make()
     if sum(parameter.numel() for parameter in model.parameters()) > MOST:
         raise NotRunnable(f"too large: more than {MOST:,} parameters")
@@ -91,7 +91,7 @@ def _has_backbone(models: Any, name: str) -> bool:
 
 
 def _fitting(make: Any) -> Case:
-    """A case for the first size that the model takes."""
+    """Return a case for the first size that the model accepts."""
     reason = ""
     for side in SIZES:
         try:
@@ -129,9 +129,11 @@ def _torchvision() -> Any:
 
 
 def prepare_torchvision() -> bool:
-    """Make torchvision importable beside a torch that its own library does not fit; False where there is none.
+    """Make torchvision importable even if its binary library does not fit this torch.
 
-    Operators that it misses are declared without a body, for the models call none of them.
+    Return False if it is not installed.
+
+    Missing operators are declared without an implementation, because the models call none of them.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -145,4 +147,4 @@ def prepare_torchvision() -> bool:
     return True
 
 
-_KEPT: list[Any] = []  # A library that is collected takes its operators along.
+_KEPT: list[Any] = []  # Deleting a library would remove its operators.

@@ -1,1 +1,1 @@
-"""The same work done by other libraries, each in a process and an environment of its own."""
+"""The same work in other libraries, each in its own process and environment."""

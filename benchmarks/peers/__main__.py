@@ -1,4 +1,4 @@
-"""Makes an environment for each peer and runs the work in it: ``python -m benchmarks.peers [peer ...]``."""
+"""Create an environment for each peer and run the work in it: ``python -m benchmarks.peers [peer ...]``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PEERS = {
     "transformer_lens": ("transformer-lens==4.3.0",),
     "pyvene": ("pyvene==0.1.8",),
 }
-"""By script: what its environment holds, beside what constraints.txt pins. Ours runs in the environment at hand."""
+"""The packages of each peer, in addition to constraints.txt. tenterhook runs in the current environment."""
 
 
 def main() -> int:
-    """Run the peers that were named, or all of them; one that fails does not stop the others."""
+    """Run the named peers, or all of them. A failing peer does not stop the others."""
     options = _options()
     rows, failed = [], []
     for name in options.peer or PEERS:
@@ -62,7 +62,10 @@ def _run(name: str, rounds: int) -> list[Row]:
 
 
 def _arranged(rows: Iterable[Row]) -> list[Row]:
-    """By work; raw hooks, which run in every process, once: as they were beside tenterhook, or else the first."""
+    """Sort rows by work, with one row of raw hooks for each work.
+
+    Raw hooks run in every process. The row from tenterhook's process is used, or else the first one.
+    """
     first: dict[tuple[str, str], Row] = {}
     for row in rows:
         first.setdefault((row.work, row.who), row)

@@ -1,8 +1,8 @@
-"""What the scripts of all peers share: the work, the check of the values, the timing, the way back.
+"""Shared parts of all peers' scripts: the work, the check of values, the timing, and the results.
 
-A peer's script says how its library does each piece of :data:`WORKS`: a function that opens whatever the library
-opens for one call, runs the model, and returns what was recorded, as a user would write it. Opening and closing is
-part of the time. What a library asks to be made once for a model (a wrapper, say) is made before.
+A peer's script defines how its library does each piece of :data:`WORKS`: a function that opens whatever the library
+opens for one call, runs the model, and returns the recorded values, as a user would write it. Opening and closing are
+timed. Objects that a library creates once for a model, such as a wrapper, are created before.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Ways: TypeAlias = Mapping[str, Way]
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, ready to work on a model of its own.
+    """A library with its own model.
 
-    ``tolerance`` is for one that computes the model in its own way; ``notes`` says, by work, what it does instead
-    of exactly what was asked.
+    ``tolerance`` is for a library that computes the model in its own way. ``notes`` describes, by work, differences
+    from the requested work.
     """
 
     name: str
@@ -51,28 +51,28 @@ class Peer:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def label(self, work: str, given: int, available: int) -> str:
-        """The name for the table, with what must be known beside the figure."""
+        """Return the name for the table, with a note if there is one."""
         partly = f"{given} of {available} points" if given < available else ""
         note = self.notes.get(work, partly)
         return f"{self.name} ({note})" if note else self.name
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
-    """The edit."""
+    """Double a value. This is the edit."""
     return value * 2
 
 
 def loss(output: Any) -> torch.Tensor:
-    """What is differentiated."""
+    """Return the value that is differentiated."""
     return output.logits.sum()
 
 
 def compete(load: Callable[[nn.Module, torch.Tensor], Peer]) -> None:
-    """Time a peer, as the command line says: the file for the rows, and the number of rounds.
+    """Time a peer. The command line gives the file for the rows and the number of rounds.
 
     Args:
-        load: imports the library and gets it ready. It runs after a first timing of the plain model, so that what
-            the library does to the whole process shows.
+        load: imports the library and prepares it. It runs after a first timing of the plain model, so that effects of
+            the library on the whole process are visible.
     """
     target, rounds = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def compete(load: Callable[[nn.Module, torch.Tensor], Peer]) -> None:
 
 
 def _rows(model: nn.Module, ids: torch.Tensor, peer: Peer, work: str, rounds: int) -> Iterator[Row]:
-    """The peer's row and that of raw hooks."""
+    """Yield the row of the peer and that of raw hooks."""
     way = peer.ways[work]
     reference = by_hand(model, ids)[work]
     right = reference()
@@ -112,7 +112,7 @@ def _plain(model: nn.Module, ids: torch.Tensor, work: str) -> Values:
 
 
 def _in_mode(work: str, way: Way, names: set[str] | None = None) -> Opener:
-    """One way of doing the work, without autograd where no gradient is asked for."""
+    """Return a way to do the work. Autograd is off unless gradients are requested."""
 
     @contextmanager
     def opened() -> Iterator[Trial]:
@@ -134,7 +134,7 @@ def _afterwards(peer: Peer, before: list[float], after: list[float]) -> Row:
 
 
 def by_hand(model: nn.Module, ids: torch.Tensor) -> Ways:
-    """The same work with PyTorch's hooks: the reference for values, and a contender in every process."""
+    """Return the same work with PyTorch's hooks: the reference for values, and a contender in every process."""
     modules = raw.called(model, partial(model, ids))
     return {
         "blocks": partial(_keep, model, ids, BLOCKS),
@@ -157,7 +157,7 @@ def _edit(model: nn.Module, ids: torch.Tensor) -> Values:
 
 
 def metric(logits: torch.Tensor) -> torch.Tensor:
-    """What a patched run is measured by: one logit against another, at the last position."""
+    """Return the metric of a patched run: the difference of two logits at the last position."""
     return logits[0, -1, 7] - logits[0, -1, 9]
 
 
@@ -185,5 +185,5 @@ def _keep_gradients(model: nn.Module, ids: torch.Tensor) -> Values:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that a peer's process left."""
+    """Return the rows that a peer's process wrote."""
     return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]

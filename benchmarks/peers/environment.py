@@ -1,4 +1,4 @@
-"""The environment of a peer: its library, and nothing else that would change what is seen of it."""
+"""The environment of a peer, with its library and no other packages that could affect it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENTS = ROOT / ".venv-peers"
 
 
 def environment(name: str, packages: tuple[str, ...]) -> Path:
-    """The Python of an environment with these packages, made anew when they have changed."""
+    """Return the Python of an environment with these packages. Create it again if they have changed."""
     folder = ENVIRONMENTS / name
     python, ready, wanted = folder / "bin" / "python", folder / ".ready", "\n".join(packages)
     if not ready.exists() or ready.read_text(encoding="utf-8") != wanted:

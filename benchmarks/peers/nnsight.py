@@ -1,4 +1,4 @@
-"""The work done with nnsight."""
+"""The work with nnsight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.peers.common import EDITED, Peer, compete
 
 
 def load(module: nn.Module, ids: torch.Tensor) -> Peer:
-    """Wrap the model once, as nnsight asks."""
+    """Wrap the model once, as nnsight requires."""
     import nnsight
 
     model = nnsight.NNsight(module)

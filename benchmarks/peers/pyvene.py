@@ -1,4 +1,4 @@
-"""The work done with pyvene, whose interventions are configured once for a model."""
+"""The work with pyvene, whose interventions are configured once for a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERYWHERE = {"base": list(range(TOKENS))}
 
 
 def load(model: nn.Module, ids: torch.Tensor) -> Peer:
-    """Configure one intervenable model for each piece of work: a model carries one configuration."""
+    """Configure one intervenable model for each piece of work, because a model has only one configuration."""
     import pyvene
 
     points = [_component(name, intervention_type=pyvene.CollectIntervention) for name in BLOCKS]
@@ -38,7 +38,7 @@ def load(model: nn.Module, ids: torch.Tensor) -> Peer:
 
 
 def _component(name: str, **settings: Any) -> dict[str, Any]:
-    """The point after a module, in pyvene's notation: ``transformer.h[5].output``."""
+    """Return the point after a module in pyvene's notation: ``transformer.h[5].output``."""
     parts = [f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".")]
     return {"component": "".join(parts).removeprefix(".") + ".output", **settings}
 

@@ -1,4 +1,4 @@
-"""The same work done with tenterhook, a session for each call."""
+"""The work with tenterhook, with one session for each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.peers.common import EDITED, Peer, compete, double, loss, metric
 
 
 def load(model: nn.Module, ids: torch.Tensor) -> Peer:
-    """Nothing is made beforehand."""
+    """Return the peer. Nothing is created beforehand."""
     import tenterhook as th
 
     names = raw.called(model, lambda: model(ids))

@@ -1,4 +1,4 @@
-"""The work done with torchlens, which traces every operation and keeps what was asked for."""
+"""The work with torchlens, which traces every operation and keeps the requested ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.peers.common import Peer, compete
 
 
 def load(model: nn.Module, ids: torch.Tensor) -> Peer:
-    """Nothing is made beforehand: each trace stands alone."""
+    """Return the peer. Nothing is created beforehand: each trace is independent."""
     import torchlens
 
-    warnings.filterwarnings("ignore", module="contextlib")  # it remarks on each trace that the model reads a scalar
+    warnings.filterwarnings("ignore", module="contextlib")  # each trace warns that the model reads a scalar
     trace = partial(torchlens.trace, model, ids)
     only_blocks = torchlens.options.CaptureOptions(layers_to_save=list(BLOCKS))
 
@@ -35,7 +35,10 @@ def load(model: nn.Module, ids: torch.Tensor) -> Peer:
 
 
 def _name(module: Any) -> str:
-    """The module's path. The root, ``self``, and its body give a structure, of which torchlens keeps one tensor."""
+    """Return the path of a module.
+
+    The root, ``self``, and its body return a structure, of which torchlens keeps one tensor.
+    """
     return "" if module.address in {"self", "transformer"} else module.address
 
 

@@ -1,4 +1,4 @@
-"""The work done with TransformerLens, whose bridge computes attention and norms in its own way."""
+"""The work with TransformerLens, whose bridge computes attention and norms in its own way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EDITED = "blocks.5.mlp.hook_out"
 
 
 def load(module: nn.Module, ids: torch.Tensor) -> Peer:
-    """Boot the bridge over the model; the name only tells it which adapter to take."""
+    """Boot the bridge over the model. The name only selects the adapter."""
     from transformer_lens.model_bridge import TransformerBridge
 
     bridge: Any = TransformerBridge.boot_transformers("gpt2", hf_model=module, tokenizer=_tokenizer())
@@ -56,7 +56,7 @@ def load(module: nn.Module, ids: torch.Tensor) -> Peer:
 
 
 def _tokenizer() -> Any:
-    """The bridge must have one, although the input is tokens already."""
+    """Return a tokenizer, which the bridge requires although the input is already tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The cases. Each takes a tool and tells whether what it got is right; an exception is a refusal, which is loud."""
+"""The cases. Each one runs a tool and returns whether its result is right. An exception counts as a loud refusal."""
 
 from hazards.cases import cycle, gradients, values
 from hazards.cases.base import CASES, Case

@@ -1,4 +1,4 @@
-"""What the cases share: how one is registered, and the models that several of them use."""
+"""Shared parts of the cases: their registration, and the models that several of them use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CASES", "Case", "Chain", "Residual", "Wrapped", "X", "case", "seeded
 
 
 class Case(NamedTuple):
-    """The section and the sentence that the table shows, and a function that tells whether a tool is right."""
+    """A case: the section and the sentence in the table, and a function that returns whether a tool is right."""
 
     section: str
     sentence: str
@@ -35,7 +35,7 @@ def case(section: str, sentence: str) -> Callable[[Callable[[Tool], bool]], Call
 
 
 def seeded(make: Callable[[], nn.Module]) -> Any:
-    """A model with the same weights every time."""
+    """Return a model with the same weights every time."""
     torch.manual_seed(0)
     return make()
 
@@ -62,7 +62,7 @@ class Wrapped(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual sum in place."""
+    """A residual sum, computed in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The life of hooks: how they go in and come out, and who else is there meanwhile."""
+"""The lifetime of hooks: registration, removal, and other hooks at the same time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _(tool: Tool) -> bool:
 def _(tool: Tool) -> bool:
     model = Wrapped(nn.Linear(4, 4), lambda _inner, x: x)
     tool.edit(model, "inner", lambda out: out * 0, Call(model, X))
-    return False  # Nothing was said.
+    return False  # There was no error.
 
 
 @case("Life cycle", "another thread uses the model meanwhile")
@@ -75,7 +75,7 @@ def _(tool: Tool) -> bool:
         tool.values(model, ["0", "nowhere"], Call(model, X))
     except Unable:
         raise
-    except Exception:  # noqa: BLE001  That it says so is as it should be.
+    except Exception:  # noqa: BLE001  # an error is the right answer
         return _hooks(model) == 0
     return False
 

@@ -1,4 +1,4 @@
-"""Values: what is kept must be what flowed on."""
+"""Values: a recorded value must equal the value that the model used."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_an_address_without_globs_is_literal(text):
         ("a:", 2, "'return'"),
         ("a:x:y", 3, "name()"),
         ("a:f(x)", 3, "name()"),
-        ("a:f()x", 5, "Go on with"),
+        ("a:f()x", 5, "Continue with"),
         ("a:in()", 2, "':in'"),
         ("a:x[", 3, "\\["),
         ("a:x]", 3, "\\]"),

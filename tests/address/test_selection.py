@@ -80,7 +80,7 @@ def test_equality_ignores_the_order_and_needs_the_same_model(mlp):
 
 
 def test_selections_of_two_models_do_not_mix(mlp):
-    with pytest.raises(SelectorError, match="of two models"):
+    with pytest.raises(SelectorError, match="belong to two models"):
         select(mlp) | select(nn.Linear(1, 1))
 
 

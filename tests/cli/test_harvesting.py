@@ -78,9 +78,9 @@ def test_damage_is_told_dropped_and_made_again(call, tmp_path):
     (tmp_path / "acts/shards/00000001/0.safetensors").unlink()
     told = call("verify", "acts")
     assert told.exit_code == 1
-    assert "it is not there" in told.stdout
+    assert "it is missing" in told.stdout
     damaged = json.loads(call("verify", "acts", "--json").stdout)
-    assert damaged["damaged"] == [{"shard": 1, "file": "shards/00000001/0.safetensors", "what": "it is not there"}]
+    assert damaged["damaged"] == [{"shard": 1, "file": "shards/00000001/0.safetensors", "what": "it is missing"}]
     assert damaged["complete"] is False
     dropped = call("verify", "acts", "--drop")
     assert dropped.exit_code == 0
@@ -151,7 +151,7 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
         ({10: "10 --memory 3"}, 2, "--memory is 100000 bytes or more"),
         ({10: "10 --shard-rows 3 --shard-size 1k"}, 2, "not both"),
         ({10: "10 --rows-dtype float12"}, 2, "float12"),
-        ({10: "10 --reduce last"}, 2, "reduce='last' is over the tokens"),
+        ({10: "10 --reduce last"}, 2, "reduce='last' reduces the tokens"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, said):
@@ -166,7 +166,7 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
 def test_what_is_no_store_is_told(call):
     told = call("verify", "nowhere")
     assert told.exit_code == 4
-    assert "is no store of harvested rows" in told.stderr
+    assert "is not a store of harvested rows" in told.stderr
 
 
 @pytest.mark.slow

@@ -463,7 +463,7 @@ def test_a_length_that_lies_is_found_out(tmp_path):
         def __iter__(self):
             return iter(x.split(5))
 
-    with pytest.raises(th.HarvestError, match="ended after 10 batches, and its length promised 12"):
+    with pytest.raises(th.HarvestError, match="ended after 10 batches, but its length is 12"):
         th.harvest(net(), Lies(), "1", to=tmp_path, shard_rows=10)
     assert len(commits(tmp_path)) == 5
 
@@ -482,7 +482,7 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path):
         th.harvest(net(), x, "1", to=tmp_path / "a", rows="rows")
     with pytest.raises(ValueError, match="last, mean, max"):
         th.harvest(net(), x, "1", to=tmp_path / "a", reduce="min")
-    with pytest.raises(TypeError, match="batches are"):
+    with pytest.raises(TypeError, match="batches must be"):
         th.harvest(net(), 5, "1", to=tmp_path / "a")
     with pytest.raises(ValueError, match="engine="):
         th.harvest(net(), x, "1", to=tmp_path / "a", engine="dask")
@@ -501,7 +501,7 @@ def test_a_batch_that_the_model_does_not_take_tells_of_call(tmp_path):
 def test_a_foreign_or_unwritable_directory_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(th.StoreError, match=r"other things \(thesis.tex\)"):
+    with pytest.raises(th.StoreError, match=r"other files \(thesis.tex\)"):
         th.harvest(net(), x, "1", to=tmp_path / "mine")
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="file"):
@@ -518,7 +518,7 @@ def test_rows_that_change_their_shape_are_told_and_what_was_committed_stays(tmp_
 
 
 def test_a_point_without_rows_is_told(tmp_path):
-    with pytest.raises(th.HarvestError, match="first dimension is not that of the samples"):
+    with pytest.raises(th.HarvestError, match="first dimension must be the samples"):
         th.harvest(nn.Sequential(nn.Flatten(0)), x, "0", to=tmp_path / "a")
     ids = torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(th.HarvestError, match="mask is empty"):

@@ -436,7 +436,7 @@ def test_each_resumed_harvest_compares_other_rows_until_all_were(tmp_path):
 def test_one_changed_row_of_many_is_found_by_one_of_the_next_harvests(tmp_path):
     options = {"model": nn.Identity(), "batch_size": 5, "shard_rows": 50}
     run(tmp_path, data=Rows(), **options)
-    with pytest.raises(th.DifferentHarvest, match="the batches of shard 11 are others now"):
+    with pytest.raises(th.DifferentHarvest, match="the batches of shard 11 have changed"):
         for _ in range(-(-200 // SAMPLED)):
             run(tmp_path, data=Rows(changed=567), **options)
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tenterhook as th
 from tenterhook import hooks
 from tenterhook.pytorch import support
+from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.pytorch.support import FEATURES, ProbeFailed, Status
 from tenterhook.testing import state_of, untouched
 
@@ -32,7 +33,8 @@ LIGHT = [
     "shared state", "stopping a run", "structured values", "tracing", "transforms of torch.func",
     "weights computed from parameters",
 ]  # fmt: skip
-NAMES = [*LIGHT, "compiled models"]
+IN_GRAPHS = "hooks inside compiled graphs"
+NAMES = [*LIGHT, "compiled models", IN_GRAPHS]
 MODEL = nn.Identity()
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -66,6 +68,9 @@ def test_every_feature_is_tested_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_feature_works_the_fast_way_as_often_as_it_is_probed(name):
+    if name == IN_GRAPHS and not can_trace_hooks():  # As on torch 2.10.
+        assert outcome(name)[0] is Status.FALLBACK
+        return
     for _ in range(3):
         assert outcome(name) == (Status.FAST, "")
 
@@ -290,7 +295,7 @@ print(json.dumps(said))
 
 
 def test_probes_run_again_if_another_library_has_patched_pytorch_since():
-    error = f"module calls is not available with torch {torch.__version__}, and every session cannot do without it."
+    error = f"module calls is not available with torch {torch.__version__}, and it is needed for every session."
     assert in_process(PATCHED) == [["0"], error, ["0"]]
 
 

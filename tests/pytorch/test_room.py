@@ -156,6 +156,8 @@ def test_every_variable_that_the_room_reads_in_a_frame_is_sabotaged():
     for path in INSIDE:
         for node in ast.walk(parsed(path)):
             key = node.slice if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) else None
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "FEATURES":
+                continue  # Names of our own.
             if isinstance(key, ast.Constant) and isinstance(key.value, str) and not key.value.isupper():
                 assert key.value in known, f"{where(path, node)}: add {key.value!r} to VARIABLES"
 

@@ -334,7 +334,7 @@ def test_what_is_read_from_stdin_or_typed_at_a_prompt_says_that_it_has_no_source
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, *flags], input=ASKED, capture_output=True, text=True, check=True, env=path)
     if flags == ["-"] or sys.version_info < (3, 13):  # From 3.13 on, Python keeps what is typed at a prompt.
-        assert "said: Typed.forward has no source that can be read" in done.stdout
+        assert "said: Typed.forward has no readable source" in done.stdout
     assert "recorded: [1.0, 1.0] [2.0, 2.0]" in done.stdout
 
 
@@ -358,7 +358,7 @@ def test_a_module_of_which_there_is_only_compiled_code_says_so(tmp_path, monkeyp
 def test_a_forward_that_is_no_python_function_says_so():
     built_in, scripted = nn.Identity(), torch.jit.script(nn.Linear(3, 3))
     built_in.forward = torch.relu
-    with pytest.raises(th.AddressError, match="':y': nothing inside"):
+    with pytest.raises(th.AddressError, match=r"':y': .* has nothing with the name"):
         th.record(scripted, ":y")
     # C does not tell which arguments it takes, so that any name may be one.
     with pytest.raises(th.NeverReached, match=":y"), th.record(built_in, ":y"):

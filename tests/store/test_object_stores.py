@@ -118,7 +118,7 @@ def test_damage_there_is_found_and_healed(place):
     store = th.open(place)
     with pytest.raises(th.StoreError, match="damaged"):
         store["1"][210]
-    with pytest.raises(th.StoreError, match="not there"):
+    with pytest.raises(th.StoreError, match="missing"):
         store["sample"][:]
     assert {shard for shard, _, _ in verify(place).damaged} == {2, 4}
     verify(place, drop=True)

@@ -101,7 +101,7 @@ def test_a_commit_that_fails_is_told_and_no_later_one_is_made(place):
     place.failing = "00000001"
     place.may_go_on.set()
     writer = Writer(place, 10**6)
-    with pytest.raises(th.StoreError, match="The 1 shards that were committed are whole"):
+    with pytest.raises(th.StoreError, match="The 1 committed shards are complete"):
         for shard in range(4):
             writer.put(shard, COLUMN, ROWS)
             writer.end(shard, (COLUMN,), {"rows": 10})

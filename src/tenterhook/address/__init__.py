@@ -1,4 +1,4 @@
-"""Addresses: from text and other selectors to the points of a model."""
+"""Addresses: text and other selectors, and the points of a model that they select."""
 
 from tenterhook.address.grammar import Address, escape, parse
 from tenterhook.address.match import Selector, canonical, resolve

@@ -1,7 +1,7 @@
-"""Points at the outputs of modules that a glob has found, made only if somebody looks at them.
+"""Points at the module outputs that a glob matches, created only when they are read.
 
-Most sessions record what modules return, and need the modules alone. What a glob finds is remembered for as long as
-the structure of the model is the same, without keeping any module alive.
+Most sessions record module outputs and need only the modules. The result of a glob is cached as long as the structure
+of the model does not change. The cache keeps no module alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FoundOutputs", "Remembered", "remember"]
 
 
 class Remembered(NamedTuple):
-    """What a glob has found in a structure: the place of each module there, its path, and what its track is made of."""
+    """The cached result of a glob: the index of each module in the structure, its path, and the data of its track."""
 
     places: list[int]
     paths: list[str]
@@ -30,7 +30,7 @@ class Remembered(NamedTuple):
 
 
 def remember(points: Sequence[Point], modules: Sequence[nn.Module | None]) -> Remembered:
-    """Return what can be kept of points; ``modules`` are those of the structure."""
+    """Return the cacheable form of ``points``. ``modules`` are the modules of the structure, in its order."""
     places = {id(module): place for place, module in enumerate(modules)}
     return Remembered(
         [places[id(point.module)] for point in points],
@@ -52,7 +52,7 @@ class FoundOutputs(Sequence[Point]):
             self.bind(modules)
 
     def bind(self, modules: Sequence[Any]) -> None:
-        """Take the modules from those of the structure."""
+        """Look up the modules in ``modules``, the modules of the structure."""
         self._modules = [modules[place] for place in self._found.places]
 
     @property

@@ -1,8 +1,8 @@
-"""Functions behind a module: its own ``forward`` under whatever wraps it, and the functions that one calls.
+"""The functions behind a module: its own ``forward`` without its wrappers, and the functions that ``forward`` calls.
 
-What is called is found in the source without running it: methods of the class, ``super()``, and functions of the same
-package by their global names. A function that is only handed around (``attend = TABLE[kind]``) is known when it is
-called, and is then recognised by its code.
+Calls are found in the source without running it: methods of the class, ``super()``, and functions of the same package
+that are called by their global name. A function that is called through a variable (``attend = TABLE[kind]``) is only
+known during the call, where its code object identifies it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tenterhook.pytorch.python_code import closure_values, free_names
 
 __all__ = ["Callee", "callees", "forward_of", "global_value", "handed_on", "is_self", "places_of", "plain"]
 
-BINDINGS = (MethodType, staticmethod, classmethod)  # A union would be made anew at every call.
+BINDINGS = (MethodType, staticmethod, classmethod)  # Not `A | B`: Python would build the union again at every call.
 
 
 def plain(target: Any) -> FunctionType | None:
-    """The function under bindings and wrappers that say what they wrap; None where that is no Python function."""
+    """Return the Python function inside bound methods and ``__wrapped__`` wrappers, or None if there is none."""
     for _ in range(32):
         if isinstance(target, BINDINGS):
             target = target.__func__
@@ -41,26 +41,26 @@ def plain(target: Any) -> FunctionType | None:
 
 
 def forward_of(module: nn.Module) -> FunctionType:
-    """The function that a module's ``forward`` comes down to."""
+    """Return the Python function that a module runs as its ``forward``."""
     own = module.__dict__.get("forward")
     function = plain(own if own is not None else getattr(type(module), "forward", None))
     if function is None:
         what = own if own is not None else getattr(type(module), "forward", None)
         raise NoSource(
-            f"the forward of this {type(module).__name__} is no Python function ({what!r:.80}), so what is inside it "
-            "cannot be addressed; its arguments and its output can."
+            f"the forward of this {type(module).__name__} is not a Python function ({what!r:.80}), so the values "
+            "inside it cannot be addressed. Its arguments and its output can."
         )
     return function
 
 
 def places_of(function: FunctionType) -> tuple[Place, ...]:
-    """Every place in a function."""
+    """Return every place in a function."""
     return places(function.__code__, function.__qualname__)
 
 
 @dataclass(frozen=True)
 class Callee:
-    """A function that another calls: at which of its calls, and what it is."""
+    """A function that another function calls, and the places of these calls."""
 
     function: FunctionType
     at: tuple[Place, ...] = field(compare=False)
@@ -70,7 +70,10 @@ _known: weakref.WeakKeyDictionary[FunctionType, dict[type, dict[str, Callee]]] =
 
 
 def callees(function: FunctionType, cls: type) -> dict[str, Callee]:
-    """The functions that ``function``, as a method of ``cls``, calls, by the name that it calls them."""
+    """Return the functions that ``function``, as a method of ``cls``, calls.
+
+    The keys are the names used in the calls.
+    """
     known = _known.setdefault(function, {})
     if cls not in known:
         known[cls] = _callees(function, cls)
@@ -92,7 +95,7 @@ def _callees(function: FunctionType, cls: type) -> dict[str, Callee]:
             found[name] = Callee(target, ((before.at if before else ()) + (by_key[index, 0],)))
         elif _calls_a_variable(node, local):
             handed.append(by_key[index, 0])
-    # What is called through a variable may be any function that is mentioned; its code will tell.
+    # A call through a variable may run any function that the source mentions. The code object decides during the call.
     for name, target in _mentioned(tree, function).items() if handed else ():
         known = found.get(name)
         if known is None or known.function is target:
@@ -101,7 +104,7 @@ def _callees(function: FunctionType, cls: type) -> dict[str, Callee]:
 
 
 def handed_on(function: FunctionType, name: str) -> Callee | None:
-    """A function of the same package that is reached through a variable and named nowhere in the source."""
+    """Return a function of the same package that is called through a variable and that the source never names."""
     tree = read_source(function.__code__, function.__qualname__).tree
     local = _local_names(tree)
     nodes = walk(tree)
@@ -111,7 +114,10 @@ def handed_on(function: FunctionType, name: str) -> Callee | None:
 
 
 def _local_names(tree: ast.FunctionDef) -> set[str]:
-    """The variables that may hold a function: not those of a loop over what the module holds, which are its modules."""
+    """Return the local variables that may refer to a function.
+
+    The variables of a loop over attributes of ``self`` are left out, because they refer to modules.
+    """
     nodes = [
         node
         for node in walk(tree)
@@ -141,7 +147,7 @@ def _in_package(function: FunctionType, name: str) -> FunctionType | None:
 
 
 def _static(called: ast.expr, function: FunctionType, cls: type) -> FunctionType | None:
-    """What an expression that is called stands for, if the source alone tells and it is of the same package."""
+    """Return the function that an expression calls, if the source determines it and it is of the same package."""
     if isinstance(called, ast.Attribute) and is_self(called.value, function):
         target = plain(inspect.getattr_static(cls, called.attr, None))
     elif isinstance(called, ast.Attribute) and _is_super(called.value):
@@ -152,7 +158,7 @@ def _static(called: ast.expr, function: FunctionType, cls: type) -> FunctionType
 
 
 def is_self(node: ast.expr, function: FunctionType) -> bool:
-    """Tell whether an expression is the first argument of a function."""
+    """Return whether an expression is the first argument of a function."""
     names = function.__code__.co_varnames[:1]
     return isinstance(node, ast.Name) and node.id in names
 
@@ -162,14 +168,17 @@ def _is_super(node: ast.expr) -> bool:
 
 
 def _above(function: FunctionType, cls: type, name: str) -> FunctionType | None:
-    """The method that ``super().name`` means in a method of ``cls``."""
+    """Return the method that ``super().name`` refers to in a method of ``cls``."""
     order = cls.__mro__
     owner = next((i for i, each in enumerate(order) if plain(vars(each).get(function.__name__)) is function), 0)
     return next((plain(vars(each)[name]) for each in order[owner + 1 :] if name in vars(each)), None)
 
 
 def global_value(node: ast.expr, function: FunctionType) -> Any:
-    """Return what a name, or an attribute of a Python module, stands for in a function; None where that is unknown."""
+    """Return the value of a name, or of an attribute of a Python module, in a function.
+
+    Return None if it is unknown.
+    """
     if isinstance(node, ast.Name):
         if node.id in free_names(function.__code__):
             return closure_values(function).get(node.id)

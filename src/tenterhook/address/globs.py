@@ -1,4 +1,4 @@
-"""Patterns as regular expressions over dotted names."""
+"""Conversion of glob patterns to regular expressions over dotted names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _DEEP = Pattern((Wild.DEEP,))
 
 
 def path_regex(path: tuple[Pattern, ...]) -> str:
-    r"""The expression that a dotted module name has to match in full.
+    r"""Return the regular expression that must match a dotted module name in full.
 
     >>> from tenterhook.address.grammar import parse
     >>> bool(re.fullmatch(path_regex(parse("h.**.attn").path), "h.attn"))
     True
     """
-    # A run of '**' says no more than one, and each would multiply the ways to fail.
+    # Several '**' in a row mean the same as one, and each would multiply the time of a failing match.
     path = tuple(part for index, part in enumerate(path) if part != _DEEP or path[index - 1 : index] != (_DEEP,))
     if path == (_DEEP,):
         return r"[\s\S]*"
@@ -26,17 +26,20 @@ def path_regex(path: tuple[Pattern, ...]) -> str:
     body = path[:-1] if ends_deep else path
     parts = [r"(?:[^.]+\.)*" if part == _DEEP else f"{_segment(part)}\\." for part in body[:-1]]
     parts += [_segment(part) for part in body[-1:]]
-    # A name is never empty: without the lookahead, '*' would match the root.
+    # A name is never empty. Without the lookahead, '*' would match the root.
     return r"(?=[\s\S])" + "".join(parts) + (r"(?:\.[^.]+)*" if ends_deep else "")
 
 
 def name_regex(pattern: Pattern) -> str:
-    """The expression that a name after a colon has to match in full."""
+    """Return the regular expression that must match a name after a colon in full."""
     return "".join(_piece(piece, r"[\s\S]*") for piece in pattern.pieces)
 
 
 def has_literal(pattern: Pattern) -> bool:
-    """Whether a pattern spells out any part of a name, so that it can mean parameters: ``weight``, ``*_proj``."""
+    """Return whether a pattern contains literal text (``weight``, ``*_proj``).
+
+    Only such a pattern can match parameters.
+    """
     return any(
         any(map(has_literal, piece.options)) if isinstance(piece, Choice) else not isinstance(piece, Wild)
         for piece in pattern.pieces

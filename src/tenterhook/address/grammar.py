@@ -1,16 +1,16 @@
-r"""The text of an address, and what it means before any model is looked at.
+r"""The grammar of addresses, independent of any model.
 
 ::
 
     address  =  path (":" inner)* ("#" call)?
-    path     =  segment ("." segment)*            nothing at all is the root
+    path     =  segment ("." segment)*            an empty path is the root
     inner    =  name "()"? ("[" place "]")?       name: in, return, an argument, a variable, self.x, out["x"]
     place    =  an integer, the number of a place among those of that name; or "*", all of them
     call     =  an integer; -1 is the last call
 
-In a segment or a name, ``*`` is any text, ``{a,b}`` are alternatives and ``{4..8}`` is a range; a segment ``**`` is
-any number of segments. A backslash takes the meaning from the character after it; what stands in square brackets is
-taken as it is. Here is text only: nothing in this file knows torch.
+In a segment or a name, ``*`` matches any text, ``{a,b}`` are alternatives and ``{4..8}`` is a range. A segment ``**``
+matches any number of segments. A backslash makes the next character literal. Text in square brackets is literal. This
+file handles text only and does not import torch.
 
 >>> parse("h.{4..8}.attn:attn_weights[1]#0").call
 0
@@ -37,12 +37,12 @@ _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
 _PLACE = re.compile(r"\[(-?[0-9]+|\*)\](?=[:#]|\Z)")
 _ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
 _CALL = re.compile(r"#(-?[0-9]+)\Z")
-# A range becomes a list of alternatives when it is matched: this keeps a slip of the finger from filling the memory.
+# Matching expands a range to a list of alternatives. This limit keeps a typing error from filling the memory.
 _WIDEST_RANGE = 10_000
 
 
 class Wild(enum.Enum):
-    """``*`` and ``**``."""
+    """The wildcards ``*`` and ``**``."""
 
     ANY = "*"
     DEEP = "**"
@@ -50,7 +50,7 @@ class Wild(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """``{first..last}``, both included, in either direction."""
+    """The range ``{first..last}``. Both ends are included, and either may be the larger one."""
 
     first: int
     last: int
@@ -59,14 +59,14 @@ class Range:
         return f"{{{self.first}..{self.last}}}"
 
     def names(self) -> list[str]:
-        """Every name that the range stands for, smallest first."""
+        """Return every name in the range, the smallest number first."""
         low, high = sorted((self.first, self.last))
         return [str(number) for number in range(low, high + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``{a,b}``."""
+    """The alternatives ``{a,b}``."""
 
     options: tuple[Pattern, ...]
 
@@ -82,7 +82,7 @@ class Pattern:
 
     @property
     def literal(self) -> str | None:
-        """The one name that this stands for, or None if it is a glob."""
+        """The name that this pattern matches if it is not a glob; None for a glob."""
         if len(self.pieces) == 1 and isinstance(self.pieces[0], str):
             return self.pieces[0]
         return None
@@ -90,17 +90,17 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """What stands after a colon: ``name``, ``name()``, ``name[place]``, ``name[*]``."""
+    """One part after a colon: ``name``, ``name()``, ``name[place]`` or ``name[*]``."""
 
     name: Pattern
     is_call: bool = False
     place: int | Wild | None = None
-    """the number of a place, all of them (``Wild.ANY``), or not given"""
+    """the number of a place, ``Wild.ANY`` for all of them, or None if it is not given"""
 
     def __str__(self) -> str:
         text = _write(self.name, _IN_NAME)
         if self.place is None and not self.is_call and (found := _ENDING.search(text)):
-            # The target of ``x[0] = …``: without the backslashes it would read as the place [0] of x.
+            # The target of ``x[0] = …``: without the backslashes it would be parsed as the place [0] of x.
             text = f"{text[: found.start()]}\\[{found[1]}\\]"
         number = self.place.value if isinstance(self.place, Wild) else self.place
         place = "" if number is None else f"[{number}]"
@@ -109,7 +109,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A parsed address. ``str()`` gives the canonical text, which parses to an equal one."""
+    """A parsed address. ``str()`` returns the canonical text, which parses to an equal address."""
 
     path: tuple[Pattern, ...]
     inner: tuple[Inner, ...] = ()
@@ -117,13 +117,13 @@ class Address:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names along the path, or None if there is a glob among them."""
+        """The names along the path, or None if one of them is a glob."""
         names = tuple(name for segment in self.path if (name := segment.literal) is not None)
         return names if len(names) == len(self.path) else None
 
     @property
     def is_literal(self) -> bool:
-        """Whether there is no glob anywhere, so that this can only be one point."""
+        """True if the address contains no glob, so that it can only match one point."""
         return self.names is not None and all(inner.name.literal is not None for inner in self.inner)
 
     def __str__(self) -> str:
@@ -134,25 +134,25 @@ class Address:
 
 
 def escape(path: str) -> str:
-    r"""The address of a module or parameter whose name, as PyTorch spells it, may hold special characters.
+    r"""Return the address of a module or parameter. Special characters in its PyTorch name are escaped.
 
     >>> escape("blocks.a:b")
     'blocks.a\\:b'
 
-    Dots stay: no name holds one, so they can only separate names.
+    Dots are not escaped: PyTorch allows no dot in a name, so that each dot separates two names.
     """
     return ESCAPED.sub(r"\\\g<0>", path)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Address:
-    """Read an address.
+    """Parse an address.
 
     >>> parse("h.3.attn:in") == parse("h.3.attn").__class__(parse("h.3.attn").path, parse(":in").inner)
     True
     >>> parse("h..3")
     Traceback (most recent call last):
-    tenterhook.errors.AddressError: 'h..3' is no address: a name is missing here.
+    tenterhook.errors.AddressError: 'h..3' is not an address: a name is missing here.
         h..3
           ^
     Write one name, '*' or '**' between two dots.
@@ -162,7 +162,7 @@ def parse(text: str) -> Address:
 
 @functools.lru_cache(maxsize=4096)
 def _one(inner: tuple[Inner, ...]) -> tuple[Inner, ...]:
-    """The one of all that are equal: addresses of many modules ask for the same, and comparing it takes its time."""
+    """Return one shared tuple for all equal ones, so that later comparisons are comparisons of identity and fast."""
     return inner
 
 
@@ -180,7 +180,7 @@ def _write_piece(piece: Piece, special: frozenset[str]) -> str:
 
 def _write_literal(text: str, special: frozenset[str]) -> str:
     if "," in special and ".." in text:
-        special |= {"."}  # within braces, two dots would read as a range
+        special |= {"."}  # two dots inside braces would be parsed as a range
     written, position = [], 0
     while position < len(text):
         end = _bracket_end(text, position) if "[" in special else position
@@ -194,7 +194,10 @@ def _write_literal(text: str, special: frozenset[str]) -> str:
 
 
 def _bracket_end(text: str, start: int) -> int:
-    """Where the bracket that opens at ``start`` has been closed; ``start`` if none opens there or it never closes."""
+    """Return the position after the bracket that opens at ``start``.
+
+    Return ``start`` if none opens there or it never closes.
+    """
     depth, quote, position = 0, "", start
     while position < len(text):
         char = text[position]
@@ -212,7 +215,7 @@ def _bracket_end(text: str, start: int) -> int:
 
 
 class _Reader:
-    """Reads one address from left to right; ``at`` is how far it has come."""
+    """A parser that reads one address from left to right. ``at`` is its position in the text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -223,17 +226,20 @@ class _Reader:
         inner: list[Inner] = []
         while self.next == ":":
             if inner and not inner[-1].is_call:
-                self.fail("only a call has an inside", "Write 'name()' before this colon, or drop what follows it.")
+                self.fail(
+                    "only a call can be followed by another name",
+                    "Write 'name()' before this colon, or remove the rest.",
+                )
             self.at += 1
             inner.append(self.inner())
         call = self.call()
         if inner and inner[-1] == _RETURN:
-            inner.pop()  # the output is what a path, or a call, stands for in any case
+            inner.pop()  # a path or a call without a name already means its output
         return Address(path, _one(tuple(inner)), call)
 
     @property
     def next(self) -> str:
-        """The character to be read, or nothing at the end."""
+        """The character at the current position, or an empty string at the end."""
         return self.text[self.at : self.at + 1]
 
     def path(self) -> tuple[Pattern, ...]:
@@ -266,10 +272,13 @@ class _Reader:
         is_call = self.parentheses()
         if is_call and name.literal in ("in", "return"):
             self.at = start
-            self.fail(f"{name.literal!r} is no function", f"Write ':{name.literal}'.")
+            self.fail(f"{name.literal!r} is not a function", f"Write ':{name.literal}'.")
         place = self.place()
         if self.next not in ("", ":", "#"):
-            self.fail("the name has ended", "Go on with ':', with '#' and a call number, or not at all.")
+            self.fail(
+                "unexpected text after the name",
+                "Continue with ':' or with '#' and a call number, or end the address here.",
+            )
         return Inner(name, is_call, place)
 
     def parentheses(self) -> bool:
@@ -296,7 +305,7 @@ class _Reader:
         return int(found[1])
 
     def piece(self, special: frozenset[str]) -> Piece:
-        """One piece of a pattern; a literal comes a character at a time."""
+        """Read one piece of a pattern. Literal text is returned one character at a time."""
         char = self.next
         if char == "{":
             return self.braces(special)
@@ -307,20 +316,20 @@ class _Reader:
         if char == "\\":
             return self.escaped()
         if char in special:
-            self.fail(f"{char!r} cannot stand here", f"Write '\\{char}' if it is part of the name.")
+            self.fail(f"{char!r} is not allowed here", f"Write '\\{char}' if it is part of the name.")
         self.at += 1
         return char
 
     def star(self) -> Wild:
         if self.text.startswith("**", self.at):
-            self.fail("'**' stands for whole segments", "Put it between dots, or write '*' for a part of a name.")
+            self.fail("'**' matches whole segments only", "Write it between dots, or write '*' for a part of a name.")
         self.at += 1
         return Wild.ANY
 
     def escaped(self) -> str:
         char = self.text[self.at + 1 : self.at + 2]
         if not char:
-            self.fail("a backslash ends the text", "Write '\\\\' for a backslash.")
+            self.fail("the address ends with a backslash", "Write '\\\\' for a backslash.")
         self.at += 2
         return char
 
@@ -336,11 +345,11 @@ class _Reader:
             return self.range(found)
         start, options = self.at, list[Pattern]()
         while self.next != "}":
-            self.at += 1  # past the brace that opens, or the comma
+            self.at += 1  # past the opening brace or the comma
             options.append(self.option(start, special))
         if options == [Pattern(())]:
             self.at = start
-            self.fail("there is nothing between these braces", "Write {a,b} or {4..8}.")
+            self.fail("these braces are empty", "Write {a,b} or {4..8}.")
         self.at += 1
         return Choice(tuple(options))
 
@@ -351,20 +360,23 @@ class _Reader:
                 self.at = start
                 self.fail("this brace is never closed", "Close it, or write '\\{' if it is part of the name.")
             if self.next == "." and "." in special:
-                self.fail("alternatives hold no dot", "Write {{1..3},5} for a range among them, else two addresses.")
+                self.fail(
+                    "alternatives must not contain a dot",
+                    "Write {{1..3},5} for a range among them, or use two addresses.",
+                )
             pieces.append(self.piece(special))
         return _joined(pieces)
 
     def range(self, found: re.Match[str]) -> Range:
         numbers = Range(int(found[1]), int(found[2]))
         if abs(numbers.first - numbers.last) >= _WIDEST_RANGE:
-            self.fail(f"a range holds at most {_WIDEST_RANGE} names", "Write '*', or a narrower range.")
+            self.fail(f"a range has at most {_WIDEST_RANGE} names", "Write '*', or a narrower range.")
         self.at = found.end()
         return numbers
 
     def fail(self, what: str, fix: str) -> NoReturn:
         shown = "".join(char if char.isprintable() else "?" for char in self.text)
-        message = f"{self.text!r} is no address: {what}.\n    {shown}\n    {' ' * self.at}^\n{fix}"
+        message = f"{self.text!r} is not an address: {what}.\n    {shown}\n    {' ' * self.at}^\n{fix}"
         raise AddressError(message)
 
 
@@ -372,7 +384,7 @@ _RETURN = Inner(Pattern(("return",)))
 
 
 def _joined(pieces: list[Piece]) -> Pattern:
-    """The pattern of these pieces, with literals that touch made one."""
+    """Return the pattern of these pieces, with adjacent literals joined."""
     joined: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, str) and joined and isinstance(joined[-1], str):

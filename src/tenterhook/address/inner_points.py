@@ -1,6 +1,6 @@
-"""What can be named after a colon: the arguments of a ``forward``, what it returns, and what is inside it.
+"""The names that are valid after a colon: the arguments of a ``forward``, its output, and the places inside it.
 
-:func:`sites_inside` is the one place that decides it.
+:func:`sites_inside` alone decides which names are valid.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Arguments", "InnerPlaces", "InnerPoint", "arguments", "no_such_name", "sites_inside"]
 
-# How far a name is searched for in functions that functions call.
+# The number of nested function calls that are searched for a name.
 DEPTH = 4
 
 
 class Arguments(NamedTuple):
-    """What a ``forward`` takes."""
+    """The arguments that a ``forward`` accepts."""
 
     names: tuple[str, ...]
     any_name: bool
-    """whether it takes keywords that it does not name (``**kwargs``)"""
+    """True if it accepts any keyword (``**kwargs``)"""
 
 
 @dataclass(frozen=True, eq=False)
 class InnerPlaces:
-    """Places in one function, and the calls through which it is reached from the module's ``forward``.
+    """Places in one function, and the calls that lead to it from the module's ``forward``.
 
-    In a function without source there are no places, only the name of an operation that it may make.
+    A function without source has no places. It only has the name of an operation that it may call.
     """
 
     function: FunctionType
@@ -59,18 +59,18 @@ class InnerPlaces:
 
     @functools.cached_property
     def lines(self) -> tuple[int, ...]:
-        """The lines on which they begin."""
+        """The lines on which the places begin."""
         return tuple(dict.fromkeys(place.line for place in self.places))
 
     @functools.cached_property
     def where(self) -> str:
-        """File and line of the first of them."""
+        """File and line of the first place."""
         line = self.places[0].line if self.places else self.function.__code__.co_firstlineno
         return f"{self.function.__code__.co_filename}:{line}"
 
 
 class InnerPoint(NamedTuple):
-    """A site on a module, its name where it has one, and where it is inside ``forward``."""
+    """A site on a module, its name if it has one, and its places inside ``forward``."""
 
     site: Site
     name: str | None = None
@@ -83,18 +83,18 @@ _known: WeakKeyDictionary[Callable[..., Any], Arguments] = WeakKeyDictionary()
 
 
 def arguments(module: nn.Module) -> Arguments:
-    """The arguments of a module's ``forward``, the module itself left out.
+    """Return the arguments of a module's ``forward``, without ``self``.
 
     >>> arguments(nn.Bilinear(1, 1, 1)).names
     ('input1', 'input2')
     """
     own = module.__dict__.get("forward")
     if own is not None:
-        # Not kept: it may hold the module, and what we kept would then keep the model alive.
+        # Not cached: the function may refer to the module, and the cache would then keep the model alive.
         return _read(own)
     forward = getattr(type(module), "forward", None)
     if forward is nn.Module.forward:
-        return _NOTHING  # a container such as ModuleList: it cannot be called
+        return _NOTHING  # a container such as ModuleList, which cannot be called
     if not inspect.isfunction(forward):
         return _read(module.forward)
     known = _known.get(forward)
@@ -107,15 +107,15 @@ def _read(function: Callable[..., Any]) -> Arguments:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return _UNKNOWN  # compiled code that does not tell: any name may be right
+        return _UNKNOWN  # compiled code without a signature: any name may be valid
     return Arguments(tuple(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
 def sites_inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> list[InnerPoint]:
-    """The sites on ``module`` that ``inner`` stands for.
+    """Return the sites on ``module`` that ``inner`` selects.
 
-    ``*`` is every argument by its name, every place inside, and ``return``; ``in``, which is another name for the first
-    argument, has to be written out. A ``forward`` that takes any keyword takes every name that is given literally.
+    ``*`` selects every argument by its name, every place inside, and ``return``. It does not select ``in``, which is
+    another name for the first argument. If ``forward`` accepts any keyword, every literal name is valid.
 
     >>> linear = nn.Linear(1, 1)
     >>> [found.name for found in sites_inside(linear, (Inner(Pattern((Wild.ANY,))),), literal=True)]
@@ -138,7 +138,10 @@ def sites_inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) 
 
 
 def _inside_or_keyword(module: nn.Module, inner: tuple[Inner, ...], name: str, takes: Arguments) -> list[InnerPoint]:
-    """A literal name where any keyword is taken: the forward's own, that of a function it calls, or a keyword."""
+    """Return the sites of a literal name in a ``forward`` that accepts any keyword.
+
+    The name is searched in ``forward``, then in the functions that it calls. Otherwise it is a keyword.
+    """
     try:
         found = _inside(module, inner, literal=True)
     except NoSource:
@@ -148,7 +151,7 @@ def _inside_or_keyword(module: nn.Module, inner: tuple[Inner, ...], name: str, t
 
 
 def _looks_mistyped(wanted: str, module: nn.Module, takes: Arguments) -> bool:
-    """Whether a keyword that ``forward`` would take is all but one that it spells out, and so hardly meant."""
+    """Return whether a keyword is almost a name that ``forward`` spells out, and so is probably a typing error."""
     try:
         inside = [place.name for place in places_of(forward_of(module))]
     except NoSource:
@@ -169,12 +172,12 @@ def _globbed(module: nn.Module, takes: Arguments, inner: Inner) -> list[InnerPoi
 
 
 def _inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> list[InnerPoint]:
-    """Places inside ``forward``; a function that cannot be read is an error only where it was asked for literally."""
-    if getattr(type(module), "forward", None) is nn.Module.forward:  # The class of a script has none to show.
+    """Return places inside ``forward``. A function without source is an error only if ``literal`` is true."""
+    if getattr(type(module), "forward", None) is nn.Module.forward:  # A ScriptModule class has no forward of its own.
         return []
     try:
         asked: tuple[Any, ...] = (forward_of(module), type(module), inner, literal)
-        # What is not there now may be there later, when a module of the package has been imported that it comes from.
+        # An empty result is not cached: a module that defines the name may be imported later.
         return list(_search(*asked) or _search.__wrapped__(*asked))
     except NoSource:
         operation = _operation(module, inner) if literal else None
@@ -185,7 +188,7 @@ def _inside(module: nn.Module, inner: tuple[Inner, ...], *, literal: bool) -> li
 
 @functools.lru_cache(maxsize=1024)
 def _search(function: FunctionType, cls: type, inner: tuple[Inner, ...], literal: bool) -> tuple[InnerPoint, ...]:  # noqa: FBT001
-    """The same, for all modules of a class."""
+    """Return the places, cached for all modules of a class."""
     found = list(_spots(function, cls, inner, "", ()))
     if not literal and len(inner) == 1 and inner[0].name.literal is not None:
         found += list(_deeper(function, cls, inner, "", (), {function}))
@@ -193,7 +196,10 @@ def _search(function: FunctionType, cls: type, inner: tuple[Inner, ...], literal
 
 
 def _operation(module: nn.Module, inner: tuple[Inner, ...]) -> InnerPoint | None:
-    """A call by its name in a Python function without source: it can still be told as PyTorch makes it."""
+    """Return the point of a call by its name in a Python function without source.
+
+    The call can still be observed when PyTorch runs the operation.
+    """
     name = inner[0].name.literal
     if len(inner) > 1 or name is None or not inner[0].is_call or inner[0].place is not None:
         return None
@@ -218,9 +224,9 @@ def _here(code: CodeType, qualname: str, wanted: Inner, *, entered: bool) -> tup
 
 
 def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Iterator[tuple[str, tuple[Place, ...]]]:
-    """The places of one function that a name stands for: all its namesakes together, or each by itself for a glob.
+    """Yield the places of one function that a name matches: all of one name together, or each separately for a glob.
 
-    The arguments of a function that was entered are among them; those of a ``forward`` are a site of their own.
+    The arguments of a called function are included. The arguments of ``forward`` are a site of their own.
     """
     name, every = wanted.name.literal, wanted.name.pieces == (Wild.ANY,)
     fits = _fits(wanted.name) if name is None else _as_written(name).__eq__
@@ -237,7 +243,7 @@ def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Ite
             yield str(wanted), tuple(found)
         return
     several = Counter(place.text for place in found)
-    several.update(place.text for place in known if place.kind == "argument")  # Without a number, that is the argument.
+    several.update(place.text for place in known if place.kind == "argument")  # Without a number: the argument.
     for place in found:
         if wanted.place in (None, Wild.ANY, place.number):
             number = f"[{place.number}]" if several[place.text] > 1 and place.kind != "argument" else ""
@@ -246,7 +252,7 @@ def _find_here(known: tuple[Place, ...], wanted: Inner, *, entered: bool) -> Ite
 
 @functools.lru_cache(maxsize=4096)
 def _as_written(name: str) -> str:
-    """A target such as ``out["x"]`` in the one spelling that it is compared by."""
+    """Return a target such as ``out["x"]`` in the one spelling that is used for comparisons."""
     if name.isidentifier():
         return name
     try:
@@ -256,7 +262,7 @@ def _as_written(name: str) -> str:
 
 
 def _entered(function: FunctionType, cls: type, wanted: Inner) -> Iterator[tuple[str, Callee]]:
-    """The functions that a call of that name leads into."""
+    """Yield the functions that a call of this name enters."""
     fits, known = _fits(wanted.name), callees(function, cls)
     chosen = {name: callee for name, callee in known.items() if fits(name)}
     name = wanted.name.literal
@@ -277,7 +283,7 @@ def _deeper(
     route: tuple[Callee, ...],
     seen: set[FunctionType],
 ) -> Iterator[tuple[str, InnerPlaces]]:
-    """The nearest functions below this one that have the place."""
+    """Yield the places in the nearest functions below this one that have them."""
     if len(route) >= DEPTH:
         return
     for name, callee in callees(function, cls).items():
@@ -305,7 +311,7 @@ def _has_star(pattern: Pattern) -> bool:
 
 
 def no_such_name(text: str, module: nn.Module, inner: tuple[Inner, ...]) -> AddressError:
-    """The error for a module that is there and has nothing that ``inner`` could stand for."""
+    """Return the error for a module that exists but has nothing that ``inner`` matches."""
     owner, takes = type(module).__name__, list(arguments(module).names)
     wanted = str(inner[-1]) if len(inner) > 1 or inner[-1].is_call else inner[-1].name.literal or str(inner[-1])
     try:
@@ -313,26 +319,28 @@ def no_such_name(text: str, module: nn.Module, inner: tuple[Inner, ...]) -> Addr
     except NoSource:
         known = {}
     if wanted == "in" or (not takes and not known):
-        return AddressError(f"{text!r}: {owner}.forward takes no argument.\nRecord its output: drop what follows ':'.")
+        return AddressError(
+            f"{text!r}: {owner}.forward takes no argument.\nTo record its output, remove the part after the colon."
+        )
     near = nearest(wanted, [*takes, *known])
-    lines = [f"{text!r}: nothing inside {owner}.forward is called {wanted!r}."]
+    lines = [f"{text!r}: {owner}.forward has nothing with the name {wanted!r}."]
     if takes:
-        lines.append(f"Its arguments: {listed(takes)}; ':in' is the first of them, ':return' the output.")
+        lines.append(f"Its arguments: {listed(takes)}; ':in' is the first of them, ':return' is the output.")
     if near:
         shown = [f"{name} (line {known[name].line})" if name in known else name for name in near]
         lines.append(f"Did you mean {listed(shown)}?")
     path = text.partition(":")[0]
-    lines.append(f"Print tenterhook.points(model, {path + ':*'!r}) to see all of it beside its source.")
+    lines.append(f"Print tenterhook.points(model, {path + ':*'!r}) to see all names beside the source.")
     return AddressError("\n".join(lines))
 
 
 def _reachable(module: nn.Module, inner: tuple[Inner, ...]) -> dict[str, Place]:
-    """The places of the function that the last name was looked for in, by name."""
+    """Return the places of the function in which the last name was searched, by name."""
     function = forward_of(module)
     for step in inner[:-1]:
         entered = next(iter(_entered(function, type(module), step)), None)
         if entered is None:
             break
         function = entered[1].function
-    own = len(inner) == 1  # A forward's own arguments are listed apart.
+    own = len(inner) == 1  # The arguments of forward itself are listed separately.
     return {place.text: place for place in reversed(places_of(function)) if not (own and place.kind == "argument")}

@@ -1,4 +1,4 @@
-"""The source of a ``forward`` with the names of its points beside the lines."""
+"""The source of a ``forward``, with the names of its points beside the lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ COLUMNS = (Column("point"), Column("line", right=True), Column("source"))
 
 
 def listing(points: Sequence[Point]) -> Table | None:
-    """The functions that the points are in, line by line; None if they are not all in one module's ``forward``."""
+    """Return a table of the functions that contain the points.
+
+    Return None if the points are not all in one module's ``forward``.
+    """
     if not points or all(point.spot is None for point in points):
         return None
     module, path = points[0].module, points[0].path
@@ -51,7 +54,7 @@ def _rows(function: FunctionType, points: Sequence[Point], forward: FunctionType
 
 
 def _beside(function: FunctionType, points: Sequence[Point], signature: int | None) -> dict[int, list[str]]:
-    """The names to put beside each line; those of arguments and of the result stand beside the signature."""
+    """Return the names to show beside each line. The names of arguments and of the output are beside the signature."""
     names: dict[int, list[str]] = {}
     for point in points:
         if point.spot is None and signature is not None:

@@ -1,9 +1,9 @@
-"""From selectors to the points of one model.
+"""Resolution of selectors to the points of one model.
 
-A literal address goes straight down to its module; only globs, classes, regexes and predicates walk the model.
+A literal address is followed directly to its module. Only globs, classes, regexes and predicates walk the model.
 """
 
-# a module's own tables have no public door that is as quick, or that keeps None apart
+# This file reads a module's own dictionaries: the public methods are slower and skip entries that are None.
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All that can be known of an address before a model is seen."""
+    """A parsed address, with everything that can be computed without a model."""
 
     address: Address
     text: str
-    """canonical, without the call"""
+    """canonical text, without the call"""
     path: str
-    """the module's name, if there is no glob in it"""
+    """the module's name, if it contains no glob"""
     names: tuple[str, ...] | None
     explicit: bool
     every: bool
-    """whether the path is ``**``"""
+    """True if the path is ``**``"""
     fits: Callable[[str], object]
     fits_name: Callable[[str], object] | None
-    """the last segment's own test, where a parameter can be meant"""
+    """the test for the last segment alone, if the address can match a parameter"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,11 +102,13 @@ def _fits(path: tuple[Pattern, ...]) -> Callable[[str], object]:
 
 
 def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite = Site.RETURN) -> tuple[Point, ...]:
-    """The points that ``selectors`` stand for, each once: selector after selector, in the model's order within each.
+    """Return the points that ``selectors`` match, each once.
 
-    An address says itself which site it means; ``default_site`` is for the selectors that name modules only (objects,
-    classes, regexes, predicates). A literal address keeps the name that it was given, even if a shared module has an
-    earlier one: see :func:`canonical`.
+    The points are in the order of the selectors and, within one selector, in the model's order.
+
+    An address names its own site. ``default_site`` applies to selectors that name only modules (objects, classes,
+    regexes, predicates). A literal address keeps the name as written, even if a shared module has an earlier name: see
+    :func:`canonical`.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> [str(point) for point in resolve(model, ["2:in", nn.Linear, "*.bias"])]
@@ -115,12 +117,15 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
-    # Each selector finds a point at most once, and most sessions have one selector: nothing to merge then.
+    # Each selector finds a point at most once. With a single selector, as in most sessions, there is nothing to merge.
     return tuple(found[0]) if len(found) == 1 else merged(found)
 
 
 def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
-    """Return the outputs that a glob finds, remembered from the last time; None for a selector of another kind."""
+    """Return the outputs that a glob matches, from the cache if possible.
+
+    Return None for a selector of another kind.
+    """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
     plan = _plan(text)
@@ -129,12 +134,12 @@ def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
         return None
     known = last_structure(model)
     if known is not None and text in known.globs:
-        return FoundOutputs(known, text)  # Whether the model is still the same is seen when the session starts.
+        return FoundOutputs(known, text)  # The start of the session checks whether the model has changed since.
     return _found(model, text, plan)
 
 
 def outputs_now(model: nn.Module, found: FoundOutputs) -> FoundOutputs:
-    """Return what the same glob finds in the model as it is now."""
+    """Return the outputs that the same glob matches in the model now."""
     return _found(model, found.text, _plan(found.text))
 
 
@@ -146,7 +151,7 @@ def _found(model: nn.Module, text: str, plan: _Plan) -> FoundOutputs:
 
 
 def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:
-    """The same points under the first names of what they stand for, each once."""
+    """Return the same points under their first names, each once."""
     names = first_names(model)
     return merged([[_renamed(model, point, names) for point in points]])
 
@@ -155,14 +160,14 @@ def _no_model(model: object) -> str:
     got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
     inner = getattr(model, "__self__", None)
     fix = " (the model, not its method)" if isinstance(inner, nn.Module) else ""
-    return f"The model has to be an nn.Module; got {got}.\nPass the nn.Module itself{fix}."
+    return f"The model must be an nn.Module; got {got}.\nPass the nn.Module itself{fix}."
 
 
 def _flat(selectors: Selector) -> Iterator[Selector]:
     if isinstance(selectors, (str, nn.Module)):
         yield selectors
     elif isinstance(selectors, (Sequence, AbstractSet)) and not isinstance(selectors, (bytes, bytearray)):
-        # The order of a set of texts changes from run to run; that of points should not.
+        # The order of a set of strings changes from run to run. The order of the points must not.
         unordered = isinstance(selectors, AbstractSet) and all(isinstance(selector, str) for selector in selectors)
         for selector in sorted(selectors, key=str) if unordered else selectors:
             yield from _flat(selector)
@@ -181,7 +186,7 @@ def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> lis
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         cls = selector
         found = _filtered(model, lambda _, module: isinstance(module, cls), site)
-        if not found:  # It may be the class of a wrapper, which stands for the module inside.
+        if not found:  # It may be the class of a wrapper, which selects the module inside.
             inside = {id(unwrapped(module)) for module in _wrapped(model) if isinstance(module, cls)}
             found = _filtered(model, lambda _, module: id(module) in inside, site) if inside else found
         return _some(found, lambda: no_module_of_class(model, cls))
@@ -194,7 +199,7 @@ def _resolve_one(model: nn.Module, selector: Selector, site: DefaultSite) -> lis
         what = f"the predicate {getattr(selector, '__qualname__', type(selector).__name__)}"
         return _some(found, lambda: no_match(model, what, ""))
     got = f"the class {selector.__name__}" if isinstance(selector, type) else f"a {type(selector).__name__}"
-    fix = "\nGive its addresses alone, as a list." if isinstance(selector, Mapping) else ""
+    fix = "\nPass only its addresses, as a list." if isinstance(selector, Mapping) else ""
     message = f"{got} cannot select points: {selector!r:.80}{fix}\n{_ACCEPTED}"
     raise SelectorError(message)
 
@@ -215,7 +220,7 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
         if children and not WRAPPED_NAMES.isdisjoint(children.keys()):
             module = unwrapped(module)
             children = children_of(module)
-        child = children[name] if name in children else None  # noqa: SIM401  # a ScriptModule's has no get()
+        child = children[name] if name in children else None  # noqa: SIM401  # the table of a ScriptModule has no get()
         if child is None:
             return _literal_otherwise(model, text, plan, names, depth, module)
         module = child
@@ -233,7 +238,7 @@ def _at_module(text: str, plan: _Plan, module: nn.Module) -> list[Point]:
 def _literal_otherwise(
     model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...], depth: int, reached: nn.Module
 ) -> list[Point]:
-    """Return the point of what is no module by its plain names: a parameter, or with the prefix of a wrapper."""
+    """Return the point of a name that is not a plain module path: a parameter, or a path with a wrapper's prefix."""
     if depth + 1 == len(names) and own_tensor(reached, names[-1]) is not None:
         return [_at_tensor(text, plan, names, reached)]
     found = through_wrappers(model, names)
@@ -248,7 +253,9 @@ def _literal_otherwise(
 def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module) -> Point:
     if plan.address.inner or plan.address.call is not None:
         path = escape(plan.path)
-        message = f"{text!r}: {path!r} is a parameter or a buffer, which is not called.\nWrite {path!r}."
+        message = (
+            f"{text!r}: {path!r} is a parameter or a buffer, which has no calls and no inner names.\nWrite {path!r}."
+        )
         raise AddressError(message)
     return Point(plan.text, Site.PARAMETER, owner, ".".join(names[:-1]), names[-1], None, plan.explicit)
 
@@ -266,16 +273,16 @@ def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
         raise _no_glob(model, text, address)
     if not address.inner:
         return _returns(modules, address.call, explicit=False)
-    # A glob means the modules whose forward spells the name out, not all those that would take any keyword.
+    # A glob matches modules whose forward spells the name out, not every module that accepts any keyword.
     return _some(_inside(modules, address, explicit=False), lambda: _no_glob_inside(text, modules, address))
 
 
 def _matching(
     model: nn.Module, walked: tuple[list[Named], list[Named]], fits: Callable[[str, nn.Module], object]
 ) -> list[Named]:
-    """Return the modules that fit under any of their names, each under its first.
+    """Return the modules that match under any of their names, each under its first name.
 
-    The names with the prefixes that wrappers add count where no plain name fits.
+    Names with the prefixes of wrappers are only tried if no plain name matches.
     """
     firsts, others = walked
     if not others:
@@ -313,7 +320,7 @@ def _returns(modules: Sequence[Named], call: int | None, *, explicit: bool) -> l
 
 
 def _escaped(paths: list[str]) -> list[str]:
-    # One look at all of them together: names with special characters are rare, and escaping each costs a walk again.
+    # One search in the joined text: names with special characters are rare, and escaping each name is slow.
     return [escape(path) for path in paths] if ESCAPED.search("".join(paths)) else paths
 
 
@@ -333,7 +340,7 @@ def _modules_and_tensors(
     fits: Callable[[str], object],
     fits_name: Callable[[str], object],
 ) -> list[Point]:
-    """Return what fits under any of its names, in the model's order, each parameter after the module that owns it."""
+    """Return the matches under any name, in the model's order. Each parameter follows the module that owns it."""
     tensors = _fitting(all_names(walked), fits, fits_name)
     modules = _matching(model, walked, lambda path, _: fits(path))
     if not tensors and not modules:
@@ -346,7 +353,7 @@ def _modules_and_tensors(
             points += _returns([item], None, explicit=False)
         for entry in named_tensors([item]):
             if id(entry.tensor) in tensors:
-                tensors.remove(id(entry.tensor))  # what is tied appears under its first name only
+                tensors.remove(id(entry.tensor))  # a tied parameter appears under its first name only
                 points.append(_tensor_point(entry))
     return points
 
@@ -363,9 +370,7 @@ def _no_glob(model: nn.Module, text: str, address: Address) -> AddressError:
     deeper = Address((*_EVERY, *address.path), address.inner, address.call)
     fits = _fits(deeper.path)
     further = sum(1 for path, _ in walk(model)[0] if fits(path))
-    fix = (
-        f"It is matched from the root on; '{deeper}' matches {further} module{'s' * (further != 1)}." if further else ""
-    )
+    fix = f"It is matched from the root; '{deeper}' matches {further} module{'s' * (further != 1)}." if further else ""
     return no_match(model, repr(text), str(Address(address.path)), fix)
 
 
@@ -374,7 +379,7 @@ def _no_glob_inside(text: str, modules: list[Named], address: Address) -> Addres
     wanted = address.inner[0].name.literal
     near = nearest(wanted or "", names) or names
     return AddressError(
-        f"{text!r}: nothing of that name is in the forward of any of the {len(modules)} modules.\n"
+        f"{text!r}: none of the {len(modules)} modules has this name in its forward.\n"
         f"Their arguments include {listed(near)}."
     )
 
@@ -387,14 +392,14 @@ def _object(model: nn.Module, module: nn.Module, site: DefaultSite) -> list[Poin
     named = [item for item in walk(model)[0] if item[1] is module]
     if not named:
         what = f"The {type(module).__name__} given as a selector"
-        raise not_part_of(model, what, "Pass a module of this very model (not of a copy), or its address.")
+        raise not_part_of(model, what, "Pass a module of this model (not of a copy), or its address.")
     if site is Site.RETURN:
         return _returns(named, None, explicit=True)
     return _some(_inside(named, _IN, explicit=True), lambda: no_such_name(f"{named[0][0]}:in", module, _IN.inner))
 
 
 def _own_point(model: nn.Module, point: Point) -> Point:
-    """The point itself, once it is sure that it belongs to this model."""
+    """Return the point after checking that it belongs to this model."""
     if find(model, point.path) is point.module:
         return point
     names = first_names(model)
@@ -423,7 +428,7 @@ def _full(point: Point) -> str:
 
 
 def merged(found: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
-    """Return all points in order, each once. One that was named itself anywhere counts as such."""
+    """Return all points in order, each once. A point is explicit if any of its duplicates is."""
     kept: dict[tuple[object, ...], Point] = {}
     for point in (point for points in found for point in points):
         subject = point.module if (tensor := point.tensor) is None else tensor
@@ -437,5 +442,5 @@ def merged(found: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
 def _both(before: Point, after: Point) -> Point:
     if before.explicit == after.explicit:
         return before
-    # What a walk found has the first name, what was written may have another.
+    # The point from the walk has the first name. The written one may have another name.
     return replace(after if before.explicit else before, explicit=True)

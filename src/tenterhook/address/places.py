@@ -1,7 +1,7 @@
-"""The places inside a function where a value can be reached: names that are bound, calls and operators.
+"""The places inside a function where a value can be read: assigned names, calls and operators.
 
-Each has the name by which it is addressed and, where the name comes several times, its number in the order of the
-source: ``x`` with ``x[0]``, ``x[1]``; ``softmax()``; ``self.cache``; ``out["x"]``.
+Each place has a name. If the name occurs several times, the place also has a number, in the order of the source: ``x``
+with ``x[0]``, ``x[1]``; ``softmax()``; ``self.cache``; ``out["x"]``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OPERATORS: dict[type[ast.AST], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place: its name, whether it is the result of a call, its number among its namesakes, and where it stands.
+    """One place: its name, its kind, its number among places of the same name, and its position in the source.
 
-    ``key`` finds it again in the tree: the number of the node in the order of a walk, and which target of the node.
-    An argument has no node in the body; it stands before the first one.
+    ``key`` identifies the place in the syntax tree: the index of the node in the walk, and the index of the target
+    within the node. An argument has no node in the body and uses the index -1.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Place:
 
     @property
     def text(self) -> str:
-        """The name as it is addressed, without the number."""
+        """The name as written in an address, without the number."""
         return str(Inner(Pattern((self.name,)), is_call=self.kind == "call"))
 
 
 @functools.lru_cache(maxsize=1024)
 def places(code: CodeType, qualname: str) -> tuple[Place, ...]:
-    """Every place in a function, in the order of the source."""
+    """Return every place in a function, in the order of the source."""
     found = sorted(_found(read_source(code, qualname).tree), key=lambda item: item[2:5])
     counts: dict[tuple[str, Kind], int] = {}
     result = []
@@ -74,7 +74,7 @@ def _found(tree: ast.FunctionDef) -> list[Found]:
             found.append((ast.unparse(target), "name", target.lineno, target.col_offset, place, (index, place)))
         name = call_name(node)
         if name is not None and isinstance(node, ast.expr):
-            # By where it ends: of f(g(x)), g comes first, as it is called first.
+            # Calls are ordered by their end: in f(g(x)), g comes first because it is called first.
             end, column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
             found.append((name, "call", end, column, 0, (index, 0)))
     return found
@@ -87,12 +87,12 @@ def _arguments(tree: ast.FunctionDef) -> list[ast.arg]:
 
 
 def walk(tree: ast.FunctionDef) -> list[ast.AST]:
-    """The nodes of a function's body, in an order that depends on the source alone."""
+    """Return the nodes of a function's body, in an order that depends only on the source."""
     return [node for statement in tree.body for node in ast.walk(statement)]
 
 
 def bound_names(node: ast.AST) -> list[ast.expr]:
-    """What a node binds: names, attributes and subscripts, each as it is written."""
+    """Return the targets that a node binds: names, attributes and subscripts, as written."""
     if isinstance(node, ast.Assign):
         return [leaf for target in node.targets for leaf in _leaves(target)]
     if isinstance(node, ast.AugAssign | ast.For | ast.comprehension):
@@ -124,7 +124,7 @@ def _captures(pattern: ast.pattern) -> list[ast.expr]:
 
 
 def call_name(node: ast.AST) -> str | None:
-    """The name of a call or an operator, as it is addressed without its parentheses."""
+    """Return the name of a call or an operator as used in an address, without parentheses."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
@@ -137,7 +137,7 @@ def call_name(node: ast.AST) -> str | None:
 
 
 def last_name(function: ast.expr) -> str | None:
-    """The last name of what is called: ``softmax`` for ``F.softmax`` and for ``x.softmax``."""
+    """Return the last name of a called expression: ``softmax`` for ``F.softmax`` and for ``x.softmax``."""
     if isinstance(function, ast.Attribute):
         return function.attr
     if isinstance(function, ast.Name):

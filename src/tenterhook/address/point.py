@@ -1,6 +1,6 @@
 """A point: one place in one model where a value passes."""
 
-# a module's own tables have no public door that is as quick, or that keeps None apart
+# This file reads a module's own dictionaries: the public methods are slower and skip entries that are None.
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["Point", "Site", "own_tensor"]
 
 
 class Site(enum.Enum):
-    """How a point is reached."""
+    """The ways in which a point is reached."""
 
-    __hash__ = object.__hash__  # Each is one of a kind; the hash of an Enum is made of its name, in Python.
+    __hash__ = object.__hash__  # The members are singletons; Enum hashes their names, in Python code.
 
     RETURN = "return"
-    """what a module returns"""
+    """the output of a module"""
     IN = "in"
     """the first argument of a module"""
     ARGUMENT = "argument"
-    """an argument of a module's ``forward``, by its name"""
+    """an argument of a module's ``forward``, by name"""
     PARAMETER = "parameter"
     """a parameter or a buffer"""
     VARIABLE = "variable"
     """a variable, or the result of a call, inside a module's ``forward``"""
 
 
-# Not frozen: a frozen dataclass takes five times as long to make, and a glob makes one for every module. ``Final`` lets
-# the type checker hold what the class does not.
+# Not frozen: creating a frozen dataclass takes five times as long, and a glob creates one point for each module.
+# ``Final`` makes the type checker reject assignments.
 @dataclass(slots=True, eq=False)
 class Point:
-    """One place in a model where a value passes. Two points are equal if address and call are."""
+    """One place in a model where a value passes. Two points are equal if their addresses and calls are equal."""
 
     address: Final[str]
     """canonical text, without the call"""
@@ -48,14 +48,14 @@ class Point:
     module: Final[nn.Module]
     """the module that is called, or that owns the parameter"""
     path: Final[str]
-    """that module's name, as ``named_modules`` spells it"""
+    """the module's name, as in ``named_modules``"""
     name: Final[str | None] = None
-    """the argument's or the parameter's name"""
+    """the name of the argument or the parameter"""
     call: Final[int | None] = None
     explicit: Final[bool] = False
-    """named itself (by a literal address or as a module object), not found by a glob, class, regex or predicate"""
+    """selected by a literal address or as a module object, not by a glob, class, regex or predicate"""
     spot: Final[InnerPlaces | None] = None
-    """where it is inside ``forward``, at a variable or a call"""
+    """the places inside ``forward``, for a variable or a call"""
 
     def __str__(self) -> str:
         return self.address if self.call is None else f"{self.address}#{self.call}"
@@ -73,14 +73,14 @@ class Point:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The parameter or buffer that is there now; None at every other site, and if it has been removed."""
+        """The parameter or buffer at this point; None at every other site, and if it was removed."""
         if self.site is not Site.PARAMETER or self.name is None:
             return None
         return own_tensor(self.module, self.name)
 
 
 def own_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """A module's own parameter or buffer of that name, if there is one and it is not None."""
+    """Return a module's own parameter or buffer of that name, or None if it is missing or None."""
     for own in (parameters_of(module), buffers_of(module)):
         if name in own and (tensor := own[name]) is not None:
             return tensor  # type: ignore[no-any-return]

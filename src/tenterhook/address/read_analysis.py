@@ -1,6 +1,6 @@
-"""Static analysis of a function: whether a variable is read again after a place where it is assigned.
+"""Static analysis of a function: is a variable read again after a place that assigns it?
 
-The answer "no" is certain; where the source leaves a doubt, the answer is "yes".
+The answer "no" is certain. If the source leaves a doubt, the answer is "yes".
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _reads(node: ast.AST, name: str) -> bool:
 
 
 def _is_live(tree: ast.FunctionDef, node: ast.AST, name: str) -> bool:
-    """Follow the statements from the one that assigns to the end of the function."""
+    """Return whether a name may be read between the statement that assigns it and the end of the function."""
     above = {id(child): parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     statement = node
     while not isinstance(statement, ast.stmt | ast.match_case):
         statement = above[id(statement)]
-    # Only a plain assignment binds the name when all of its own reads are over.
+    # Only a plain assignment binds the name after all of its own reads.
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _reads_any([statement], name):
         return True
     while statement is not tree:
@@ -64,7 +64,7 @@ def _is_live(tree: ast.FunctionDef, node: ast.AST, name: str) -> bool:
                 if found is not None:
                     return found
         if isinstance(parent, (*LOOPS, ast.Try, ast.TryStar)) and _reads_any([parent], name):
-            return True  # In the next turn of the loop, or in a part of the try that comes later.
+            return True  # Read in the next iteration of the loop, or in a later part of the try.
         statement = parent
     return False
 
@@ -77,7 +77,7 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.AST]]:
 
 
 def _may_be_left(node: ast.AST, above: dict[int, ast.AST]) -> bool:
-    """Return whether an exception may continue after this block: a ``try``, or a ``with`` that suppresses it."""
+    """Return whether an exception may leave this block and be suppressed, by a ``try`` or a ``with`` around it."""
     while id(node) in above:
         if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.AsyncWith):
             return True

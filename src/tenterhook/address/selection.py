@@ -1,4 +1,4 @@
-"""A selection: points of one model as a value that can be combined, compared and looked at."""
+"""Selections: immutable sets of points of one model that can be combined, compared and printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ __all__ = ["Selection", "select"]
 
 
 class Selection(Sequence[Point]):
-    """Points of one model: immutable and in order; ``|``, ``&`` and ``-`` combine it, printing it draws the tree.
+    """An immutable, ordered set of points of one model.
+
+    ``|``, ``&`` and ``-`` combine selections. Printing a selection draws the model's tree.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -35,7 +37,7 @@ class Selection(Sequence[Point]):
        :return  Sequential      13
     ●  └─ 2     Linear           4
 
-    Two selections are equal if they hold the same points of the same model, in whatever order.
+    Two selections are equal if they contain the same points of the same model, in any order.
     """
 
     __slots__ = ("_keys", "_model", "_points", "_seen")
@@ -50,17 +52,17 @@ class Selection(Sequence[Point]):
 
     @property
     def model(self) -> nn.Module:
-        """The model that the points are in."""
+        """The model that contains the points."""
         return self._model
 
     @property
     def seen(self) -> Mapping[str, SeenValue]:
-        """What a run has shown of these points, by address without the call; empty if there was none."""
+        """The values that a run has shown at these points, by address without the call. Empty if there was no run."""
         return self._seen
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The canonical addresses, with the call where one was chosen; they select the same points again."""
+        """The canonical addresses, with the call number if one was selected. They select the same points again."""
         return tuple(map(str, self._points))
 
     def __len__(self) -> int:
@@ -77,7 +79,7 @@ class Selection(Sequence[Point]):
         return self._like(self._points[index]) if isinstance(index, slice) else self._points[index]
 
     def __contains__(self, item: object) -> bool:
-        """Whether a point, or the point of a literal address under any of its names, is among these."""
+        """Return whether the selection contains a point, or the point of a literal address under any of its names."""
         if isinstance(item, Point):
             return item in self._keys
         if not isinstance(item, str):
@@ -119,18 +121,18 @@ class Selection(Sequence[Point]):
             raise SelectorError(message)
         if other.model is not self._model:
             names = f"a {type(self._model).__name__} and another {type(other.model).__name__}"
-            message = f"These selections are of two models, {names}.\nSelect both on the same model object."
+            message = f"These selections belong to two models, {names}.\nSelect both on the same model object."
             raise SelectorError(message)
         return other
 
     def rows(self, *, fold: bool = True) -> list[TreeRow]:
-        """The lines of the tree, before they are drawn."""
+        """Return the rows of the tree. With ``fold``, similar siblings are one row."""
         from tenterhook.address.tree import tree_rows
 
         return tree_rows(self._model, self._points, self._seen, fold=fold)
 
     def tree(self, *, fold: bool = True) -> str:
-        """The tree as plain text; without ``fold``, equal siblings are all written out."""
+        """Return the tree as plain text. Without ``fold``, every sibling is written out."""
         return as_text(self._table(fold=fold))
 
     def _table(self, *, fold: bool = True) -> Table:
@@ -154,7 +156,7 @@ class Selection(Sequence[Point]):
 
 
 def select(model: nn.Module, *selectors: Selector, seen: Mapping[str, SeenValue] | None = None) -> Selection:
-    """Select points of a model; without selectors, every module.
+    """Select points of a model. Without selectors, select the output of every module.
 
     >>> from torch import nn
     >>> len(select(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "*.{weight,bias}"))

@@ -1,7 +1,7 @@
-"""The source of a function: found, parsed, and checked against the code that runs.
+"""The source of a function: found, parsed, and compared with the code that runs.
 
-Everything that is done to the inside of a ``forward`` starts here. A function without source, or whose file was changed
-since it was imported, is refused with the reason.
+All work on the inside of a ``forward`` starts here. A function is refused, with the reason, if it has no source or if
+its file was changed after the import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FUTURES = functools.reduce(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A function's syntax tree, with the lines and columns of its own file, and the lines themselves."""
+    """The syntax tree of a function, with the line numbers of its file, and the source lines."""
 
     tree: ast.FunctionDef
     lines: tuple[str, ...]
@@ -40,7 +40,7 @@ class Source:
 
 @functools.lru_cache(maxsize=1024)
 def read_source(code: CodeType, qualname: str) -> Source:
-    """The source behind a code object; raises :class:`NoSource` where there is none that can be trusted."""
+    """Return the source of a code object. Raise :class:`NoSource` if there is none or it does not match the code."""
     lines, first = _lines(code, qualname)
     tree = _parse("".join(lines), first, qualname)
     owner = qualname.rpartition(".")[0].rpartition(".")[2]
@@ -56,31 +56,31 @@ def _lines(code: CodeType, qualname: str) -> tuple[list[str], int]:
         return inspect.getsourcelines(code)
     except (OSError, TypeError, IndexError) as error:
         raise NoSource(
-            f"{qualname} has no source that can be read ({code.co_filename}): what is inside it cannot be addressed. "
-            "Code that was typed at a prompt, read from stdin, generated, or compiled has none."
+            f"{qualname} has no readable source ({code.co_filename}), so the values inside it cannot be addressed. "
+            "Code that was typed at a prompt, read from stdin, generated, or compiled has no source."
         ) from error
 
 
 def _parse(text: str, first: int, qualname: str) -> ast.FunctionDef:
-    """The tree, with the places that it has in its file: tracebacks and debuggers then show the user's own lines."""
-    # An indented function is put below an `if` and not moved to the left, which would also move the inside of texts.
+    """Return the tree with the line numbers of its file, so that tracebacks and debuggers show the user's own lines."""
+    # An indented function is put below an `if`. Dedenting would also change the text of multi-line strings.
     inside = text[:1].isspace()
     try:
         parsed = ast.parse(f"if 1:\n{text}" if inside else text)
     except SyntaxError as error:
-        raise NoSource(f"the source of {qualname} cannot be read by itself: {error}") from error
+        raise NoSource(f"the source of {qualname} cannot be parsed on its own: {error}") from error
     ast.increment_lineno(parsed, first - 2 if inside else first - 1)
     body = parsed.body[0].body if inside else parsed.body  # type: ignore[attr-defined]
     if not body or not isinstance(body[0], ast.FunctionDef):
-        raise NoSource(f"{qualname} is not defined by a plain `def`, so what is inside it cannot be addressed")
+        raise NoSource(f"{qualname} is not defined by a plain `def`, so the values inside it cannot be addressed")
     return body[0]
 
 
 def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str | None = None) -> CodeType:
-    """Compile a function's tree as it was compiled first: in a class of its class's name, with its free variables.
+    """Compile a function's tree like the original: in a class of the same name, with the same free variables.
 
-    The class gives names with two leading underscores their meaning; the outer function makes the free variables free,
-    ``extra`` among them.
+    The class gives names with two leading underscores their mangled form. The outer function defines the free
+    variables, including ``extra``.
     """
     free = [*free_names(code), *([extra] if extra is not None else [])]
     bare = _without_decorators(tree)
@@ -88,7 +88,7 @@ def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str |
     if source.class_name is not None:
         body = [ast.ClassDef(name=source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
     own = source.class_name if source.class_name is not None else bare.name
-    if own not in free:  # What it calls itself by is a global name, and would be the outer function's.
+    if own not in free:  # It refers to its own name as a global, which the outer function would hide.
         body = [ast.Global(names=[own]), *body]
     arguments = ast.arguments(
         posonlyargs=[], args=[ast.arg(arg=name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
@@ -103,35 +103,35 @@ def compiled(source: Source, tree: ast.FunctionDef, code: CodeType, extra: str |
 
 
 def _without_decorators(tree: ast.FunctionDef) -> ast.FunctionDef:
-    """The function alone: its decorators, defaults and annotations have been evaluated once and are not again."""
+    """Return the function without decorators, so that they are not evaluated again."""
     bare = copy.copy(tree)
     bare.decorator_list = []
     return bare
 
 
 def _inner(code: CodeType, name: str) -> CodeType:
-    """The code of the function ``name`` below a module's code."""
+    """Return the code of the function ``name`` inside a module's code."""
     todo = [code]
     while todo:
         for inner in nested_codes(todo.pop(0)):
             if inner.co_name == name and inner.co_flags & inspect.CO_NEWLOCALS:
                 return inner
             todo.append(inner)
-    raise NoSource(f"the source of {name} defines no function of that name")
+    raise NoSource(f"the source of {name} does not define a function of that name")
 
 
 def _check(source: Source, code: CodeType, qualname: str) -> None:
-    """Raise if the text, compiled, is not the code that runs."""
+    """Raise :class:`NoSource` if the source, compiled, differs from the code that runs."""
     if _same(compiled(source, source.tree, code), code) or _same_in_file(code):
         return
     raise NoSource(
         f"the source of {qualname} in {source.filename} does not match the code that runs: the file was changed after "
-        "it was imported, or the code was rewritten. Start Python again to work on the present file."
+        "it was imported, or the code was rewritten. Restart Python to use the current file."
     )
 
 
 def _same(one: CodeType, other: CodeType) -> bool:
-    """Whether two codes do the same, however the compiler chose to load a method."""
+    """Return whether two code objects do the same, regardless of how the compiler loads methods."""
     if (one.co_varnames, free_names(one)) != (other.co_varnames, free_names(other)):
         return False
     ours, theirs = _steps(one), _steps(other)
@@ -144,7 +144,7 @@ def _same(one: CodeType, other: CodeType) -> bool:
 
 
 def _same_in_file(code: CodeType) -> bool:
-    """Whether the whole file, compiled, has this very code: the last word, and too dear to be the first."""
+    """Return whether the whole file, compiled, contains this code. This check is exact and slow, so it runs last."""
     try:
         whole = compile("".join(linecache.getlines(code.co_filename)), code.co_filename, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
@@ -158,7 +158,7 @@ def _same_in_file(code: CodeType) -> bool:
     return False
 
 
-# In a whole file the compiler knows what was imported, and loads `F.relu` in another way than in a function alone.
+# In a whole file the compiler knows the imports, and loads `F.relu` with another instruction than in a single function.
 LOADS = {"LOAD_METHOD": "LOAD_ATTR"}
 SKIPPED = {"CACHE", "PRECALL", "PUSH_NULL", "RESUME", "NOP", "EXTENDED_ARG", "COPY_FREE_VARS", "MAKE_CELL"}
 

@@ -1,6 +1,6 @@
-"""What to say when a name is not there: how far it was right, what comes nearest, how to go on."""
+"""Error messages for unknown names: the part that was found, the nearest names, and the fix."""
 
-# a module's own tables have no public door that is as quick, or that keeps None apart
+# This file reads a module's own dictionaries: the public methods are slower and skip entries that are None.
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["listed", "nearest", "no_match", "no_module_of_class", "not_part_of",
 _SEE_ALL = "Print tenterhook.points(model) to see every name."
 _NEAR_ENOUGH = 0.6
 _NUMBERS, _GLOB = re.compile(r"\d+"), re.compile(r"[*?\[{]")
-# A name found further down the tree is as good a guess as a whole one with a small slip in it.
+# A correct name from deeper in the tree is as good a guess as a full name with a small typing error.
 _TAIL_WORTH = 0.98
-_NUMBER_WORTH = 0.7  # So is one with another number, however short it is.
+_NUMBER_WORTH = 0.7  # The same holds for a name with another number, however short it is.
 
 
 def nearest(wanted: str, names: Iterable[str], limit: int = 5) -> list[str]:
-    """The names that someone who wrote ``wanted`` may have meant, best first.
+    """Return the names that are most similar to ``wanted``, best first.
 
-    A name counts as a whole and by its end, so that a part of a path finds the whole of it.
+    Full names and their ends are compared, so that a part of a path finds the full path.
 
     >>> nearest("conv2", ["layer4.0.bn2", "layer4.1.conv2", "fc"])
     ['layer4.1.conv2']
@@ -53,11 +53,14 @@ def nearest(wanted: str, names: Iterable[str], limit: int = 5) -> list[str]:
     return [name for _, name in scored[:limit]]
 
 
-class _likeness:  # noqa: N801  # called like a function; a class only for what it remembers
-    """How much a name is like the wanted one, from 0 to 1; remembers, since a large model repeats its names' ends."""
+class _likeness:  # noqa: N801  # called like a function; a class only for its cache
+    """The similarity of a name to the wanted one, from 0 to 1.
+
+    Cached, because a large model repeats the ends of names.
+    """
 
     def __init__(self, wanted: str) -> None:
-        from difflib import SequenceMatcher  # only a mistake has to pay for this import
+        from difflib import SequenceMatcher  # imported on use: only errors need it
 
         self.matcher = SequenceMatcher(None, "", wanted, autojunk=False)
         self.known: dict[str, float] = {}
@@ -71,7 +74,7 @@ class _likeness:  # noqa: N801  # called like a function; a class only for what 
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Names in a row, the rest of a long list as a number.
+    """Return names in one line. A long list ends with the number of names that are left out.
 
     >>> listed(["a", "b", "c"], limit=2)
     'a, b and 1 more'
@@ -81,7 +84,7 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
 
 
 def unknown_name(model: nn.Module, text: str, names: Sequence[str], depth: int, reached: nn.Module) -> AddressError:
-    """The error for a path whose first ``depth`` names lead to ``reached``, and whose next one is not there."""
+    """Return the error for a path whose first ``depth`` names lead to ``reached``, which lacks the next name."""
     place = repr(".".join(names[:depth])) if depth else "it"
     owner = f" ({type(reached).__name__})" if depth else ""
     why = f"{place}{owner} has no {names[depth]!r}"
@@ -93,12 +96,12 @@ def unknown_name(model: nn.Module, text: str, names: Sequence[str], depth: int, 
 
 
 def no_match(model: nn.Module, what: str, text: str, fix: str = "") -> AddressError:
-    """The error for a selector, ``what``, that finds nothing; ``text`` is what the nearest names are like."""
-    return _error(f"{type(model).__name__} has nothing that matches {what}.", _near(model, text), fix)
+    """Return the error for a selector, ``what``, without a match. ``text`` is used to find the nearest names."""
+    return _error(f"{type(model).__name__} has no match for {what}.", _near(model, text), fix)
 
 
 def no_module_of_class(model: nn.Module, wanted: type[nn.Module]) -> AddressError:
-    """The error for a class that no module of the model has."""
+    """Return the error for a class that no module of the model has."""
     classes = Counter(type(module).__name__ for _, module in walk(model)[0])
     near = nearest(wanted.__name__, classes) or [name for name, _ in classes.most_common(5)]
     known = listed([f"{name} ({classes[name]}×)" for name in near])
@@ -109,7 +112,7 @@ def no_module_of_class(model: nn.Module, wanted: type[nn.Module]) -> AddressErro
 
 
 def not_part_of(model: nn.Module, what: str, fix: str) -> AddressError:
-    """The error for an object that lives in another model."""
+    """Return the error for an object of another model."""
     return AddressError(f"{what} is not part of this {type(model).__name__}.\n{fix}")
 
 

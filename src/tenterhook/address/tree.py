@@ -1,6 +1,6 @@
-"""A selection as the rows of a tree: what is chosen, and the modules that lead to it."""
+"""The rows of a selection's tree: the selected points, and the modules above them."""
 
-# a module's own tables have no public door that is as quick, or that keeps None apart
+# This file reads a module's own dictionaries: the public methods are slower and skip entries that are None.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KINDS = {Site.IN: "first argument", Site.ARGUMENT: "argument", Site.RETURN: "ou
 
 @dataclass(frozen=True, slots=True)
 class SeenValue:
-    """What a run has shown of a point."""
+    """The number of calls and the shape that a run has shown at a point."""
 
     calls: int
     shape: str
@@ -44,12 +44,12 @@ class SeenValue:
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """One line of the tree, before it is drawn."""
+    """One row of the tree, before it is drawn."""
 
     depth: int
     name: str
     kind: str
-    """a class, a shape, or the name of what this is the same as"""
+    """a class, a shape, or the first name of a shared module or parameter"""
     parameters: int = 0
     seen: SeenValue | None = None
     chosen: bool = False
@@ -60,7 +60,7 @@ class _Node:
     name: str
     row: TreeRow
     likeness: tuple[object, ...]
-    """equal for siblings of which one can stand for the other"""
+    """equal for siblings that can be folded into one row"""
     is_alias: bool = False
     children: list[_Node] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class _Node:
 def tree_rows(
     model: nn.Module, points: Sequence[Point], seen: Mapping[str, SeenValue], *, fold: bool = True
 ) -> list[TreeRow]:
-    """The rows of the tree, top down; with ``fold``, equal siblings in a row are drawn once."""
+    """Return the rows of the tree, top down. With ``fold``, similar consecutive siblings are one row."""
     root = _TreeBuilder(model, points, seen).node(model, "", ":return", 0)
     rows: list[TreeRow] = []
     _collect(root, rows, fold=fold)
@@ -80,7 +80,7 @@ def tree_rows(
 
 
 def table(model: nn.Module, points: Sequence[Point], rows: Sequence[TreeRow]) -> Table:
-    """The table that draws these rows. Where every module is chosen and nothing else, there is nothing to mark."""
+    """Return the table that draws these rows. If exactly all modules are selected, no row is marked."""
     modules = walk(model)[0]
     whole = {point.path for point in points if point.site is Site.RETURN and point.call is None}
     marked = len(points) != len(modules) or len(whole) != len(modules)
@@ -92,7 +92,7 @@ def table(model: nn.Module, points: Sequence[Point], rows: Sequence[TreeRow]) ->
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the class of a module, and what it is wrapped in: ``GPT2 in torch.compile``."""
+    """Return the class of a module and the names of its wrappers: ``GPT2 in torch.compile``."""
     around = dict.fromkeys(map(name_of_wrapper, wrappers_of(module)))
     return " in ".join([type(unwrapped(module)).__name__, *reversed(around)])
 
@@ -110,7 +110,7 @@ def _drawn(row: TreeRow, *, marked: bool) -> Row:
 
 
 class _TreeBuilder:
-    """Holds what every node of one tree needs."""
+    """The data that every node of one tree needs."""
 
     def __init__(self, model: nn.Module, points: Sequence[Point], seen: Mapping[str, SeenValue]) -> None:
         self.seen = seen
@@ -155,7 +155,7 @@ class _TreeBuilder:
         return _Node(row.name, row, (kind, row.seen))
 
     def _tied(self, module: nn.Module, path: str, depth: int) -> list[_Node]:
-        """The parameters of this module that have an earlier name elsewhere."""
+        """Return rows for the parameters of this module that have an earlier name elsewhere."""
         nodes = []
         for name, tensor in parameters_of(module).items():
             first = self.firsts.get(id(tensor), "")
@@ -164,10 +164,10 @@ class _TreeBuilder:
         return nodes
 
     def _structure(self, module: nn.Module) -> tuple[object, ...]:
-        """Class and parameter shapes of a module and all below it."""
+        """Return the class and parameter shapes of a module and of all modules below it."""
         if (known := self.structures.get(id(module))) is not None:
             return known
-        self.structures[id(module)] = ()  # a module that contains itself would never come to an end
+        self.structures[id(module)] = ()  # stops the recursion for a module that contains itself
         own = tuple((name, _shape(tensor)) for name, tensor in parameters_of(module).items())
         below = tuple(
             (name, self._structure(child)) for name, child in children_of(module).items() if child is not None
@@ -196,7 +196,7 @@ def _collect(node: _Node, rows: list[TreeRow], *, fold: bool) -> None:
 
 
 def _runs(nodes: Sequence[_Node]) -> list[list[_Node]]:
-    """Siblings in groups: those with consecutive numbers that are alike are together."""
+    """Group consecutive siblings that have consecutive numbers and equal content."""
     runs: list[list[_Node]] = []
     for node in nodes:
         last = runs[-1][-1] if runs else None
@@ -222,13 +222,13 @@ def _span(nodes: Sequence[_Node]) -> str:
 
 
 def _size(point: Point) -> int:
-    """How many numbers there are to learn at a point: a buffer has none."""
+    """Return the number of trainable values at a point. A buffer has none."""
     tensor = point.tensor if point.name in parameters_of(point.module) else None
     return 0 if tensor is None or is_lazy(tensor) else tensor.numel()
 
 
 def _parameters(module: nn.Module) -> int:
-    """How many numbers there are to learn, what is tied counted once."""
+    """Return the number of trainable values, with tied parameters counted once."""
     shaped: list[Tensor] = [parameter for parameter in module.parameters() if _shape(parameter) is not None]
     return sum(parameter.numel() for parameter in shaped)
 

@@ -1,10 +1,10 @@
-"""The names that a model has: its modules, its parameters and buffers, and the further names of what is shared.
+"""The names in a model: its modules, its parameters and buffers, and the additional names of shared ones.
 
-Wrappers are transparent: what ``torch.compile``, data parallelism, FSDP or peft put around a module has no name of its
-own here, and what is inside has the name that it has without the wrapper.
+Wrappers are transparent: a wrapper that ``torch.compile``, data parallelism, FSDP or peft adds has no name here, and
+the module inside has the name that it has without the wrapper.
 """
 
-# a module's own tables have no public door that is as quick, or that keeps None apart
+# This file reads a module's own dictionaries: the public methods are slower and skip entries that are None.
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class NamedTensor(NamedTuple):
 
 
 def walk(model: nn.Module, *, as_built: bool = False) -> tuple[list[Named], list[Named]]:
-    """Return every module under its first name, in the order of ``named_modules``, and the further names on the way.
+    """Return every module under its first name, in the order of ``named_modules``, and the additional names.
 
-    What is below a further name is not entered. A wrapper is not listed: the module inside it has its place. With
-    ``as_built``, wrappers are modules like any other. What was found is kept as long as the model is as it was.
+    Modules below an additional name are not listed again. A wrapper is not listed: the module inside takes its place.
+    With ``as_built``, wrappers are ordinary modules. The result is cached until the structure of the model changes.
     """
     if as_built:
         return _walk(model, as_built=True)
@@ -99,23 +99,23 @@ def _walk(model: nn.Module, *, as_built: bool) -> tuple[list[Named], list[Named]
 
 
 def _beside(wrapper: nn.Module) -> list[Named]:
-    """Return what a wrapper has beside the module that it wraps, and that has no namesake in there."""
+    """Return the children of a wrapper except the wrapped module and names that the wrapped module also has."""
     inner = children_of(unwrapped(wrapper))
     own, wrapped = children_of(wrapper), wrapped_name(wrapper)
     return [(name, child) for name, child in own.items() if child is not None and name != wrapped and name not in inner]
 
 
 def named_children(module: nn.Module) -> list[Named]:
-    """Return the children of a module, or of the one inside a wrapper, under their names; some may be wrappers."""
+    """Return the named children of a module, or of the module inside a wrapper. Some may be wrappers themselves."""
     own = [(name, child) for name, child in children_of(unwrapped(module)).items() if child is not None]
     return own + [item for wrapper in wrappers_of(module) for item in _beside(wrapper)]
 
 
 class Structure:
-    """Which modules stand where in a model, and their names. It keeps none of them alive.
+    """The modules of a model, their positions and their names. It keeps no module alive.
 
-    Modules are known by their position in the list of all children: those of the model first, then those of each
-    module that has any, in the order of that list.
+    A module is identified by its position in the list of all children: first the children of the model, then the
+    children of each module that has any, in the order of that list.
     """
 
     __slots__ = ("_alive", "_firsts", "_gone", "_ids", "_leaves", "_names", "_others", "_parents", "globs")
@@ -125,18 +125,18 @@ class Structure:
         places: dict[nn.Module, int] = {}
         self._parents: list[int] = []
         self._leaves: list[int] = []
-        for place, module in enumerate(modules):  # The list grows meanwhile.
+        for place, module in enumerate(modules):  # The list grows during the loop.
             if module is not None and module not in places:
                 places[module] = place
                 children = children_of(module)
                 (self._parents if children else self._leaves).append(place)
                 modules += children.values()
         self._ids, self._names = list(map(id, modules)), self._look(model)[1]
-        # An id can be used again after its module has been collected. The list of collected modules has to be empty.
+        # An id may be reused after its module was garbage-collected. The structure is valid only if this list is empty.
         self._gone: list[Any] = []
         self._alive = [ref(module, self._gone.append) for module in places]
         self.globs: dict[str, Remembered] = {}
-        """what globs have found in it"""
+        """the results of globs in this structure"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
     def _look(self, model: nn.Module) -> tuple[list[Any], list[str]]:
@@ -146,29 +146,29 @@ class Structure:
         for place in self._parents:
             own = children_of(modules[place])
             names += own.keys()
-            names.append("")  # So that a child that has moved to another parent is noticed.
+            names.append("")  # Marks the end of one parent, so that a child that moves to another parent is noticed.
             modules += own.values()
         return modules, names
 
     def still_has(self, model: nn.Module) -> list[Any] | None:
-        """Return the modules if all of them stand where they stood; a module without children is not looked into."""
+        """Return the modules if all are at their old positions, else None. Modules without children are not checked."""
         if self._gone:
             return None
         try:
             modules, names = self._look(model)
-        except (AttributeError, IndexError):  # There are fewer modules, or None stands in the place of one.
+        except (AttributeError, IndexError):  # There are fewer modules, or one was replaced by None.
             return None
         return modules if names == self._names and list(map(id, modules)) == self._ids else None
 
     def modules(self, model: nn.Module) -> list[Any] | None:
-        """Return the modules if the model is as it was."""
+        """Return the modules, or None if the structure of the model has changed."""
         modules = self.still_has(model)
         if modules is None or any(map(children_of, [modules[place] for place in self._leaves])):
             return None
         return modules
 
     def again(self, model: nn.Module) -> tuple[list[Named], list[Named]] | None:
-        """Return what a walk would find, if the model is as it was."""
+        """Return the cached result of the walk, or None if the structure of the model has changed."""
         modules = self.modules(model)
         if modules is None:
             return None
@@ -180,7 +180,7 @@ _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
 def structure(model: nn.Module) -> Structure:
-    """Return the structure of a model as it is now: the same object as long as nothing changes."""
+    """Return the current structure of a model: the same object until the structure changes."""
     return structure_and_modules(model)[0]
 
 
@@ -195,14 +195,14 @@ def structure_and_modules(model: nn.Module) -> tuple[Structure, list[Any]]:
 
 
 def last_structure(model: nn.Module) -> Structure | None:
-    """Return the structure that the last walk through a model found, without another look."""
+    """Return the structure from the last walk of a model, without checking whether it has changed."""
     return _known.get(model)
 
 
 def all_names(walked: tuple[list[Named], list[Named]], *, as_built: bool = False) -> list[Named]:
-    """Every name of every module, first names before further ones.
+    """Return every name of every module, first names before additional ones.
 
-    Below a further name the same names are listed again, but a module that contains itself is not followed round.
+    The names below an additional name are listed too. A module that contains itself is not followed again.
     """
     firsts, others = walked
     names = list(firsts)
@@ -213,7 +213,7 @@ def all_names(walked: tuple[list[Named], list[Named]], *, as_built: bool = False
 
 
 def named_tensors(names: list[Named], fits: Callable[[str], object] = bool) -> list[NamedTensor]:
-    """The parameters and buffers of these modules whose own name ``fits``, under every name they have among them."""
+    """Return the parameters and buffers of these modules whose own name ``fits``, under every name in ``names``."""
     return [
         NamedTensor(path, module, name, tensor)
         for path, module in names
@@ -224,7 +224,7 @@ def named_tensors(names: list[Named], fits: Callable[[str], object] = bool) -> l
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every module, parameter and buffer, by the identity of the object."""
+    """Return the first name of every module, parameter and buffer, by the ``id`` of the object."""
     firsts, _ = walk(model)
     names = {id(module): path for path, module in firsts}
     for entry in named_tensors(firsts):
@@ -233,7 +233,7 @@ def first_names(model: nn.Module) -> dict[int, str]:
 
 
 def find(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module of that name, or None; wrappers are looked through, and their prefixes are accepted."""
+    """Return the module of that name, or None. Wrappers are transparent, and their prefixes are accepted."""
     if not path:
         return unwrapped(model)
     module: Any = model
@@ -241,17 +241,17 @@ def find(model: nn.Module, path: str) -> nn.Module | None:
     try:
         for name in names:
             module = children_of(unwrapped(module))[name]
-    except (KeyError, AttributeError):  # There is none of that name, or None stands there.
+    except (KeyError, AttributeError):  # The name is missing, or the child is None.
         found = through_wrappers(model, names)
         return found[0] if found is not None and found[1] is None else None
     return unwrapped(module) if module is not None else None
 
 
 def through_wrappers(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, str | None, tuple[str, ...]] | None:
-    """Follow names of which some may be those that wrappers add, such as ``_orig_mod`` and ``module``.
+    """Follow a list of names that may include prefixes of wrappers, such as ``_orig_mod`` and ``module``.
 
-    Return the module, the name of its parameter or buffer if the last name is one, and the plain names of the module;
-    None if there is nothing of that name. A child of the model's own is preferred to a wrapper's prefix.
+    Return the module, the name of its parameter or buffer if the last name is one, and the plain names of the module.
+    Return None if there is no such name. A child of the model is preferred to a wrapper's prefix.
     """
     return next(_ways(model, tuple(names), prefixed=False), None)
 
@@ -259,7 +259,7 @@ def through_wrappers(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module,
 def _ways(
     module: nn.Module, names: tuple[str, ...], *, prefixed: bool
 ) -> Iterator[tuple[nn.Module, str | None, tuple[str, ...]]]:
-    """Yield the ways in which names can be followed from a module; ``prefixed``: a prefix has led to this module."""
+    """Yield every way to follow names from a module. ``prefixed`` is true if a prefix has led to this module."""
     wrappers, inner = list(wrappers_of(module)), unwrapped(module)
     if not names:
         yield inner, None, ()
@@ -274,7 +274,7 @@ def _ways(
 
 
 def wrappers_at(model: nn.Module, path: str) -> list[nn.Module]:
-    """Return the wrappers around the module of that name, from the outermost one in."""
+    """Return the wrappers around the module of that name, outermost first."""
     module: nn.Module | None = model
     for name in path.split(".") if path else ():
         module = dict(named_children(module)).get(name) if module is not None else None
@@ -282,19 +282,19 @@ def wrappers_at(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def with_wrappers(model: nn.Module) -> list[Named]:
-    """Return every module, wrappers too, under its first plain name; a wrapper has that of the module inside."""
+    """Return every module and wrapper under its first plain name. A wrapper has the name of the module inside."""
     names = {id(module): path for path, module in walk(model)[0]}
     return [(names.get(id(unwrapped(module)), path), module) for path, module in walk(model, as_built=True)[0]]
 
 
 def true_names(model: nn.Module) -> list[Named]:
-    """Return every module inside wrappers under the names that ``named_modules`` has for it, prefixes and all."""
+    """Return every module inside wrappers under its names in ``named_modules``, including prefixes."""
     walked = all_names(walk(model, as_built=True), as_built=True)
     return [(path, unwrapped(module)) for path, module in walked]
 
 
 def aliases(model: nn.Module, point: Point) -> tuple[str, ...]:
-    """Every address of what ``point`` stands for, its own included; the first is the canonical one.
+    """Return every address of the module or tensor at ``point``, its own included. The first is the canonical one.
 
     >>> import torch
     >>> from tenterhook.address import resolve

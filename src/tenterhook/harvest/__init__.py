@@ -1,1 +1,1 @@
-"""``th.harvest``: the inside of a model over a whole data set, on disk; and ``th.open``, which reads it again."""
+"""``th.harvest`` stores values from a model over a whole data set. ``th.open`` reads them."""

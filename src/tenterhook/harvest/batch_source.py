@@ -1,7 +1,7 @@
-"""Where batches come from. A source gives the batches of a range, in order, the same ones every time.
+"""Sources of batches. A source returns the batches of a range, in order, and the same ones every time.
 
-Most are read anywhere, so that a resumed harvest begins where it must. A ``Stream`` is read from its beginning, and
-what is not wanted is passed over.
+Most sources support random access, so that a resumed harvest starts at the first missing batch. A ``Stream`` is always
+read from its beginning, and unwanted batches are skipped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tenterhook.errors import HarvestError
 __all__ = ["BatchSource", "Cut", "Digest", "Listed", "Loaded", "Stream", "digest", "size_of", "source_of"]
 
 BATCH = 32
-SHORT = 16  # Characters of a batch's digest that a commit keeps.
+SHORT = 16  # Characters of a batch's digest that a commit stores.
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class BatchSource(Protocol):
-    """Batches by their number. ``length`` is None where only the end will tell."""
+    """The interface of a source: batches by number. ``length`` is None if it is unknown until the end."""
 
     length: int | None
 
@@ -42,7 +42,7 @@ class BatchSource(Protocol):
 
 
 class Listed:
-    """A list of batches, which are all in memory."""
+    """A list of batches in memory."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
@@ -65,7 +65,7 @@ class Listed:
 
 
 class Cut:
-    """Samples that are cut into batches: ``take(start, stop)`` gives them as a batch."""
+    """A sequence of samples that is split into batches. ``take(start, stop)`` returns samples as one batch."""
 
     def __init__(
         self, count: int, size: int, take: Callable[[int, int], Any], mark: Callable[[], str | None] | None = None
@@ -91,7 +91,7 @@ class Cut:
 
 
 class Loaded:
-    """A DataLoader in the data set's own order: a range of it is another DataLoader, with the same workers."""
+    """A DataLoader in the order of its data set. A range is read with another DataLoader that has the same workers."""
 
     def __init__(self, loader: DataLoader[Any], size: int) -> None:
         self.loader, self._size = loader, size
@@ -104,7 +104,7 @@ class Loaded:
         yield from self._loaded(batches, workers=loader.num_workers)
 
     def some(self, batches: Sequence[int]) -> Iterator[Any]:
-        yield from self._loaded(batches, workers=0)  # A few: starting workers would take longer.
+        yield from self._loaded(batches, workers=0)  # Only a few batches: starting workers would take longer.
 
     def _loaded(self, batches: Sequence[int], workers: int) -> Iterator[Any]:
         loader = self.loader
@@ -131,7 +131,7 @@ class Loaded:
 
 
 class _Indices(Sampler[list[int]]):
-    """The samples of each of some batches."""
+    """A batch sampler for a list of batch numbers."""
 
     def __init__(self, batches: Sequence[int], size: int, count: int) -> None:
         self._batches, self._size, self._count = batches, size, count
@@ -145,7 +145,7 @@ class _Indices(Sampler[list[int]]):
 
 
 class Stream:
-    """Any iterable, read from its beginning. A generator can be read once; its first batch is kept."""
+    """An iterable that is read from its beginning. A generator can be read only once, so its first batch is cached."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -164,7 +164,7 @@ class Stream:
         if self._once is None:
             return iter(self._batches)
         if self._passed:
-            raise HarvestError("a generator of batches can be read once only; give a list, or an iterable class")
+            raise HarvestError("a generator of batches can be read only once; pass a list, or an iterable object")
         if only_first:
             self._first = self._first or list(itertools.islice(self._once, 1))
             return iter(self._first)
@@ -177,12 +177,12 @@ class Stream:
     def samples_before(self, batch: int) -> int | None:
         return 0 if batch == 0 else None
 
-    def some(self, batches: Sequence[int]) -> Iterator[Any]:  # noqa: ARG002  # the protocol's name
-        return iter(())  # It is compared as it passes.
+    def some(self, batches: Sequence[int]) -> Iterator[Any]:  # noqa: ARG002  # named as in the protocol
+        return iter(())  # The batches of a stream are compared while they are read.
 
 
 def source_of(batches: Any, *, batch_size: int | None = None, tokenizer: Any = None, length: int = 512) -> BatchSource:
-    """The source that a user's data is.
+    """Return the source for a user's data.
 
     >>> import torch
     >>> source = source_of(torch.arange(10), batch_size=4)
@@ -210,20 +210,20 @@ def source_of(batches: Any, *, batch_size: int | None = None, tokenizer: Any = N
         return Listed(batches)
     if isinstance(batches, Iterable) or hasattr(batches, "__getitem__"):
         return Stream(batches)
-    text = "batches are an iterable of tensors, tuples or dicts, a DataLoader, a dataset, a tensor, or a path"
+    text = "batches must be an iterable of tensors, tuples or dicts, a DataLoader, a dataset, a tensor, or a path"
     raise TypeError(f"{text}; got a {type(batches).__name__}")
 
 
 def size_of(batch: Any) -> int:
-    """How many samples are in a batch: the length of its first tensor."""
+    """Return the number of samples in a batch: the length of its first tensor."""
     for _, tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise HarvestError(f"a batch holds no tensor with samples along its first dimension; got {_told(batch)}")
+    raise HarvestError(f"a batch has no tensor with samples along its first dimension; got {_told(batch)}")
 
 
 class Digest:
-    """A digest of batches that come one after the other, with one for each of them."""
+    """A running digest of a sequence of batches, which also stores the digest of each batch."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
@@ -241,7 +241,7 @@ class Digest:
 
 
 def digest(*batches: Any) -> str:
-    """Return the digest of batches: every tensor with its name, type, shape and bytes, and every plain value."""
+    """Return the digest of batches: every tensor with its path, dtype, shape and bytes, and every plain value."""
     state = xxhash.xxh3_128()
     for batch in batches:
         for path, leaf in _leaves(dict(batch) if isinstance(batch, Mapping) else batch):
@@ -257,7 +257,7 @@ def digest(*batches: Any) -> str:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield every tensor and plain value in a batch with the path to it; other objects by their type."""
+    """Yield every tensor and plain value in a batch with its path. Other objects are represented by their type."""
     if isinstance(value, PLAIN):
         yield path, value
         return

@@ -1,13 +1,15 @@
-"""Harvesting with the processes of torchrun or srun. Each makes its share of the shards; none has to wait for another.
+"""Harvesting in the processes of torchrun or srun.
 
-Shard ``k`` is made by process ``k % world``. That is so however often processes are started again, so that nobody has
-to be asked. Only where the model itself is spread over the processes must they run it together:
+Each process makes its share of the shards, without waiting for others.
 
-- tensor parallel: all processes of the mesh run the same batches, and its first one writes;
-- FSDP2, and HSDP: each process has its own batches, and all run the model equally often, some of them for nothing at
-  the end;
-- both at once: the processes that hold the parts of one layer run the same batches, and one of them writes; beside each
-  other, such groups do as the processes of FSDP2 do.
+Process ``k % world`` makes shard ``k``. This assignment never changes, even if processes are restarted, so that no
+communication is needed. Only if the model itself is sharded over the processes must they run it together:
+
+- tensor parallel: all processes of the mesh run the same batches, and the first one writes;
+- FSDP2 and HSDP: each process has its own batches, and all run the model equally often. At the end some run it without
+  using the result;
+- both: the processes that hold the parts of one layer run the same batches, and one of them writes. These groups behave
+  to each other like the processes of FSDP2.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from tenterhook.store.write import Writer
 __all__ = ["run_on_ranks"]
 
 TOGETHER = (
-    "this model is spread over processes, which have to run it together, and so the batches must be known beforehand: "
-    "give a list, a tensor, a data set or a DataLoader in its own order."
+    "this model is sharded over processes, which must run it together, so the batches must be known beforehand: "
+    "pass a list, a tensor, a data set or a DataLoader without shuffling."
 )
 PLANES = (
-    "the tensor-parallel plan of this model has a mesh of more than one dimension and there is no FSDP2 in it, so that "
-    "which processes run the same batches is not known. Use a mesh of one dimension, or fully_shard on the other."
+    "the tensor-parallel plan of this model has a mesh of more than one dimension without FSDP2, so it is unknown "
+    "which processes run the same batches. Use a mesh of one dimension, or fully_shard on the other."
 )
 OTHERS = (
-    "this model is spread over {spread} processes, and there are {world}. Harvest with those that have a part of it; "
-    "the others would wait for ever."
+    "this model is sharded over {spread} processes, and there are {world}. Harvest only with the processes that have a "
+    "part of it; the others would wait forever."
 )
 
 
 def run_on_ranks(job: Job, source: BatchSource, options: HarvestOptions, rank: tuple[int, int]) -> Harvest:
-    """Make this process' share. The processes of one job hold the place together."""
+    """Make the shards of this process. All processes of one job share the lock on the store."""
     place = place_of(options.to)
     options.job = job_of_ranks()
     with place.alone(options.holder(rank[0])):
@@ -69,7 +71,7 @@ def _share(job: Job, source: BatchSource, place: StorePlace, options: HarvestOpt
 
 
 class _Every:
-    """All numbers that leave one rest."""
+    """The set of all shards with a given remainder."""
 
     def __init__(self, rest: int, by: int) -> None:
         self._rest, self._by = rest, by
@@ -83,20 +85,21 @@ def _is_fsdp(model: nn.Module) -> bool:
 
 
 def _part_of(job: Job, rank: tuple[int, int]) -> tuple[tuple[int, int], bool]:
-    """The number of this process among those that have batches of their own, and of those; and whether it writes."""
+    """Return the index and the number of the processes with batches of their own, and whether this one writes."""
     beside = _ranks_of(next(_data_meshes(job.model)))
     whole = max(
         (_ranks_of(each.device_mesh) for each in job.model.parameters() if hasattr(each, "device_mesh")), key=len
     )
     if max(len(whole), len(beside)) != rank[1]:
         raise UnsupportedModel(OTHERS.format(spread=max(len(whole), len(beside)), world=rank[1]))
-    # If only parameters are spread, what passes is plain. With a tensor-parallel plan it may have to be put together.
+    # If only parameters are sharded, the activations are plain tensors. With a tensor-parallel plan they may need
+    # gathering.
     job.gather = len(whole) > len(beside)
     return (beside.index(rank[0]), len(beside)), not job.gather or whole[0] in beside
 
 
 def _data_meshes(model: nn.Module) -> Iterator[Any]:
-    """The processes among which FSDP2 spreads parameters, and which have batches of their own."""
+    """Yield the meshes over which FSDP2 shards parameters. Each of their processes has its own batches."""
     for module in model.modules():
         yield from fsdp_meshes(module)
 
@@ -112,13 +115,13 @@ def _known(source: BatchSource) -> BatchSource:
 
 
 def _settled(job: Job, source: BatchSource, place: StorePlace, options: HarvestOptions) -> HarvestPlan:
-    """The plan, settled by all processes together; each then runs every batch of its own, the first one too."""
+    """Settle the plan in all processes together. Then each process runs all of its batches, including the first one."""
     plan = settle(place, job, source, options, _as_the_first_sees_it)
     job.tried("")
     return plan
 
 
-def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # a plain question
+def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # the only argument
     from torch import distributed
 
     seen = [new]
@@ -127,7 +130,7 @@ def _as_the_first_sees_it(new: bool) -> bool:  # noqa: FBT001  # a plain questio
 
 
 def _agreed(place: StorePlace, plan: HarvestPlan, group: Any = None) -> list[int]:
-    """The shards that are missing, as the first process of a group sees it."""
+    """Return the missing shards as seen by the first process of a group."""
     from torch import distributed
 
     missing = [sorted(set(range(plan.shards or 0)) - set(committed(place)))]
@@ -139,7 +142,7 @@ def _agreed(place: StorePlace, plan: HarvestPlan, group: Any = None) -> list[int
 def _tensor_parallel(
     job: Job, source: BatchSource, place: StorePlace, options: HarvestOptions, rank: tuple[int, int]
 ) -> Harvest:
-    """Every process of the mesh runs every batch, because the model is one; the mesh' first process writes."""
+    """Run every batch in every process of the mesh, because they share one model. The first process writes."""
     mesh = next(each.device_mesh for each in job.model.parameters() if hasattr(each, "device_mesh"))
     if mesh.ndim > 1:
         raise UnsupportedModel(PLANES)
@@ -156,7 +159,10 @@ def _tensor_parallel(
 def _in_step(
     job: Job, source: BatchSource, place: StorePlace, options: HarvestOptions, part: tuple[int, int], *, writes: bool
 ) -> Harvest:
-    """Rounds of one shard for each part; who has none in the last round runs another's, for nothing."""
+    """Run rounds with one shard for each part.
+
+    In the last round, a process without a shard runs a shard of another process and discards the rows.
+    """
     plan = _settled(job, source, place, options)
     todo, (number, count) = _agreed(place, plan), part
     rounds = [todo[start : start + count] for start in range(0, len(todo), count)]
@@ -180,7 +186,7 @@ def _run_list(
     shards: list[tuple[int, bool]],
     longest: list[int] | None = None,
 ) -> Harvest:
-    """Run these shards and keep those that are marked; run the model at least so many times for each."""
+    """Run these shards and store the marked ones. ``longest`` is the minimum number of model runs for each."""
     meter = Progress(len(shards) * plan.per_shard)
     writer = Writer(place, options.memory)
     meter.spent = writer.seconds
@@ -196,7 +202,7 @@ def _run_list(
                     for batch in source.read(start, stop):
                         job.run(batch, first)
                 for batch in source.read(start, start + least - (stop - start)):
-                    job.run(batch, first)  # The others have longer shards, and cannot run the model alone.
+                    job.run(batch, first)  # Other processes have longer shards and cannot run the model alone.
         finished = True
     finally:
         writer.close(quiet=not finished)

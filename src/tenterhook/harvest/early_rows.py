@@ -1,4 +1,4 @@
-"""Rows that leave the device while the model still runs, each as it passes; see ``store/device_copy.py`` for why."""
+"""Copies of rows that start while the model still runs. ``store/device_copy.py`` explains why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tenterhook.store.device_copy import Piece
 __all__ = ["Begin", "EarlyRows"]
 
 Begin = Callable[[Tensor], Piece | None]
-"""Begins to take rows from their device, if it can do so at once."""
+"""Starts copying rows from their device. Returns None if it cannot start immediately."""
 
 
 class EarlyRows:
-    """What was begun in one run of the model, in its order. Only what turns out to be what was recorded is used."""
+    """The copies that were started during one run of the model, in order.
+
+    A copy is used only if its source is the recorded tensor.
+    """
 
     def __init__(self, begin: Begin, taking: RowRule, picked: PickedRows) -> None:
         self._begin, self._taking, self._picked = begin, taking, picked
@@ -28,25 +31,28 @@ class EarlyRows:
         self._begun: dict[str, tuple[Tensor, Tensor, Piece]] = {}
 
     def bindings(self, points: Sequence[Point]) -> list[Binding]:
-        """For a session: one for each point whose every call is asked for."""
+        """Return bindings for a session: one for each point at which every call is recorded."""
         return [Binding(point, _Passing(self, str(point))) for point in points if _is_plain(point)]
 
     def passed(self, address: str, value: Any) -> None:
-        """A value passes: begin with its rows."""
+        """Start copying the rows of a value."""
         if address in self._begun:
             return
         try:
             tensor = tensor_at(value, address)
             rows = self._taking.take(tensor, self._picked, address)
         except HarvestError:
-            return  # It is told when the model has run.
+            return  # The same error is raised after the model has run.
         piece = self._begin(rows)
         if piece is not None:
             self.pieces.append(piece)
             self._begun[address] = (tensor, rows, piece)
 
     def found(self, address: str, value: Tensor) -> tuple[Tensor, Piece] | None:
-        """The rows of what was recorded, and where they are on their way, if it was begun with that very memory."""
+        """Return the rows of a recorded value and their copy, if the copy was started from the same memory.
+
+        Otherwise None.
+        """
         tensor, rows, piece = self._begun.get(address, (None, None, None))
         if tensor is None or rows is None or piece is None:
             return None
@@ -55,17 +61,17 @@ class EarlyRows:
 
 
 class _Passing:
-    """The action at a point. It sees what the recorder sees, and changes nothing."""
+    """The action at a point. It sees the same values as the recorder, and changes nothing."""
 
     observes = True
     again = False
     reached = True
-    compiled = "nothing"  # What a compiled graph gives out is there only when it has run.
+    compiled = "nothing"  # The outputs of a compiled graph are available only after it has run.
 
     def __init__(self, ahead: EarlyRows, address: str) -> None:
         self._ahead, self._address = ahead, address
 
-    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # the protocol's name
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # named as in the protocol
         self._ahead.passed(self._address, value)
 
 

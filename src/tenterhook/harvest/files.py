@@ -1,4 +1,4 @@
-"""Data in files and sets: ``.npy``, ``.safetensors``, ``.parquet``, text with a tokenizer, ``datasets.Dataset``."""
+"""Batches from files and data sets: ``.npy``, ``.safetensors``, ``.parquet``, tokenized text, ``datasets.Dataset``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ READ = 16 << 20
 
 
 def source_of_file(path: str | os.PathLike[str], size: int, tokenizer: Any, length: int) -> BatchSource:
-    """The samples of a file, by its ending."""
+    """Return the samples of a file. The suffix determines the format."""
     file = Path(path)
     if not file.is_file():
-        raise HarvestError(f"there is no file {file} to take batches from.")
+        raise HarvestError(f"there is no file {file} to read batches from.")
     known = {".npy": _from_npy, ".safetensors": _from_safetensors, ".parquet": _from_parquet}
     if file.suffix in known:
         return known[file.suffix](file, size)
     if file.suffix in {".txt", ".md", ".text"}:
         if tokenizer is None:
-            raise HarvestError(f"{file} is text, and a model takes tokens: give tokenizer=")
+            raise HarvestError(f"{file} is text, and a model needs tokens: pass tokenizer=")
         return _from_text(file, size, tokenizer, length)
     endings = ", ".join([*known, ".txt"])
-    raise HarvestError(f"{file} has an ending that is not known as data; known are {endings}. Or give the batches.")
+    raise HarvestError(f"{file} has an unknown suffix; known are {endings}. Or pass the batches.")
 
 
 def _mark(file: Path) -> str:
-    """The digest of a file's bytes."""
+    """Return the digest of a file's bytes."""
     state = xxhash.xxh3_128()
     with file.open("rb") as opened:
         while part := opened.read(READ):
@@ -51,11 +51,11 @@ def _from_npy(file: Path, size: int) -> Cut:
 
 
 def _from_safetensors(file: Path, size: int) -> Cut:
-    """Every tensor of the file, row by row; the batch is a dict unless there is only one."""
+    """Return the rows of all tensors in the file. A batch is a dict, or a tensor if the file has only one."""
     from safetensors import safe_open
 
     opened: Any = safe_open(file, framework="pt")
-    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
     counts = {name: part.get_shape()[0] for name, part in slices.items()}
     if len(set(counts.values())) != 1:
         raise HarvestError(f"the tensors of {file} do not have one row for each sample: {counts}")
@@ -81,7 +81,7 @@ def _from_parquet(file: Path, size: int) -> Cut:
 
 
 def _from_text(file: Path, size: int, tokenizer: Any, length: int) -> Cut:
-    """Every line that is not empty is a sample."""
+    """Return the lines of a text file as samples, without empty lines."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
     def take(start: int, stop: int) -> Any:
@@ -92,7 +92,7 @@ def _from_text(file: Path, size: int, tokenizer: Any, length: int) -> Cut:
 
 
 def source_of_dataset(dataset: Any, size: int) -> Cut:
-    """A ``datasets.Dataset``: its columns of numbers, ragged ones padded, with a mask."""
+    """Return the numeric columns of a ``datasets.Dataset``. Ragged columns are padded and get a mask."""
     return Cut(
         len(dataset),
         size,
@@ -102,7 +102,9 @@ def source_of_dataset(dataset: Any, size: int) -> Cut:
 
 
 def as_batch(columns: dict[str, Any]) -> dict[str, Tensor]:
-    """Columns as tensors. Lists of different lengths are padded with zeros, and ``attention_mask`` says where.
+    """Convert columns to tensors.
+
+    Lists of different lengths are padded with zeros, and ``attention_mask`` marks the rest.
 
     >>> as_batch({"input_ids": [[5, 6, 7], [8]]})["attention_mask"]
     tensor([[1, 1, 1],
@@ -119,7 +121,7 @@ def as_batch(columns: dict[str, Any]) -> dict[str, Tensor]:
         elif values and isinstance(values[0], int | float):
             batch[name] = torch.tensor(values)
     if not batch:
-        raise HarvestError(f"the columns {list(columns)} hold no numbers that a model could take")
+        raise HarvestError(f"the columns {list(columns)} contain no numbers for a model")
     if mask is not None and "attention_mask" not in batch:
         batch["attention_mask"] = mask
     return batch

@@ -1,4 +1,4 @@
-"""The plan of a harvest, settled before the first row: which batches are in which shard, and what a row is."""
+"""The plan of a harvest, fixed before the first row: the batches of each shard, and the columns of a row."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["HarvestPlan", "settle"]
 
 SHARD_BYTES = 512 << 20
-OWN = (".lock", ".resumes", ".tenterhook-")  # files of ours that are no part of a store
-LONGEST = 180  # characters of a file's name, for which most systems have 255 bytes
+OWN = (".lock", ".resumes", ".tenterhook-")  # files of tenterhook that are not part of a store
+LONGEST = 180  # characters of a file name; most systems allow 255 bytes
 
 
 @dataclass(frozen=True)
 class HarvestPlan:
-    """Shard ``k`` has the batches from ``k * per_shard``; ``batches`` is None where only the end of the data tells."""
+    """Shard ``k`` starts at batch ``k * per_shard``. ``batches`` is None if it is unknown until the end of the data."""
 
     columns: tuple[StoredColumn, ...]
     per_shard: int
@@ -44,16 +44,16 @@ class HarvestPlan:
 
     @property
     def shards(self) -> int | None:
-        """How many there will be, if that is known."""
+        """The number of shards, or None if it is unknown."""
         return None if self.batches is None else -(-self.batches // self.per_shard)
 
     def range_of(self, shard: int) -> tuple[int, int]:
-        """The batches of a shard; the last one may turn out shorter."""
+        """Return the range of batches of a shard. The last shard may be shorter."""
         start, stop = shard * self.per_shard, (shard + 1) * self.per_shard
         return start, stop if self.batches is None else min(stop, self.batches)
 
     def column(self, key: Key) -> StoredColumn:
-        """The column of a key."""
+        """Return the column of a key."""
         return self._by_key[key]
 
     @functools.cached_property
@@ -64,10 +64,10 @@ class HarvestPlan:
 def settle(
     place: StorePlace, job: Job, source: BatchSource, options: HarvestOptions, agree: Callable[[bool], bool] = bool
 ) -> HarvestPlan:
-    """The plan of the store: as it was written there, or a new one. Of many processes, one writes it; all compare.
+    """Return the plan in the store's manifest, or write a new one. One of many processes writes it, and all compare.
 
-    Processes that have to run the model together ``agree`` on whether there is one already, or some would wait for
-    others that do not run it.
+    Processes that run the model together ``agree`` on whether the manifest exists. Otherwise some would run the model
+    and wait forever for others that do not.
     """
     identity = identify(job, options.cutting)
     if not options.trust:
@@ -89,7 +89,7 @@ def settle(
     unknown = set(job.found) - set(job.addresses)
     if unknown:
         raise StoreError(
-            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is no point of it."
+            f"{place}/{MANIFEST} is damaged: it has a column {min(unknown)!r:.60}, which is not one of its points."
         )
     check_sample(place, manifest, source)
     expected = {key: manifest[key] for key in ("columns", "plan")}
@@ -98,7 +98,7 @@ def settle(
 
 
 def _changed_by_running(before: Identity, job: Job, options: HarvestOptions) -> list[str]:
-    """Return the places where a model is no longer what it was before its first batch."""
+    """Return the places where the model differs from what it was before its first batch."""
     after = identify(job, options.cutting, weights=False)
     same = ("data", *options.asked)
     after.tree |= {key: before.tree[key] for key in same}
@@ -107,15 +107,17 @@ def _changed_by_running(before: Identity, job: Job, options: HarvestOptions) -> 
 
 
 def _check_empty(place: StorePlace) -> None:
-    """A directory that holds other things is not ours to fill."""
+    """Raise ``StoreError`` if the directory contains other files than a store."""
     if not isinstance(place, Directory) or not place.root.exists():
         return
     if not place.root.is_dir():
         raise StoreError(f"{place} is a file; a store is a directory.")
     foreign = [file.name for file in place.root.iterdir() if not file.name.startswith(OWN)]
-    if foreign and place.size(MANIFEST) is None:  # Another process may have begun it meanwhile.
+    if foreign and place.size(MANIFEST) is None:  # Another process may have created it meanwhile.
         shown = ", ".join(sorted(foreign)[:3])
-        raise StoreError(f"{place} holds other things ({shown}) and no {MANIFEST}; choose an empty or a new directory.")
+        raise StoreError(
+            f"{place} contains other files ({shown}) and no {MANIFEST}; choose an empty or a new directory."
+        )
 
 
 def _manifest(job: Job, source: BatchSource, first: Batch, identity: Identity, changes: list[str]) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _manifest(job: Job, source: BatchSource, first: Batch, identity: Identity, c
 
 
 def _ranges(source: BatchSource, per_shard: int) -> list[dict[str, list[int]]] | None:
-    """The batches and samples of every shard, where they are known beforehand."""
+    """Return the batches and samples of every shard, or None if they are unknown beforehand."""
     if source.length is None or source.samples_before(source.length) is None:
         return None
     cuts = [*range(0, source.length, per_shard), source.length]
@@ -166,7 +168,7 @@ def _columns(batch: Batch) -> list[StoredColumn]:
 
 
 def _file_name(key: str) -> str:
-    """Return a file name for a point that every system accepts, and that is not hidden."""
+    """Return a file name for a point that every system accepts and that is not hidden."""
     name = re.sub(r"[^A-Za-z0-9_.\-]", "_", key)
     name = f"_{name}" if name.startswith((".", "-")) else name
     if len(name) <= LONGEST:

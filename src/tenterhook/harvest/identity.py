@@ -1,7 +1,7 @@
-"""The identity of a harvest: all that its rows depend on, as the manifest has it.
+"""The identity of a harvest: everything that its rows depend on, as stored in the manifest.
 
-A resumed harvest is compared with it, and what differs is named. What a model changes in itself as it runs (a counter,
-a cache) is found by describing it before and after its first batch, and is not compared.
+A resumed harvest is compared with it, and each difference is reported. State that a model changes while it runs (a
+counter, a cache) is found by describing the model before and after its first batch. It is not compared.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["Identity", "identify"]
 
 CANNOT = (
-    "these parts cannot be identified, so that a resumed harvest could not tell them from others:\n{lines}\nGive them "
-    "as values, functions or plain objects; or vouch for them: trust=True (--trust)."
+    "these parts cannot be identified, so a resumed harvest could not detect changes in them:\n{lines}\nPass them "
+    "as values, functions or plain objects, or accept them: trust=True (--trust)."
 )
-MOST = 20  # lines of an error
+MOST = 20  # maximum number of lines in an error
 ROOT = "(root)"
 PLUMBING = {*vars(nn.Module()), "_hf_hook", "_old_forward", "_is_hf_initialized", "_is_fsdp_managed_module"} - {
     "training"
 }
-"""Attributes that PyTorch and accelerate keep in a module for their own use."""
+"""Attributes that PyTorch and accelerate store in a module for their own use."""
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
-"""Modules that run another one; what they keep is of this process, and not of the model."""
+"""Modules that wrap another one. Their attributes belong to this process and not to the model."""
 HOOKS = (FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD)
 SPREADING = ("tenterhook.", "accelerate.", "torch.distributed.")
 ROOTS = {"forward", "__call__", "__getattr__"}
@@ -46,35 +46,35 @@ ROOTS = {"forward", "__call__", "__getattr__"}
 
 @dataclass
 class Identity:
-    """All that a harvest depends on: a tree of texts, the table that they refer to, and the unknown parts."""
+    """The description of a harvest: a tree of texts, the table of values that they refer to, and the unknown parts."""
 
     tree: dict[str, Any]
     values: dict[str, Any]
     unknown: dict[str, str] = field(default_factory=dict)
 
     def differences(self, tree: Any, values: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Yield where another one differs: the place, its value there, and the value here."""
+        """Yield the differences from another description: the place, the other value, and this value."""
         yield from differences((tree, values), (self.tree, self.values))
 
     def check_known(self) -> None:
-        """Refuse what cannot be identified."""
+        """Raise ``HarvestError`` if a part cannot be identified."""
         if self.unknown:
             lines = [f"  {where}: {what}" for where, what in self.unknown.items()]
             raise HarvestError(CANNOT.format(lines=shortened(lines)))
 
     def changed_since(self, before: Identity) -> list[str]:
-        """Return the places at which it is no longer what it was."""
+        """Return the places at which this description differs from an earlier one."""
         return sorted({where for where, _, _ in self.differences(before.tree, before.values)})
 
 
 def shortened(lines: list[str]) -> str:
-    """Join lines, and cut them after the first few."""
+    """Join lines, and shorten a long list."""
     more = [f"  … and {len(lines) - MOST} more"] if len(lines) > MOST else []
     return "\n".join([*lines[:MOST], *more])
 
 
 def identify(job: Job, cutting: dict[str, Any], *, weights: bool = True) -> Identity:
-    """Describe a job, and how its data is cut: the model, its code, its weights, and the functions of the user."""
+    """Describe a job: the model, its code, its weights, the user's functions, and how the data is split."""
     describer = Describer(job.model)
     describer.modules_by(lambda module, where: _apart(describer, module, where))
     model: dict[str, Any] = {
@@ -96,27 +96,27 @@ def identify(job: Job, cutting: dict[str, Any], *, weights: bool = True) -> Iden
 
 
 def _state(describer: Describer, model: nn.Module) -> Tree:
-    """Describe what a state dict has besides tensors: the extra state of modules."""
+    """Describe the entries of a state dict that are not tensors: the extra state of modules."""
     rest = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     with describer.quietly():
         return describer.of(rest, "state_dict") if rest else "no extra state"
 
 
 def _edits(describer: Describer, model: nn.Module) -> dict[str, Tree]:
-    """Describe what open sessions of this thread change in the model: rows are harvested as edited."""
+    """Describe the edits of this thread's open sessions on the model. Rows are harvested with these edits."""
     modules = set(map(id, model.modules()))
     found: dict[str, Tree] = {}
     for session in open_here():
         if not modules.isdisjoint(map(id, session.model.modules())):
             for place, binding in enumerate(session.bindings):
                 if not binding.action.observes:
-                    what = getattr(binding.action, "change", binding.action)  # Beside it stands what is counted.
+                    what = getattr(binding.action, "change", binding.action)  # The rest of the action counts calls.
                     found[f"{place} at {binding.point}"] = describer.of(what, f"an edit at {binding.point}")
     return found
 
 
 def _apart(describer: Describer, model: nn.Module, where: str) -> Tree:
-    """Describe a model that one of the user's functions holds."""
+    """Describe a model that one of the user's functions refers to."""
     weights = weights_of(model)
     return {"weights": weights, "modules": describer.keep(describe_modules(describer, model, where))}
 
@@ -149,7 +149,7 @@ def _module(describer: Describer, module: nn.Module, where: str) -> dict[str, Tr
 
 
 def _own_class(module: nn.Module) -> type:
-    """Return the class of a module, without the one that FSDP2 puts before it."""
+    """Return the class of a module, without the class that FSDP2 adds before it."""
     mixed = {"FSDPModule", "ParametrizationList"}
     cls = type(module)
     if mixed.intersection(base.__name__ for base in cls.__bases__) and len(cls.__bases__) > 1:
@@ -160,31 +160,31 @@ def _own_class(module: nn.Module) -> type:
 def _graph(module: nn.Module) -> str:
     try:
         return str(getattr(module, "code", ""))
-    except Exception:  # noqa: BLE001  # a script without a forward has none
+    except Exception:  # noqa: BLE001  # a script without a forward has no code
         return ""
 
 
 def _said(module: nn.Module) -> str:
     try:
         return ADDRESS.sub("0x…", module.extra_repr())
-    except Exception as error:  # noqa: BLE001  # of the user's own, and no part of what the model computes
+    except Exception as error:  # noqa: BLE001  # user code that does not affect the computation
         return f"({type(error).__name__})"
 
 
 def _buffers(module: nn.Module) -> dict[str, Tree]:
-    """Describe the buffers that a state dict leaves out."""
+    """Describe the buffers that are not in the state dict."""
     found = {name: buffers_of(module).get(name) for name in sorted(non_persistent_buffers_of(module))}
     return {f"buffer {name}": _tensor(each) for name, each in found.items() if each is not None}
 
 
 def _tensor(tensor: Tensor) -> str:
-    if hasattr(tensor, "full_tensor"):  # Each process has another part.
+    if hasattr(tensor, "full_tensor"):  # Each process has another part of it.
         return f"{tensor.dtype} {list(tensor.shape)}, spread"
     return digest_of(tensor)
 
 
 def _counts(cls: type, name: str, value: Any) -> bool:
-    """Return whether an attribute configures the module. Opaque objects in modules of libraries do not."""
+    """Return whether an attribute configures the module. Opaque objects in library modules do not."""
     inner = getattr(value, "func", value)
     if name == "forward" and (not isinstance(inner, types.FunctionType | types.MethodType) or _is_library(inner)):
         return False
@@ -199,7 +199,7 @@ def _is_library(function: Any) -> bool:
 
 
 def _hooks(describer: Describer, module: nn.Module, where: str) -> dict[str, Tree]:
-    """Describe the hooks of a module, without those of sessions and of what spreads a model."""
+    """Describe the hooks of a module, except those of sessions and of libraries that distribute a model."""
     found: dict[str, Tree] = {}
     for kind in HOOKS:
         hooks = (getattr(module, kind, None) or {}).values()

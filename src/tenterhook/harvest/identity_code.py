@@ -1,4 +1,4 @@
-"""Functions and classes as their code has them: bytes, defaults, closure, and the globals that they use."""
+"""Descriptions of functions and classes by their code: bytecode, defaults, closure, and the globals that they use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def name_of(thing: Any) -> str:
     return f"{module}.{name}" if module else str(name)
 
 
-# -- whose code it is -------------------------------------------------------------------------------------------------
+# -- the origin of code ------------------------------------------------------------------------------------------------
 
 
 def is_library(thing: Any) -> bool:
@@ -65,12 +65,15 @@ def is_library(thing: Any) -> bool:
 
 
 def is_ours(thing: Any) -> bool:
-    """Return whether it belongs to tenterhook, as the functions of an open session do."""
+    """Return whether an object belongs to tenterhook, as the functions of an open session do."""
     return module_of(thing).partition(".")[0] == "tenterhook"
 
 
 def module_of(thing: Any) -> str:
-    """Return the module it is written in. A wrapper has the name of what it wraps, so its globals are read."""
+    """Return the name of the module that defines an object.
+
+    A wrapper has the ``__module__`` of the wrapped function, so the name comes from the function's globals.
+    """
     if isinstance(thing, types.FunctionType):
         return str(thing.__globals__.get("__name__") or "__main__")
     name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
@@ -117,7 +120,7 @@ def _parts(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _is_docstring(code: types.CodeType) -> bool:
-    """Return whether the first constant is the docstring: nothing in the code loads it."""
+    """Return whether the first constant is the docstring. No instruction loads it."""
     loaded = {each.arg for each in dis.get_instructions(code) if each.opname in {"LOAD_CONST", "RETURN_CONST"}}
     return 0 not in loaded
 
@@ -125,7 +128,7 @@ def _is_docstring(code: types.CodeType) -> bool:
 def _constant(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return _parts(value)
-    if isinstance(value, frozenset):  # Its order is that of hashes, which differ in every process.
+    if isinstance(value, frozenset):  # Its order depends on hashes, which differ in every process.
         return ("frozenset", sorted(map(repr, value)))
     if isinstance(value, tuple):
         return tuple(_constant(each) for each in value)
@@ -144,12 +147,15 @@ def closure(function: types.FunctionType) -> dict[str, Any]:
     """Return the closure values of a function, by name."""
     values = {name: cell_value(cell) for name, cell in cells_of(function).items()}
     found = {name: UNSET if value is EMPTY else value for name, value in values.items()}
-    found.pop("__class__", None)  # The class that a method is written in, for super().
+    found.pop("__class__", None)  # The class that defines a method, for super().
     return found
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that a function and those inside it use, and the attributes read from the user's modules."""
+    """Return the globals that a function and its nested functions use.
+
+    For a module of the user, return the attributes that are read from it.
+    """
     found: dict[str, Any] = {}
     around = {name: value for name, value in closure(function).items() if isinstance(value, types.ModuleType)}
     for code in _codes(function.__code__):
@@ -177,7 +183,7 @@ def _imported_modules(steps: list[dis.Instruction]) -> dict[str, types.ModuleTyp
 
 
 def _followed(name: str, value: Any, steps: list[dis.Instruction]) -> tuple[str, Any]:
-    """Follow ``settings.scale``: the attribute that is read from a module of the user."""
+    """Follow attributes such as ``settings.scale`` from a module of the user to the value that is read."""
     for step in steps:
         is_read = step.opname in {"LOAD_ATTR", "LOAD_METHOD"}
         if not is_read or not isinstance(value, types.ModuleType) or is_library(value):
@@ -205,7 +211,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """Return the methods and values of a class and of its bases, as far as they are the user's own."""
+    """Return the methods and values of a class and its bases that belong to the user."""
     found: dict[str, Any] = {}
     for each in cls.__mro__:
         for name, value in vars(each).items() if not is_library(each) else ():
@@ -215,7 +221,10 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def reached(cls: type, roots: set[str]) -> dict[str, Any]:
-    """Return the members that the roots reach by name, such as all that ``forward`` calls."""
+    """Return the members that the roots refer to by name, directly or indirectly.
+
+    With ``forward``: all that it calls.
+    """
     whole: dict[str, dict[str, Any]] = {}
     for key, value in members(cls).items():
         whole.setdefault(key.partition(OF)[0], {})[key] = value
@@ -228,7 +237,7 @@ def reached(cls: type, roots: set[str]) -> dict[str, Any]:
 
 
 def names_in(value: Any) -> set[str]:
-    """Return every name and every string in the code of a function or property."""
+    """Return every name and string in the code of a function or property."""
     parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
     names: set[str] = set()
     for part in parts:
@@ -247,5 +256,5 @@ def _plain(value: Any) -> Any:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether it is a value, and not a descriptor that Python makes for slots."""
+    """Return whether an object is a value, and not a descriptor that Python creates for slots."""
     return not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType)

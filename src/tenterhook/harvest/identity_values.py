@@ -1,8 +1,8 @@
-"""Descriptions of Python values that are the same in every process: no addresses, no hash order, no devices.
+"""Descriptions of Python values that are equal in every process: without memory addresses, hash order or devices.
 
-A description is text, or a dict of descriptions. Dicts are kept in one table under the digest of what they say, and
-``"@digest"`` stands for them, so that what a thousand modules share is written once. What cannot be described (an open
-file, an object of a C library that has no state to show) is noted in ``unknown`` with the way to it.
+A description is a text, or a dict of descriptions. Dicts are stored in one table under the digest of their content and
+referenced as ``"@digest"``, so that content shared by many modules is stored once. A value that cannot be described (an
+open file, an object of a C library without readable state) is listed in ``unknown`` with its location.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["ADDRESS", "SKIPPED", "Describer", "Tree", "differences"]
 
 Tree = str | dict[str, Any]
 
-SHORT = 200  # Characters of a text that is written out; of a longer one there is a digest.
-MANY = 64  # Items of a container that are written out.
+SHORT = 200  # Maximum length of a text that is written out. A longer one is replaced by a digest.
+MANY = 64  # Maximum number of items of a container that are written out.
 DEEP = 40
-FOLLOWED = 8  # Functions that call functions, and so on.
+FOLLOWED = 8  # Maximum depth of functions that call functions.
 NOT_KNOWN = "(cannot be identified)"
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d+)?")
 ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
@@ -45,22 +45,22 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type
 TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.Size, np.dtype)
 ITEMS = (list, tuple, set, frozenset, deque)
 BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
-# They keep threads or objects apart, and no value in them reaches a result.
+# These objects synchronize threads or hold weak references. They have no value that affects a result.
 EMPTY = (
     type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore,
     threading.local, weakref.ReferenceType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet,
 )  # fmt: skip
 SKIPPED = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "hf_device_map"}
-"""Keys of a configuration that say where a model came from, and not what it is."""
+"""Keys of a configuration that describe the origin of a model and not its behaviour."""
 
 
 class Describer:
-    """Describes values one after the other; ``values`` is the table that ``"@…"`` refers to."""
+    """A function object that describes values. ``values`` is the table that ``"@…"`` refers to."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.values: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
-        self.quiet = False  # In objects of libraries, what cannot be described is left out without a word.
+        self.quiet = False  # True inside objects of libraries: then nothing is added to unknown.
         self._parts = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self._done: dict[tuple[int, bool], tuple[Any, Tree]] = {}
         self._open: set[int] = set()
@@ -68,12 +68,12 @@ class Describer:
         self._modules: Callable[[nn.Module, str], Tree] | None = None
 
     def modules_by(self, describe: Callable[[nn.Module, str], Tree]) -> None:
-        """Say how a model that is found among values is described."""
+        """Set the function that describes models found among the values."""
         self._modules = describe
 
     @contextlib.contextmanager
     def quietly(self, *, quiet: bool = True) -> Iterator[None]:
-        """Note nothing as unknown meanwhile; or everything again."""
+        """Do not list unknown values within this context. With ``quiet=False``, list them again."""
         before, self.quiet = self.quiet, quiet
         try:
             yield
@@ -81,13 +81,13 @@ class Describer:
             self.quiet = before
 
     def keep(self, tree: dict[str, Any]) -> Tree:
-        """Put a dict into the table."""
+        """Store a dict in the table, and return the reference to it."""
         key = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode()).hexdigest()
         self.values.setdefault(key, tree)
         return f"@{key}"
 
     def not_known(self, value: Any, where: str, why: str = "") -> Tree:
-        """Note that a value cannot be described."""
+        """Add a value to ``unknown``, and return its description."""
         kind = code.name_of(type(value))
         if not self.quiet:
             self.unknown.setdefault(where, f"{kind}{why and f', {why}'}")
@@ -96,7 +96,7 @@ class Describer:
     # -- any value ----------------------------------------------------------------------------------------------------
 
     def of(self, value: Any, where: str) -> Tree:
-        """Describe a value. ``where`` is the way to it, for messages."""
+        """Describe a value. ``where`` is its location, for messages."""
         leaf = _leaf(value)
         if leaf is not None:
             return leaf
@@ -138,7 +138,7 @@ class Describer:
         if isinstance(value, ITEMS):
             return self._items(value, where)
         if isinstance(value, np.ndarray):
-            return self._items(value.tolist(), where)  # An array of objects; others are leaves.
+            return self._items(value.tolist(), where)  # An array of objects. Other arrays are leaves.
         return self._object(value, where)
 
     def _builtin(self, value: Any, where: str) -> Tree:
@@ -193,16 +193,16 @@ class Describer:
             return {"class": self.of(type(value), where), **self._parts_of(fields, where)}
         try:
             made = value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001  # whatever an object of others raises, it cannot be described
+        except Exception:  # noqa: BLE001  # any error means that it cannot be described
             return self.not_known(value, where)
         if isinstance(made, str):
             return f"{code.name_of(type(value))} {made}"
         return self._reduced(value, made, where)
 
     def _reduced(self, value: Any, made: tuple[Any, ...], where: str) -> Tree:
-        """Describe an object by what pickle would store of it."""
+        """Describe an object by the parts that pickle would store."""
         make, arguments, state, items, pairs = (*made, None, None, None)[:5]
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # noqa: PLR2004  # and slots
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # noqa: PLR2004  # the state and the slots
             state = {**(state[0] or {}), **state[1]}
         tree: dict[str, Any] = {"class": self.of(type(value), where)}
         rest = tuple(each for each in arguments if each is not type(value))
@@ -255,7 +255,7 @@ class Describer:
         return {f"closure {key}": self.of(each, f"{where}, closure {key}") for key, each in cells.items()}
 
     def _class(self, cls: type, where: str) -> Tree:
-        """Describe a class: by its name, and where it is the user's own by its methods and its values."""
+        """Describe a class by its name. A class of the user is also described by its methods and values."""
         if code.is_library(cls):
             return f"class {code.name_of(cls)}"
         return {"class": code.name_of(cls), **self.members(code.members(cls), where)}
@@ -306,12 +306,12 @@ def _folded(kind: str, count: int, texts: list[str]) -> str:
 
 
 def _config(value: Any) -> dict[str, Any] | None:
-    """Return the values of a configuration that has ``to_dict``, as those of transformers do."""
+    """Return the values of a configuration that has ``to_dict``, like those of transformers."""
     if not callable(getattr(type(value), "to_dict", None)):
         return None
     try:
         found = value.to_dict()
-    except Exception:  # noqa: BLE001  # another to_dict, which wants arguments
+    except Exception:  # noqa: BLE001  # a to_dict with required arguments
         return None
     attention = getattr(value, "_attn_implementation", None)
     more = {"_attn_implementation": attention} if isinstance(attention, str) else {}
@@ -319,7 +319,7 @@ def _config(value: Any) -> dict[str, Any] | None:
 
 
 def _tokenizer(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a tokenizer, without the padding that its last call left in it."""
+    """Return the parts of a tokenizer, without the padding settings that its last call stored in it."""
     backend = getattr(value, "backend_tokenizer", value)
     if not type(backend).__module__.startswith("tokenizers") or not hasattr(backend, "to_str"):
         return None
@@ -339,9 +339,9 @@ MISSING = "(nothing)"
 def differences(
     then: tuple[Any, Values], now: tuple[Any, Values], where: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two descriptions differ, with both texts. Each comes with its table."""
+    """Yield the differences of two descriptions: location and both texts. Each description comes with its table."""
     one, other = _found(*then), _found(*now)
-    if one == other:  # The same digests stand for the same trees.
+    if one == other:  # Equal digests mean equal trees.
         return
     if depth > 4 * DEEP or not isinstance(one, dict) or not isinstance(other, dict):
         yield where, _shown(one), _shown(other)

@@ -1,4 +1,4 @@
-"""What is harvested: the model, the points, how rows are made, and the values of one batch."""
+"""The job of a harvest: the model, the points, the rule for rows, and the rows of one batch."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ Key = tuple[str, Literal["value", "grad", "row"]]
 Loss = Callable[[Any, Any], Tensor]
 Call = Callable[[nn.Module, Any], Any]
 
-HOW = (
-    "th.harvest calls model(batch), model(*batch) or model(**batch); give call=lambda model, batch: … for another way."
-)
+HOW = "th.harvest calls model(batch), model(*batch) or model(**batch); for another way pass call=lambda model, batch: …"
 TRAINING = (
-    "the model is in training mode: dropout and the like make rows that nobody can make again, and batch norm changes "
-    "the model. Call model.eval() first."
+    "the model is in training mode: dropout makes these rows irreproducible, and batch norm changes the model. Call "
+    "model.eval() first."
 )
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one batch came to: the rows of every column."""
+    """The rows of one batch, for every column."""
 
     rows: dict[Key, Tensor]
     samples: int
     begun: list[tuple[Key | None, Piece]] = field(default_factory=list)
-    """Rows that are on their way from the device already, in this order; without a key, they turned out wrong."""
+    """The copies that were started during the run, in order. The key is None for a copy that is not used."""
 
     @property
     def count(self) -> int:
@@ -54,7 +52,7 @@ class Batch:
 
 @dataclass
 class Job:
-    """One model, some points, one way to make rows. It can be sent to another process."""
+    """One model, some points and one rule for rows. It can be sent to another process."""
 
     model: nn.Module
     selectors: tuple[Selector, ...]
@@ -73,7 +71,8 @@ class Job:
         if not points:
             raise HarvestError('name the points to harvest: th.harvest(model, batches, "h.6", to="acts")')
         self.addresses = tuple(dict.fromkeys(str(point) for point in points))
-        # Of an offloaded model some are elsewhere until they are used; its own hooks move what passes.
+        # Some parameters of an offloaded model are on the meta device until they are used. Its own hooks move the
+        # inputs.
         devices = (each.device for each in self.model.parameters() if each.device.type != "meta")
         self.device = next(devices, torch.device("cpu"))
         self.gather = any(hasattr(type(each), "full_tensor") for each in self.model.parameters())
@@ -87,24 +86,24 @@ class Job:
     # -- one batch ----------------------------------------------------------------------------------------------------
 
     def try_first(self, batch: Any) -> Batch:
-        """Run the first batch in order to find out what a row is; who asks for it next has it without another run."""
-        made = self.run(batch, 0, self.begins(lambda _: None))  # There is no writer yet, and no other difference.
+        """Run the first batch to determine the columns of a row. The result is kept for :meth:`tried`."""
+        made = self.run(batch, 0, self.begins(lambda _: None))  # There is no writer yet. Otherwise the run is the same.
         self._tried = (digest(batch), made)
         return made
 
     def tried(self, mark: str) -> Batch | None:
-        """What the first batch came to, if it was tried, and if this is it; once."""
+        """Return the result of ``try_first`` if ``mark`` is the digest of its batch, once. Otherwise return None."""
         tried, self._tried = self._tried, None
         return tried[1] if tried is not None and tried[0] == mark else None
 
     def run(self, batch: Any, first_sample: int, begin: Begin | None = None) -> Batch:
-        """Run the model once, and make the rows of what passed. ``begin`` takes rows while the model still runs."""
+        """Run the model once and return the rows. ``begin`` starts copying rows while the model still runs."""
         picked = self.taking.pick(batch, first_sample)
         ahead = EarlyRows(begin, self.taking, picked) if begin is not None and self._may_begin() else None
         try:
             values = self._values(batch, ahead)
         except ValueChanged:
-            # The model gave no sign that it changes values in place. From now on they are copied.
+            # The source of the model did not show that it changes values in place. From now on they are copied.
             if self.copy != "auto":
                 raise
             self.copy = "always"
@@ -125,11 +124,11 @@ class Job:
         return Batch(rows, picked.samples, begun)
 
     def begins(self, begin: Begin) -> Begin | None:
-        """What ``run`` is to be given: from the CPU's memory nothing is copied, so that there is nothing to begin."""
+        """Return ``begin`` for ``run``, or None on the CPU, where nothing is copied."""
         return None if self.device.type == "cpu" else begin
 
     def _may_begin(self) -> bool:
-        """Not if values are copied, or put together, before they are kept: what passes is not what is recorded."""
+        """Return whether copies may start early. Not if recorded values are themselves copied or gathered first."""
         is_plain = self.copy == "auto" and self.grad is None and not self.gather
         return is_plain and self._can_begin and not callable(self.taking.reduce)
 
@@ -170,4 +169,4 @@ def _check_aligned(rows: dict[Key, Tensor]) -> None:
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{address!r}: {count}" for (address, _), count in counts.items())
         text = f"the points do not have the same number of rows in a batch ({shown})"
-        raise HarvestError(f"{text}, so that they cannot stand beside each other. Harvest them into separate stores.")
+        raise HarvestError(f"{text}, so they cannot be columns of one store. Harvest them into separate stores.")

@@ -1,4 +1,4 @@
-"""How far a harvest is, how fast, and what limits it."""
+"""Progress of a harvest: rows, speed, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from tenterhook.harvest.job import Batch
 
 __all__ = ["Harvest", "Progress", "shown"]
 
-BUSY = 0.8  # The share of the time that something is busy for it to be what limits.
+BUSY = 0.8  # The share of the time for which a part must be busy to count as the bottleneck.
 GIGA = 1e9
-OFTEN = 0.1  # seconds between two looks at the bar
+OFTEN = 0.1  # seconds between two updates of the bar
 
 
 class Progress:
-    """Counts what passes. ``limit`` says what the rest waits for: the model, copies from the device, or the disk."""
+    """Counters of a harvest. ``limit`` is the bottleneck: the model, copies from the device, or the disk."""
 
     def __init__(self, batches: int | None = None, workers: int = 1) -> None:
         self.total, self.batches, self.rows, self.nbytes = batches, 0, 0, 0
-        self.spent: dict[str, float] = {}  # seconds of all workers together; a writer's own, while it counts them
+        self.spent: dict[str, float] = {}  # seconds of all workers together; shared with the writer, which updates them
         self._workers, self._began = workers, time.perf_counter()
         self._move: Move | None = None
         self._told = 0.0
 
     def passed(self, made: Batch) -> None:
-        """A batch was run, and its rows handed over."""
+        """Count a batch whose rows were passed to the writer."""
         self.add(1, made.count, sum(int(tensor.nbytes) for tensor in made.rows.values()))
 
     def add(self, batches: int, rows: int, nbytes: int) -> None:
-        """So much more is done."""
+        """Add to the counters, and update the bar from time to time."""
         self.batches, self.rows, self.nbytes = self.batches + batches, self.rows + rows, self.nbytes + nbytes
         if self._move is not None and self.seconds - self._told > OFTEN:
             self.tell()
 
     def tell(self) -> None:
-        """Move the bar, if there is one."""
+        """Update the bar, if there is one."""
         if self._move is not None:
             self._move(self.batches, note=self.text())
             self._told = self.seconds
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.perf_counter() - self._began
 
     @property
     def limit(self) -> str:
-        """What limits: ``model``, ``copy``, ``disk``, or the ``function`` that rows are given to."""
+        """The bottleneck: ``model``, ``copy``, ``disk``, or the ``function`` that receives the rows."""
         shares = {name: spent / max(self.seconds * self._workers, 1e-9) for name, spent in self.spent.items()}
         name = max(shares, key=lambda each: shares[each], default="model")
         return name if shares.get(name, 0.0) > BUSY else "model"
 
     def text(self) -> str:
-        """One line."""
+        """Return the speed and the bottleneck as one line."""
         seconds = max(self.seconds, 1e-9)
         rate, flow = self.rows / seconds, self.nbytes / seconds / GIGA
         return f"{short_number(round(rate))} rows/s, {flow:.2f} GB/s, limit: {self.limit}"
@@ -67,7 +67,7 @@ class Progress:
 
 @contextlib.contextmanager
 def shown(meter: Progress, *, progress: bool | None) -> Iterator[None]:
-    """A bar in the terminal while the harvest runs; by default only if somebody is there to see it."""
+    """Show a bar in the terminal while the harvest runs. By default, only if standard error is a terminal."""
     with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
         meter._move = move
         try:
@@ -79,9 +79,10 @@ def shown(meter: Progress, *, progress: bool | None) -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class Harvest(Drawn):
-    """What a harvest came to. ``made`` shards were made now, by this process; ``found`` were there already.
+    """The result of a harvest.
 
-    ``place`` is where the rows are; or the name of the function that they were given to.
+    ``made`` is the number of shards that this process made now, ``found`` the number that already existed. ``place`` is
+    the store, or the name of the function that received the rows.
     """
 
     place: Any
@@ -95,15 +96,15 @@ class Harvest(Drawn):
     memory: int
 
     def open(self) -> Any:
-        """The store, to read."""
+        """Open the store for reading. Raise ``HarvestError`` if the rows were passed to a function."""
         if isinstance(self.place, str):
-            raise HarvestError(f"the rows were given to {self.place}, and are not stored; give to= a place.")
+            raise HarvestError(f"the rows were passed to {self.place} and are not stored; pass a path or a URL as to=.")
         from tenterhook.harvest.verb import open as open_store
 
         return open_store(self.place)
 
     def table(self) -> Table:
-        """For whatever draws it."""
+        """Return the table that represents the result in a terminal and in a notebook."""
         rate = self.rows / self.seconds if self.seconds else 0.0
         cells = [
             ("rows", f"{self.rows:,}"),

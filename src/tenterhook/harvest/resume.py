@@ -1,4 +1,4 @@
-"""Going on with a harvest: the store is compared with the call, and what differs is refused by name."""
+"""Resuming a harvest: the store is compared with the call, and every difference is reported in an error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tenterhook.store.place import StorePlace
 __all__ = ["check_digest", "check_end", "check_sample", "compare"]
 
 DIFFERS = (
-    "{place} was begun as another harvest, and goes on only as the same one. What differs:\n{lines}\nGive what it was "
-    "begun with, or another place."
+    "{place} contains another harvest, and only the same harvest can be resumed. Differences:\n{lines}\nUse the "
+    "original model, data and options, or harvest into another place."
 )
 OLDER = (
-    "{place} was begun by an older tenterhook, which noted the weights of the model and not its code or configuration: "
-    "whether this is the same harvest cannot be told. It can be read. To go on with it all the same: trust=True "
-    "(--trust); or harvest into another place."
+    "{place} was written by an older tenterhook, which stored the weights of the model and not its code or "
+    "configuration, so it is unknown whether this is the same harvest. It can be read. To resume it anyway, pass "
+    "trust=True (--trust), or harvest into another place."
 )
-PYTHON = "  (the code was compiled by Python {then}, and this is {now}: the same source has other code there)"
+PYTHON = "  (the code was compiled by Python {then}, and this is {now}: they compile the same source to different code)"
 IDENTIFIED = 2  # the first format version whose manifest has an identity
 SAMPLED = 16  # batches that each resumed harvest compares
 RESUMES = ".resumes"
@@ -33,7 +33,10 @@ OLD_KEYS = ("points", "rows", "project", "dtype", "data", "shard_rows", "shard_b
 
 
 def compare(place: StorePlace, manifest: dict[str, Any], identity: Identity, *, trust: bool) -> None:
-    """Refuse to go on with what is not the same harvest. What was not asked for now is as it was."""
+    """Raise ``DifferentHarvest`` if the store belongs to another harvest.
+
+    Shard sizes that this call does not give are not compared.
+    """
     then, values, changes = manifest["harvest"], manifest.get("values", {}), tuple(manifest.get("changes", ()))
     if manifest["format_version"] < IDENTIFIED:
         if not trust:
@@ -53,7 +56,7 @@ def compare(place: StorePlace, manifest: dict[str, Any], identity: Identity, *, 
 
 
 def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str, Any]:
-    """Complete an older manifest with what this call has: the user vouches for that part."""
+    """Complete an older manifest with the values of this call. The user has set ``trust`` for that part."""
     now = identity.tree
     found = then.get("model")
     model = found if isinstance(found, dict) else {}
@@ -62,7 +65,7 @@ def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str,
 
 
 def _told(where: str, value: Any) -> str:
-    """Format a value for the error; a description is text already."""
+    """Format a value for the error. A description is already a text."""
     return f"{value:.100}" if isinstance(value, str) and where.partition(".")[0] in DESCRIBED else f"{value!r:.100}"
 
 
@@ -78,7 +81,10 @@ def _minor(version: str) -> str:
 
 
 def check_sample(place: StorePlace, manifest: dict[str, Any], source: BatchSource) -> None:
-    """Compare some batches with those that were committed: others each time; a stream is compared as it passes."""
+    """Compare a sample of batches with the committed ones.
+
+    Each resumed harvest compares other batches. The batches of a stream are compared while they are read.
+    """
     shards, per_shard = committed(place, planned(place, manifest)), manifest["plan"]["batches_per_shard"]
     if not shards or source.samples_before(per_shard) is None:
         return
@@ -90,7 +96,7 @@ def check_sample(place: StorePlace, manifest: dict[str, Any], source: BatchSourc
 
 
 def _digests(place: StorePlace, shards: list[int], manifest: dict[str, Any], turn: int) -> Iterator[tuple[int, str]]:
-    """Yield the numbers of the batches to compare, in order, each with its digest."""
+    """Yield the numbers of the batches to compare, in order, each with its stored digest."""
     per_shard = manifest["plan"]["batches_per_shard"]
     places = _sampled(len(shards) * per_shard, turn)
     commit: dict[str, Any] = {}
@@ -99,12 +105,14 @@ def _digests(place: StorePlace, shards: list[int], manifest: dict[str, Any], tur
         if commit.get("shard") != shard:
             commit = read_commit(place, shard, manifest)
         digests = commit["data"].get("each", ())
-        if batch < len(digests):  # The last shard may be shorter, and an older commit has none.
+        if batch < len(digests):  # The last shard may be shorter, and an older commit has no digests.
             yield shard * per_shard + batch, digests[batch]
 
 
 def _sampled(count: int, turn: int) -> list[int]:
-    """Numbers below ``count``, spread evenly; after as many turns as there are between two of them, all had theirs.
+    """Return evenly spaced numbers below ``count``, different ones in each turn.
+
+    After enough turns, every number was returned.
 
     >>> _sampled(48, 0), _sampled(48, 1)[:4]
     ([0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 45, 47], [0, 2, 5, 8])
@@ -118,7 +126,7 @@ def _sampled(count: int, turn: int) -> list[int]:
 
 
 def _count_resume(place: StorePlace) -> int:
-    """Count the resumed harvests in a file beside the store, and return how many there were before."""
+    """Count the resumed harvests in a file of the store, and return the count before this one."""
     try:
         count = int(place.read(RESUMES)[:20])
     except (OSError, ValueError):
@@ -129,21 +137,23 @@ def _count_resume(place: StorePlace) -> int:
 
 
 def check_digest(place: StorePlace, shard: int, then: str, now: str | None) -> None:
-    """Refuse data that is not what a committed shard was made of."""
+    """Raise ``DifferentHarvest`` if the data differs from the data of a committed shard."""
     if then == now:
         return
-    what = "are not there any more: the data is shorter now" if now is None else "are others now"
-    text = f"  data: the batches of shard {shard} {what}. A shuffled loader gives others each time; seed it."
+    what = "are missing: the data is shorter now" if now is None else "have changed"
+    text = (
+        f"  data: the batches of shard {shard} {what}. A shuffled loader returns other batches each time; set its seed."
+    )
     raise DifferentHarvest(DIFFERS.format(place=place, lines=text))
 
 
 def check_end(place: StorePlace, batches: int) -> None:
-    """Note where a stream ended, or compare with where it ended before."""
+    """Store the number of batches of a stream, or compare it with the stored one."""
     if place.create(END, pack({"batches": batches})):
         return
     then = read_end(place)
     if then is None:
-        raise StoreError(f"{place}/{END} is gone while it was read.")
+        raise StoreError(f"{place}/{END} was deleted while it was read.")
     if then != batches:
         text = f"  data.batches: the store has {then}, this call has {batches}"
         raise DifferentHarvest(DIFFERS.format(place=place, lines=text))

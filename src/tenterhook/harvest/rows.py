@@ -1,4 +1,4 @@
-"""From a batch and a value to rows: one for each sample, or one for each token that is no padding."""
+"""Conversion of values to rows: one row for each sample, or for each token that is not padding."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MATRIX = 2
 
 @dataclass(frozen=True, slots=True)
 class PickedRows:
-    """The rows of one batch, found before the model runs: which tokens, and what is known of each."""
+    """The rows of one batch, determined before the model runs: the selected tokens and their facts."""
 
     samples: int
-    mask: Tensor | None  # [samples, tokens]; None if every token counts
-    index: Tensor | None  # the places that count, of the flattened tokens; None if all do
+    mask: Tensor | None  # [samples, tokens]; None if all tokens are selected
+    index: Tensor | None  # the selected positions in the flattened tokens; None if all are selected
     facts: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """How rows are made."""
+    """The options that determine how rows are made."""
 
     by: By = "sample"
     mask: Mask = "attention_mask"
@@ -44,16 +44,16 @@ class RowRule:
 
     def __post_init__(self) -> None:
         if self.by not in ("sample", "token"):
-            raise ValueError(f'rows= is "sample" or "token"; got {self.by!r}')
+            raise ValueError(f'rows= must be "sample" or "token"; got {self.by!r}')
         if isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
-            raise ValueError(f"reduce= is one of {', '.join(REDUCTIONS)}, or a function; got {self.reduce!r}")
+            raise ValueError(f"reduce= must be one of {', '.join(REDUCTIONS)}, or a function; got {self.reduce!r}")
         if isinstance(self.reduce, str) and self.by == "token":
-            raise ValueError(f'reduce={self.reduce!r} makes one row of each sample; leave rows="token" out')
+            raise ValueError(f'reduce={self.reduce!r} makes one row of each sample; remove rows="token"')
         if self.project is not None and self.project.ndim != MATRIX:
-            raise ValueError(f"project= is a matrix [width, new width]; got {list(self.project.shape)}")
+            raise ValueError(f"project= must be a matrix [width, new width]; got {list(self.project.shape)}")
 
     def described(self) -> dict[str, Any]:
-        """Describe the options for the manifest; the functions are described by ``identify``."""
+        """Return the options for the manifest, except the functions, which ``identify`` describes."""
         return {
             "rows": self.by,
             "project": None if self.project is None else digest(self.project),
@@ -63,7 +63,7 @@ class RowRule:
     # -- before the model runs ----------------------------------------------------------------------------------------
 
     def pick(self, batch: Any, first_sample: int) -> PickedRows:
-        """Which rows a batch has, as far as the batch tells."""
+        """Return the rows of a batch, as far as the batch determines them."""
         samples, mask = size_of(batch), self._mask(batch)
         numbers = torch.arange(first_sample, first_sample + samples)
         if self.by == "sample":
@@ -90,14 +90,14 @@ class RowRule:
             return None
         if mask.ndim != MATRIX:
             raise HarvestError(
-                f"a mask is [samples, tokens]; got {list(mask.shape)}. Give mask= a function of the batch."
+                f"a mask must be [samples, tokens]; got {list(mask.shape)}. Pass a function of the batch as mask=."
             )
         return mask.bool().cpu()
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def take(self, value: Tensor, picked: PickedRows, address: str) -> Tensor:
-        """The rows of a value, on its own device, detached."""
+        """Return the rows of a value, detached, on the device of the value."""
         value = value.detach()
         if value.ndim == 0 or len(value) != picked.samples:
             raise HarvestError(NOT_SAMPLES.format(address=address, shape=list(value.shape), samples=picked.samples))
@@ -114,7 +114,7 @@ class RowRule:
         if callable(self.reduce):
             return self.reduce(value, None if mask is None else mask.to(value.device))
         if value.ndim < MATRIX + 1:
-            text = f"reduce={self.reduce!r} is over the tokens of [samples, tokens, …]"
+            text = f"reduce={self.reduce!r} reduces the tokens of [samples, tokens, …]"
             raise HarvestError(f"{text}, and {address!r} is {list(value.shape)}.")
         if mask is not None and mask.shape != value.shape[:2]:
             raise HarvestError(NOT_TOKENS.format(address=address, shape=list(value.shape), mask=list(mask.shape)))
@@ -130,24 +130,24 @@ class RowRule:
         return flat if picked.index is None else flat.index_select(0, picked.index.to(value.device, non_blocking=True))
 
     def complete(self, picked: PickedRows, value: Tensor) -> dict[str, Tensor]:
-        """The facts of the rows, where only the value tells how many tokens there are."""
+        """Return the facts of the rows, if the number of tokens is only known from the value."""
         if self.by == "sample" or "position" in picked.facts or value.ndim < MATRIX:
             return picked.facts
         return _facts(picked.facts["sample"], value.shape[:2], None)
 
 
 NOT_SAMPLES = (
-    "{address!r} gave {shape} for a batch of {samples} samples: its first dimension is not that of the samples. Give "
-    "reduce= a function that makes it so."
+    "{address!r} has the shape {shape} for a batch of {samples} samples: its first dimension must be the samples. Pass "
+    "a function as reduce= that returns one row per sample."
 )
 NOT_TOKENS = (
-    "{address!r} gave {shape}, and the mask of the batch is {mask}: they must agree in samples and tokens. Give mask= "
-    "a function of the batch, or mask=None."
+    "{address!r} has the shape {shape}, and the mask of the batch is {mask}: they must agree in samples and tokens. "
+    "Pass a function of the batch as mask=, or mask=None."
 )
 
 
 def _last(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The value at each sample's last token that counts."""
+    """Return the value at the last selected token of each sample."""
     if mask is None:
         return value[:, -1]
     places = torch.arange(mask.shape[1]).expand_as(mask).masked_fill(~mask, 0).amax(1)
@@ -155,7 +155,7 @@ def _last(value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """In float32 at least, and back."""
+    """Return the mean over tokens, computed at least in float32 and converted back."""
     wide = value.float() if value.dtype.itemsize < torch.float32.itemsize else value
     if mask is None:
         return wide.mean(1).to(value.dtype)
@@ -174,20 +174,23 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {"last": _las
 
 
 def tensor_at(value: Any, address: str) -> Tensor:
-    """The tensor of a value: itself, the only one in it, or the first of a tuple, as transformer blocks give."""
+    """Return the tensor to store from a value.
+
+    This is the value itself, the first element of a tuple (as transformer blocks return), or the only tensor in it.
+    """
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
         return value[0]
     found = [tensor for _, tensor in tensors(value)]
     if len(found) != 1:
-        text = f"{address!r} gave {describe(value)}, of which rows cannot be made"
+        text = f"{address!r} is {describe(value)}, which cannot be converted to rows"
         raise HarvestError(f"{text}: choose a point whose value is one tensor; see th.points(model, inputs=…).")
     return found[0]
 
 
 def _tokens(batch: Any) -> Tensor | None:
-    """The ids of the tokens, where the batch is or has them."""
+    """Return the token ids of a batch, or None."""
     found = _named_tensor(batch, "input_ids")
     if found is None:
         found = batch if isinstance(batch, Tensor) else next((each for _, each in tensors(batch)), None)

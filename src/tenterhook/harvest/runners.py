@@ -1,4 +1,4 @@
-"""Who makes which shard: this process, the processes of torchrun, or Ray."""
+"""The assignment of shards: to this process, to the processes of torchrun, or to Ray."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ LEAST = 1 << 16
 JOB = ("TENTERHOOK_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 FUNCTION = (
-    "to= is a function, which is given the rows of every batch in this process: there are no shards, and no workers "
-    "elsewhere. Leave shard_rows=, shard_bytes= and engine= out; in each of many processes give it that one's batches."
+    "to= is a function, which receives the rows of every batch in this process: there are no shards and no remote "
+    "workers. Remove shard_rows=, shard_bytes= and engine=; with many processes, pass each one its own batches."
 )
-# Runners of other libraries, by name: this room does not know them.
+# Runners for other libraries, by module name. This package does not import them.
 ELSEWHERE = {"ray": "tenterhook.integrations.ray"}
 
 
 @dataclass
 class HarvestOptions:
-    """Where, and by whom."""
+    """The options of a harvest: its store, and the processes that run it."""
 
     to: Any
     asked: dict[str, Any]
@@ -50,38 +50,38 @@ class HarvestOptions:
     trust: bool = False
     wait: bool | float = False
     job: str | None = None
-    """An id that the processes of one job share, where several write."""
+    """An id that all processes of one job share, if several write."""
 
     def __post_init__(self) -> None:
         if isinstance(self.to, str | os.PathLike) and "://" not in str(self.to):
-            self.to = Path(self.to).absolute()  # A worker may stand elsewhere.
+            self.to = Path(self.to).absolute()  # A worker may have another working directory.
         if self.engine not in ENGINES:
-            raise ValueError(f"engine= is one of {', '.join(ENGINES)}; got {self.engine!r}")
+            raise ValueError(f"engine= must be one of {', '.join(ENGINES)}; got {self.engine!r}")
         if self.memory < LEAST:
-            raise ValueError(f"memory= is a number of bytes, {LEAST} at least; got {self.memory}")
+            raise ValueError(f"memory= must be at least {LEAST} bytes; got {self.memory}")
         if self.is_function and (self.engine not in ("auto", "local") or any(self.asked.values())):
             raise ValueError(FUNCTION)
         if self.asked["shard_rows"] is not None and self.asked["shard_bytes"] is not None:
-            raise ValueError("give shard_rows= or shard_bytes=, not both")
+            raise ValueError("pass shard_rows= or shard_bytes=, not both")
 
     @property
     def is_function(self) -> bool:
-        """Whether rows are not stored, but given to a function."""
+        """True if rows are passed to a function and not stored."""
         return callable(self.to)
 
     def holder(self, rank: int | None = None) -> Holder:
-        """Return who asks for the place."""
+        """Return the holder that requests the lock of the store."""
         return Holder(self.job, rank, FOREVER if self.wait is True else float(self.wait))
 
     def source(self, batches: Any) -> BatchSource:
-        """The data, cut into batches."""
+        """Return the source of batches."""
         return source_of(
             batches() if callable(batches) and not hasattr(batches, "__iter__") else batches, **self.cutting
         )
 
 
 def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harvest:
-    """Choose the runner."""
+    """Run a harvest with the chosen engine."""
     engine = options.engine
     if options.is_function:
         from tenterhook.harvest.to_callback import run_to_function
@@ -104,7 +104,7 @@ def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harves
 
 
 def ranks(*, slurm: bool) -> tuple[int, int]:
-    """The number of this process and of all, as torch.distributed, torchrun or srun say."""
+    """Return the rank of this process and the world size, from torch.distributed, torchrun or srun."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -114,7 +114,7 @@ def ranks(*, slurm: bool) -> tuple[int, int]:
         if rank in os.environ and world in os.environ:
             return int(os.environ[rank]), int(os.environ[world])
     if slurm:
-        raise HarvestError('engine="ranks" is for processes that torchrun or srun started, and there is no RANK here')
+        raise HarvestError('engine="ranks" is for processes that torchrun or srun started, but RANK is not set')
     return 0, 1
 
 
@@ -124,7 +124,7 @@ def job_of_ranks() -> str:
     if "TENTERHOOK_JOB" in found:
         return found["TENTERHOOK_JOB"]
     if found.get("MASTER_ADDR", "localhost") in LOOPBACK and "SLURM_JOB_ID" not in found:
-        found["host"] = socket.gethostname()  # Every machine calls itself so.
+        found["host"] = socket.gethostname()  # Every machine has the same loopback address.
     if "MASTER_PORT" not in found and "SLURM_JOB_ID" not in found:
         found["parent"] = str(os.getppid())
     return ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
@@ -138,7 +138,7 @@ def run_here(
     options: HarvestOptions,
     mine: Callable[[int], bool],
 ) -> Harvest:
-    """Make the missing shards that are mine, one after the other, in this process."""
+    """Make the missing shards of this process (``mine``), one after the other."""
     found = len(committed(place))
     meter = Progress(_left(place, plan, mine))
     writer = Writer(place, options.memory)
@@ -155,7 +155,7 @@ def run_here(
 
 
 def _left(place: StorePlace, plan: HarvestPlan, mine: Callable[[int], bool]) -> int | None:
-    """The batches that are still to be run."""
+    """Return the number of batches that are still to be run, or None if it is unknown."""
     if plan.shards is None:
         return None
     there = set(committed(place))
@@ -164,7 +164,7 @@ def _left(place: StorePlace, plan: HarvestPlan, mine: Callable[[int], bool]) -> 
 
 
 def result(place: StorePlace, meter: Progress, writer: Writer, found: int, options: HarvestOptions) -> Harvest:
-    """What it came to."""
+    """Return the result of a harvest."""
     return Harvest(
         place=place,
         rows=meter.rows,

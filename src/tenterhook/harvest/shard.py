@@ -1,4 +1,4 @@
-"""Making shards. ``make_shard`` is the one function that makes one; everything else decides who makes which."""
+"""Making shards. ``make_shard`` makes one shard. The other functions determine the shards to make."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tenterhook.store.write import Writer
 __all__ = ["Part", "hand_over", "make_shard", "parts"]
 
 CHANGED = (
-    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column has "
-    'one shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
+    "the rows of {address!r} changed at batch {batch}: they were {then} and are {now} now. Every row of a column must "
+    'have the same shape; for sequences of different lengths use rows="token", or reduce="last", "mean" or "max".'
 )
 
 Part = tuple[int, Iterator[Any], int]
@@ -31,10 +31,10 @@ Part = tuple[int, Iterator[Any], int]
 
 
 def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: Progress) -> int:
-    """Run the model over the batches of one shard, hand the rows to the writer, and ask it to commit them.
+    """Run the model over the batches of one shard, pass the rows to the writer, and let it commit them.
 
-    The rows depend on the job and the batches alone, the names of files on the plan: whoever makes a shard, and however
-    often, makes the same bytes. Gives the number of batches.
+    The rows depend only on the job and the batches, the file names only on the plan. So every process that makes the
+    shard writes the same bytes. Return the number of batches.
     """
     shard, batches, first = part
     start = plan.range_of(shard)[0]
@@ -46,7 +46,7 @@ def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: P
         hand_over(made, plan.column, shard, writer)
         sample, rows, count = sample + made.samples, rows + made.count, count + 1
         meter.passed(made)
-        del made  # Or its rows would keep the device's memory while the model runs again.
+        del made  # Otherwise its rows would occupy device memory during the next run of the model.
     if count:
         facts = {
             "batches": [start, start + count],
@@ -59,7 +59,7 @@ def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: P
 
 
 def hand_over(made: Batch, column: Callable[[Key], StoredColumn], shard: int, writer: Writer) -> None:
-    """Give the rows of a batch to the writer: first, and all at once, what is on its way already or has room now."""
+    """Pass the rows of a batch to the writer. Rows that are already being copied, or have room now, come first."""
     pieces = [(None if key is None else column(key), piece) for key, piece in made.begun]
     begun, later = {key for key, _ in made.begun}, list[tuple[StoredColumn, Tensor]]()
     for key, tensor in made.rows.items():
@@ -88,7 +88,7 @@ def _check_rows(plan: HarvestPlan, made: Batch, batch: int) -> None:
 
 
 def parts(place: StorePlace, plan: HarvestPlan, source: BatchSource, mine: Callable[[int], bool]) -> Iterator[Part]:
-    """The shards that are missing and mine, each with its batches, which must be read before the next."""
+    """Yield the missing shards of this process with their batches. Read the batches of each before taking the next."""
     there = set(committed(place))
     if plan.shards is not None and source.samples_before(source.length or 0) is not None:
         wanted = [shard for shard in range(plan.shards) if shard not in there and mine(shard)]
@@ -98,7 +98,10 @@ def parts(place: StorePlace, plan: HarvestPlan, source: BatchSource, mine: Calla
 
 
 def _anywhere(plan: HarvestPlan, source: BatchSource, wanted: list[int]) -> Iterator[Part]:
-    """Shards of a source that is read anywhere. Neighbours are read in one go, which keeps a loader's workers."""
+    """Yield shards of a source with random access.
+
+    Adjacent shards share one read, so that a DataLoader keeps its workers.
+    """
     for _, run in itertools.groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]):
         shards = [shard for _, shard in run]
         batches = source.read(plan.range_of(shards[0])[0], plan.range_of(shards[-1])[1])
@@ -113,13 +116,16 @@ def _exactly(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
         count += 1
         yield batch
     if count < stop:
-        raise HarvestError(f"the data ended after {count} batches, and its length promised more. Has it shrunk?")
+        raise HarvestError(f"the data ended after {count} batches, but its length is {stop} or more. Has it shrunk?")
 
 
 def _in_passing(
     place: StorePlace, plan: HarvestPlan, source: BatchSource, wanted: Callable[[int], bool], there: set[int]
 ) -> Iterator[Part]:
-    """Shards of a stream. What is committed already is passed over, and compared with what it was made of."""
+    """Yield shards of a stream.
+
+    Committed shards are skipped, and their batches are compared with the stored digests.
+    """
     stream = _Counted(source.read(0, None))
     for shard in itertools.count():
         batches = itertools.islice(stream, plan.per_shard)
@@ -134,7 +140,7 @@ def _in_passing(
         if stream.batches - first_batch < plan.per_shard:
             break
     if plan.batches is not None and stream.batches != plan.batches:
-        text = f"the data ended after {stream.batches} batches, and its length promised {plan.batches}."
+        text = f"the data ended after {stream.batches} batches, but its length is {plan.batches}."
         raise HarvestError(f"{text} Has it shrunk?")
     check_end(place, stream.batches)
 
@@ -146,12 +152,12 @@ def _pass_over(place: StorePlace, plan: HarvestPlan, shard: int, batches: Iterab
             seen.add(batch)
     if known:
         then = read_commit(place, shard, plan.manifest)["data"]
-        if "each" in then:  # An older commit has a digest of another kind.
+        if "each" in then:  # An older commit has another kind of digest.
             check_digest(place, shard, then["all"], seen.text() if seen.first else None)
 
 
 class _Counted:
-    """An iterator that knows how many batches and samples it has given."""
+    """An iterator that counts batches and samples."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches, self.batches, self.samples = batches, 0, 0

@@ -1,8 +1,9 @@
-"""Rows that are not stored but given to a function, batch by batch, in a thread of their own, while the model runs on.
+"""Rows that are passed to a function instead of being stored.
 
-On a GPU the function gets the rows where the copy put them: in the ring of pinned memory, which is used again when it
-returns. Nothing else is copied, so that a batch costs no more than its way from the device. From the CPU it gets the
-values themselves.
+A thread calls it for each batch, while the model runs on.
+
+On a GPU the function receives the rows in the ring of pinned memory, which is reused after it returns. There is no
+other copy, so a batch costs only the transfer from the device. On the CPU it receives the values themselves.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ __all__ = ["CallbackWriter", "run_to_function"]
 Function = Callable[[dict[str, Tensor]], Any]
 
 KEPT = (
-    "the function that rows are given to keeps rows[{name!r}], whose memory is used again for later ones. Keep a copy: "
+    "the function that receives the rows keeps rows[{name!r}], but its memory is reused for later rows. Keep a copy: "
     "rows[{name!r}].clone()."
 )
 
 
 def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> Harvest:
-    """Run the model over all batches, and give the rows of each to the function."""
+    """Run the model over all batches, and pass the rows of each batch to the function."""
     meter, giver = Progress(source.length), CallbackWriter(options.to, options.memory)
     meter.spent = giver.seconds
     sample, finished = 0, False
@@ -49,7 +50,7 @@ def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> H
                 giver.give(made)
                 meter.passed(made)
                 sample += made.samples
-                del made  # Or its rows would keep the device's memory while the model runs again.
+                del made  # Otherwise its rows would occupy device memory during the next run of the model.
         finished = True
     finally:
         giver.close(quiet=not finished)
@@ -68,7 +69,7 @@ def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> H
 
 @dataclass(slots=True)
 class _GivenRows:
-    """The rows of one batch on their way: those that are in memory already, and those in the ring."""
+    """The rows of one batch: those in host memory, and those that are still being copied to the ring."""
 
     names: list[str]
     there: dict[str, Tensor]
@@ -77,13 +78,13 @@ class _GivenRows:
 
 
 class CallbackWriter:
-    """Gives rows to a function, in the order of their batches; waits when ``memory`` bytes are on their way.
+    """Passes rows to a function, in the order of their batches. Blocks when ``memory`` bytes are in flight.
 
-    What goes wrong in the function is raised by the next call.
+    An exception in the function is raised again by the next call.
     """
 
     def __init__(self, function: Function, memory: int) -> None:
-        # What is in the CPU's memory is counted by itself: who waits for it must not hold what others need for theirs.
+        # Host memory has its own budget: waiting for it must not hold memory of the ring that other rows need.
         self._ring, self._host = Budget(memory), Budget(memory)
         self.seconds = {"copy": 0.0, "function": 0.0}
         self._function = function
@@ -95,11 +96,11 @@ class CallbackWriter:
 
     @property
     def peak(self) -> int:
-        """The bytes that were on their way at most."""
+        """The maximum number of bytes that were in flight."""
         return max(self._ring.peak, self._host.peak)
 
     def ahead(self, rows: Tensor) -> Piece | None:
-        """Begin to take rows from a GPU, if there is room at once; from the CPU nothing has to be taken."""
+        """Start copying rows from a GPU, if there is room. Otherwise, and for rows on the CPU, return None."""
         return self._stage(rows.device).ahead(rows) if rows.device.type == "cuda" else None
 
     def _stage(self, device: torch.device) -> PinnedStage:
@@ -108,7 +109,7 @@ class CallbackWriter:
         return self._stages[device]
 
     def give(self, made: Batch) -> None:
-        """Hand over the rows of a batch."""
+        """Queue the rows of a batch for the function."""
         self._raise()
         for stage in self._stages.values():
             stage.seal()
@@ -125,7 +126,7 @@ class CallbackWriter:
         self._todo.put(given)
 
     def close(self, *, quiet: bool = False) -> None:
-        """Give what is left; ``quiet`` where another error is on its way."""
+        """Process the remaining rows and end the thread. With ``quiet``, do not raise an error of the function."""
         self._todo.put(None)
         self._thread.join()
         if not quiet:
@@ -142,7 +143,7 @@ class CallbackWriter:
             try:
                 if self._error is None:
                     self._call(given)
-            except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+            except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
                 self._error = error
                 self._host.close()
             finally:
@@ -153,7 +154,7 @@ class CallbackWriter:
         rows, held = dict(given.there), dict[str, Callable[[], object]]()
         for name, (piece, dtype, shape) in given.coming.items():
             self.seconds["copy"] += piece.ready()
-            data = piece.data[:]  # A view of its own, which lives as long as somebody has a tensor of it.
+            data = piece.data[:]  # A separate view, which exists as long as a tensor refers to it.
             held[name] = weakref.ref(data)
             rows[name] = torch.frombuffer(data, dtype=dtype).view(shape)
             del data

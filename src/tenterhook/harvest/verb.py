@@ -1,4 +1,4 @@
-"""``th.harvest`` and ``th.open``: the doors, which load nothing before they are used."""
+"""``th.harvest`` and ``th.open``. They import the implementation when they are called."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["harvest", "open"]
 Engine = Literal["auto", "local", "ranks", "ray"]
 
 
-def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all but three have a default
+def harvest(  # noqa: PLR0913  # all but three have a default
     model: nn.Module | Callable[[], nn.Module],
     batches: Any,
     *points: Selector,
@@ -47,7 +47,7 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     trust: bool = False,
     wait: bool | float = False,
 ) -> Harvest:
-    """Run a model over a data set and store what passes at the points, row by row, in a directory or object store.
+    """Run a model over a data set and store the values at the points as rows, in a directory or an object store.
 
     >>> import tempfile, torch, tenterhook as th
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -56,7 +56,10 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     >>> th.open(folder)["1"][90:].shape
     torch.Size([10, 3])
 
-    The same call again goes on where the commits stop; another model, other data or other options are refused.
+    Repeating the same call resumes an interrupted harvest: only missing shards are made. A call with another model,
+    other data or other options is an error.
+
+    ``to`` can also be a function. It receives the rows of each batch, and nothing is stored:
 
     >>> rows = []
     >>> done = th.harvest(model, torch.randn(100, 2), "1", to=lambda batch: rows.append(batch["1"].sum(0)))
@@ -64,37 +67,47 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     (4, 100)
 
     Args:
-        model: any ``nn.Module``, or a function that makes it, which workers elsewhere call for themselves.
+        model: any ``nn.Module``, or a function that returns it. Each remote worker calls the function itself.
         batches: an iterable of tensors, tuples or dicts; a ``DataLoader``; a data set; a tensor of samples; a file
             (``.npy``, ``.safetensors``, ``.parquet``, or ``.txt`` with a tokenizer).
-        *points: what to store; any selectors.
-        to: a directory, a URL such as ``s3://bucket/acts``, or a store of obstore. Or a function, which is given a dict
-            with the rows of each batch, in host memory, while the model runs on; nothing is stored then.
-        rows: one row for each ``"sample"``, or for each ``"token"`` that the mask lets through.
-        mask: which tokens count: a tensor of the batch by name, or a function of the batch; ``None`` for all.
-        reduce: make one row of a sample's tokens, ``"last"``, ``"mean"`` or ``"max"``; or a function ``(value, mask)``.
-        project: a matrix that the rows are multiplied by.
-        dtype: what floating-point rows are converted to; by default they are stored as they are.
-        grad: a function ``(output, batch)`` that gives a loss; the gradients at the points are stored too.
-        call: how to run the model on a batch, ``(model, batch)``; by default ``model(batch)``, ``model(*batch)`` for a
+        *points: the points to store; any selectors.
+        to: a directory, a URL such as ``s3://bucket/acts``, or a store of obstore. Or a function, which is called with
+            a dict of the rows of each batch, in host memory, while the model runs on.
+        rows: one row for each ``"sample"``, or for each ``"token"`` that the mask selects.
+        mask: the tokens to store: the name of a tensor in the batch, or a function of the batch; ``None`` for all.
+        reduce: reduce the tokens of a sample to one row: ``"last"``, ``"mean"``, ``"max"``, or a function
+            ``(value, mask)``.
+        project: a matrix by which the rows are multiplied.
+        dtype: the dtype of stored floating-point rows; by default their own.
+        grad: a function ``(output, batch)`` that returns a loss. The gradients at the points are stored too.
+        call: a function ``(model, batch)`` that runs the model; by default ``model(batch)``, ``model(*batch)`` for a
             tuple, ``model(**batch)`` for a dict.
-        stop: run nothing after the last of the points.
-        copy: ``"always"`` for a model that uses the memory of its values again.
-        batch_size: samples in a batch, where the data is not in batches already.
-        tokenizer: for text.
-        length: tokens of a line of text at most.
-        shard_rows: rows in a shard, about: a shard is a whole number of batches.
-        shard_bytes: the same in bytes; 512 MiB if neither is given.
-        memory: bytes on their way at most; then the model waits.
-        engine: ``"local"``: this process. ``"ranks"``: every process of ``torchrun`` or ``srun`` calls this and
-            makes its share. ``"ray"``: Ray Data. ``"auto"``: ranks where there are some, else this process.
-        workers: with ray: how many; by default one for each GPU if the model is on one, else for each CPU but one.
-        address: with ray: a cluster to connect to; by default one is started on this machine.
-        progress: a bar on standard error; by default if that is a terminal.
-        trust: vouch for what cannot be identified, such as an open file that ``call=`` reads: a resumed harvest cannot
-            tell it from another.
-        wait: if another job harvests into the same place, wait until it has ended, or so many seconds; by default it
-            is an error, which names that job's machine and process.
+        stop: end each run of the model after the last of the points.
+        copy: ``"always"`` for a model that reuses the memory of its values.
+        batch_size: samples per batch, if the data is not in batches already.
+        tokenizer: the tokenizer for text.
+        length: the maximum number of tokens for a line of text.
+        shard_rows: the approximate number of rows in a shard. A shard contains whole batches.
+        shard_bytes: the approximate size of a shard in bytes; 512 MiB if neither is given.
+        memory: the maximum number of bytes in flight. The model waits when it is reached.
+        engine: ``"local"``: this process. ``"ranks"``: every process of ``torchrun`` or ``srun`` makes the same call
+            and makes its share. ``"ray"``: Ray Data. ``"auto"``: ranks if there are several, else this process.
+        workers: with ray: the number of workers; by default one for each GPU if the model is on a GPU, else one for
+            each CPU except one.
+        address: with ray: the cluster to connect to; by default one is started on this machine.
+        progress: show a progress bar on standard error; by default only if it is a terminal.
+        trust: accept parts that cannot be identified, such as an open file that ``call=`` reads. A resumed harvest
+            cannot detect changes in them.
+        wait: if another job harvests into the same store, wait until it ends (``True``) or at most this many seconds.
+            By default it is an error, which names the machine and process of that job.
+
+    Returns:
+        A :class:`Harvest` with the number of rows, the speed and the bottleneck. Its ``open()`` opens the store.
+
+    Raises:
+        HarvestError: the data or the options do not fit the model, or a part cannot be identified.
+        DifferentHarvest: the store belongs to another harvest.
+        StoreError: the store is damaged or in use, or the directory contains other files.
     """
     from tenterhook.harvest.job import Job
     from tenterhook.harvest.rows import RowRule
@@ -121,13 +134,19 @@ def harvest(  # noqa: PLR0913  # every one of them is somebody's need, and all b
     return run(job, batches, options)
 
 
-def open(path: str | os.PathLike[str] | Any, *, check: bool = True, **options: Any) -> Store:  # noqa: A001  It stands for th.open.
-    """Read what ``th.harvest`` stored: ``store["h.6"][i:j]``, ``.sample(n)``, ``store.loader(...)``.
+def open(path: str | os.PathLike[str] | Any, *, check: bool = True, **options: Any) -> Store:  # noqa: A001  # public as th.open
+    """Open a store of ``th.harvest`` for reading: ``store["h.6"][i:j]``, ``.sample(n)``, ``store.loader(...)``.
 
     Args:
         path: a directory, a URL, or a store of obstore.
-        check: compare what is read with its checksums, the first time that it is.
-        **options: for a URL: what obstore is to be told, such as ``endpoint=``.
+        check: compare data with its checksum when it is read for the first time.
+        **options: for a URL: options of obstore, such as ``endpoint=``.
+
+    Returns:
+        A :class:`Store`.
+
+    Raises:
+        StoreError: there is no store, or it is damaged.
     """
     from tenterhook.store.place import place_of
     from tenterhook.store.read import Store

@@ -1,4 +1,4 @@
-"""``verify``: read everything that was committed, and compare it with its checksums."""
+"""``verify``: read all committed data and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ NO_SHARD = -1
 UNEXPECTED = "the manifest does not expect it"
 
 Fault = tuple[int, str, str]
-"""A shard, a file, what is wrong with it."""
+"""A shard, a file, and the description of the fault."""
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Drawn):
-    """What ``verify`` found. It is true if nothing is wrong with what was committed."""
+    """The result of ``verify``. It is true if no committed data is damaged."""
 
     path: str
     rows: int
@@ -49,9 +49,9 @@ class Report(Drawn):
     shards: int
     planned: int | None
     damaged: tuple[Fault, ...]
-    """Faults; a file that belongs to no shard has the number -1."""
+    """Faults. A file that belongs to no shard has the number -1."""
     stray: tuple[str, ...]
-    """Files that no commit speaks of: what a killed process left."""
+    """Files without a commit, from a killed process."""
     dropped: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
@@ -59,11 +59,11 @@ class Report(Drawn):
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is there and whole."""
+        """True if all shards exist and none is damaged."""
         return not self.damaged and self.planned == self.shards
 
     def table(self) -> Table:
-        """One row for each thing that is wrong."""
+        """Return a table with one row for each fault."""
         rows = tuple(Row((str(shard) if shard >= 0 else "", file, what)) for shard, file, what in self.damaged)
         state = "nothing is damaged" if not rows else f"{len(rows)} damaged"
         planned = "" if self.planned is None else f" of {self.planned}"
@@ -76,14 +76,17 @@ class Report(Drawn):
 
 
 def verify(path: str | os.PathLike[str] | Any, *, drop: bool = False, threads: int = 2, **options: Any) -> Report:
-    """Compare everything that was committed with its checksums, a block of each file at a time.
+    """Read all committed data, one block of each file at a time, and compare it with its checksums.
 
     Args:
         path: a store of ``th.harvest``.
-        drop: repair what can be repaired: take back the commits of damaged shards, and what the manifest does not
-            expect, so that the same harvest makes them again. Nobody else may harvest there meanwhile.
-        threads: that read.
-        **options: for a URL: what obstore is to be told.
+        drop: delete the commits of damaged shards, and files that the manifest does not expect, so that the same
+            harvest makes these shards again. No other harvest may write to the store meanwhile.
+        threads: the number of threads that read.
+        **options: for a URL: options of obstore.
+
+    Returns:
+        A :class:`Report`, which is true if nothing is damaged.
     """
     place = place_of(path, **options)
     manifest = read_manifest(place)
@@ -118,7 +121,7 @@ def _verified(place: StorePlace, manifest: dict[str, Any], threads: int, *, drop
 
 
 def _drop(place: StorePlace, columns: tuple[StoredColumn, ...], damaged: list[Fault]) -> None:
-    """Take back what is damaged: commits first, then what stands in the way of the files that come again."""
+    """Delete damaged commits, then the files that the same harvest will write again."""
     for shard, name, _ in damaged:
         place.delete(name if shard == NO_SHARD else commit_name(shard))
     for shard in {shard for shard, _, _ in damaged} - {NO_SHARD}:
@@ -127,7 +130,7 @@ def _drop(place: StorePlace, columns: tuple[StoredColumn, ...], damaged: list[Fa
 
 
 def _planned(place: StorePlace, manifest: dict[str, Any]) -> tuple[int | None, list[Fault]]:
-    """Return the number of planned shards, and the fault of the file that says it."""
+    """Return the number of planned shards, and the fault of the file that contains it."""
     try:
         return planned(place, manifest), []
     except StoreError as error:
@@ -141,7 +144,7 @@ def _stray(place: StorePlace, columns: tuple[StoredColumn, ...], shards: list[in
 
 @dataclass(slots=True)
 class _Look:
-    """Findings of one shard."""
+    """The findings for one shard."""
 
     shard: int
     wrong: list[Fault]
@@ -167,21 +170,21 @@ def _look(place: StorePlace, manifest: dict[str, Any], columns: tuple[StoredColu
 
 
 def _gaps(looks: list[_Look]) -> Iterator[Fault]:
-    """Yield neighbouring shards whose samples do not follow each other."""
+    """Yield adjacent shards whose samples do not follow each other."""
     for one, other in itertools.pairwise(look for look in looks if look.samples is not None):
         if one.samples is None or other.samples is None:
             continue
         is_next = one.shard + 1 == other.shard
         if one.samples[1] > other.samples[0] or (is_next and one.samples[1] != other.samples[0]):
-            yield other.shard, commit_name(other.shard), f"its samples do not follow those of shard {one.shard}"
+            yield other.shard, commit_name(other.shard), f"its samples do not continue those of shard {one.shard}"
 
 
 def _fault(place: StorePlace, column: StoredColumn, name: str, record: dict[str, Any]) -> str:
-    """Return the first fault of a file, or an empty text."""
+    """Return the first fault of a file, or an empty string."""
     try:
         return next(_faults(place, column, name, record), "")
     except FileNotFoundError:
-        return "it is not there"
+        return "it is missing"
     except StoreError as error:
         return str(error)
 
@@ -189,10 +192,10 @@ def _fault(place: StorePlace, column: StoredColumn, name: str, record: dict[str,
 def _faults(place: StorePlace, column: StoredColumn, name: str, record: dict[str, Any]) -> Iterator[str]:
     size = place.size(name)
     if size is None:
-        yield "it is not there"
+        yield "it is missing"
         return
     if size != record["bytes"]:
-        yield f"it has {size:,} bytes, and had {record['bytes']:,}"
+        yield f"it has {size:,} bytes; {record['bytes']:,} were written"
         return
     what = head_fault(bytes(place.read_range(name, 0, record["head"])), column.rows, record)
     if what:
@@ -201,4 +204,4 @@ def _faults(place: StorePlace, column: StoredColumn, name: str, record: dict[str
         low = record["head"] + number * BLOCK
         data = place.read_range(name, low, min(low + BLOCK, record["bytes"]))
         if xxhash.xxh3_64(data).hexdigest() != checksum:
-            yield f"its bytes from {low:,} to {low + len(data):,} are not what was written"
+            yield f"its bytes from {low:,} to {low + len(data):,} differ from what was written"

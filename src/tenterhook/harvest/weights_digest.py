@@ -1,4 +1,4 @@
-"""What tells one set of weights from another."""
+"""Digests that identify the weights of a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tenterhook._tree import tensors
 __all__ = ["digest_of", "weights_of"]
 
 HASHING = min(8, os.cpu_count() or 1)  # threads
-PART = 16 << 20  # bytes that leave a GPU at a time, for each of them
+PART = 16 << 20  # bytes that each thread copies from a GPU at a time
 
 
 def weights_of(model: nn.Module) -> str:
-    """A digest of all parameters and buffers that a state dict has, with their names.
+    """Return a digest of all parameters and buffers in the state dict, with their names.
 
-    It is made anew each time: what changes a weight through ``.data`` leaves no trace by which it could be noticed.
+    It is computed again at each call, because a change of a weight through ``.data`` cannot be detected.
     """
     weights = {name: tensor for key, value in model.state_dict().items() for name, tensor in _tensors_in(value, key)}
     with ThreadPoolExecutor(HASHING) as pool:
@@ -35,7 +35,7 @@ def weights_of(model: nn.Module) -> str:
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an entry of a state dict. A quantized module has its weights in tuples."""
+    """Yield the tensors in an entry of a state dict. A quantized module has its weights in tuples."""
     if isinstance(value, Tensor):
         yield name, value
     else:
@@ -43,14 +43,17 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the type, the shape and a digest of the bytes of a tensor on any device; of a spread one, of its part."""
+    """Return the dtype, the shape and a digest of the bytes of a tensor, on any device.
+
+    For a distributed tensor, the digest is of the local part.
+    """
     if tensor.is_quantized:
         return f"{tensor.dtype} {digest_of(tensor.int_repr())} {digest_of(tensor.dequantize())}"
     if tensor.layout != torch.strided:
         return f"{tensor.layout} {digest_of(tensor.to_dense())}"
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind = f"{tensor.dtype} {list(tensor.shape)}"
-    if local.device.type == "meta":  # An offloaded weight is elsewhere; its name and shape must do.
+    if local.device.type == "meta":  # An offloaded weight is not here: only its dtype and shape are known.
         return kind
     state = xxhash.xxh3_128()
     for part in _parts(local.detach().contiguous()):
@@ -59,7 +62,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor; those of a GPU through pinned memory, which is many times as fast as without."""
+    """Yield the bytes of a tensor. From a GPU they are copied through pinned memory, which is many times faster."""
     if tensor.device.type != "cuda":
         yield as_bytes(tensor.cpu())
         return
@@ -73,7 +76,7 @@ def _parts(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _of_all_processes(digest: str) -> str:
-    """One digest of a model that is spread over processes, the same in each, and for any number of copies of it."""
+    """Return one digest of a distributed model, equal in each process and for any number of replicas."""
     from torch import distributed
 
     parts: list[Any] = [None] * distributed.get_world_size()

@@ -1,12 +1,12 @@
-"""Everything that tenterhook needs of PyTorch beyond its public interface.
+"""All uses of PyTorch beyond its public interface.
 
-Private names, private attributes, frames, closures and code objects are used in this package and nowhere else. The rest
-of tenterhook calls functions with plain names: ``current_backward_id()``, ``checkpoints_around_this_call()``.
+Private names, private attributes, frames, closures and code objects are used only in this package. The rest of
+tenterhook calls functions with plain names: ``current_backward_id()``, ``checkpoints_around()``.
 
-Each file holds one subject. :mod:`tenterhook.pytorch.names` looks private names up and knows all of them;
-:mod:`tenterhook.pytorch.support` runs a small check of each feature before it is first used, and says what is available
-with the installed release. :mod:`tenterhook.pytorch.release` knows which releases are supported; one that is too old is
-refused here, before anything in it is used.
+Each file has one subject. :mod:`tenterhook.pytorch.names` looks up and lists all private names.
+:mod:`tenterhook.pytorch.support` runs a small check of each feature before its first use, and reports which features
+work with the installed release. :mod:`tenterhook.pytorch.release` lists the supported releases. A release that is too
+old is refused here, before anything in it is used.
 """
 
 import torch

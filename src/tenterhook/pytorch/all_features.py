@@ -12,14 +12,14 @@ from tenterhook.pytorch.support import FEATURES, Feature, Status
 __all__ = ["run_all_probes"]
 
 _FEATURE_OF_FILE = {"dynamo_probe": ("compiled models", "a session in a process that uses torch.compile")}
-"""The feature of a file that is only loaded on use, and its use: for the report, if the file cannot be loaded."""
+"""Features whose file is only imported on use, and their users. The report needs them if the import fails."""
 
 
 def run_all_probes() -> list[Feature]:
-    """Run the probes that have not run yet, and return every feature, those that every session needs first.
+    """Run the probes that have not run yet. Return every feature, those that every session needs first.
 
-    The first call in a process loads the compiler, for the probe of compiled models. A file that cannot be loaded makes
-    its feature unavailable; the others are still reported.
+    The first call in a process imports the compiler, for the probe of compiled models. A file that cannot be imported
+    makes its feature unavailable. The other features are still reported.
     """
     loading = [_loading(file.name) for file in pkgutil.iter_modules(pytorch.__path__)]
     broken = {each.name: each for each in loading if each.run() is Status.UNAVAILABLE}
@@ -30,7 +30,7 @@ def run_all_probes() -> list[Feature]:
 
 
 def _loading(file: str) -> Feature:
-    """Return a feature whose probe loads a file of this package, which registers the features in it."""
+    """Return a feature whose probe imports a file of this package. The import registers the features in that file."""
     name, used_by = _FEATURE_OF_FILE.get(file, (f"pytorch/{file}.py", ""))
     return Feature(name, used_by, partial(_load, f"{pytorch.__name__}.{file}"), still_works="")
 

@@ -1,4 +1,4 @@
-"""Hooks that must run when a call is left by a stop: PyTorch's ``always_call`` hooks, and FSDP2's own."""
+"""Hooks that must run when a stop leaves a call: PyTorch's ``always_call`` hooks, and the hook of FSDP2."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ class _Stops(ProbeModule):
     still_works="the same session without stop=True",
 )
 def probe_stop() -> str | None:
-    """Check that the ``always_call`` hooks of the calls under way are found."""
+    """Check that the ``always_call`` hooks of running calls are found."""
     inner = _Stops()
     module = Calls(inner)
 
     def hook(*_: Any) -> None:
-        """Change nothing."""
+        """Do nothing."""
 
     inner.register_forward_hook(hook, always_call=True)
     inner.register_forward_hook(hook, always_call=True, with_kwargs=True)
     found: list[Any] = []
     module(found)
-    seen = [(each, len(rest)) for each, rest in found if each is hook]  # Users may have some for all modules.
+    seen = [(each, len(rest)) for each, rest in found if each is hook]  # Users may have registered global hooks too.
     check(seen == [(hook, 2), (hook, 3)], "hooks with always_call=True cannot be found during a call")
     handle = torch_module.register_module_forward_hook(hook, always_call=True)
     known = handle.id in _GLOBAL_ALWAYS_CALLED
     handle.remove()
-    check(known, "hooks for all modules with always_call=True are kept elsewhere")
+    check(known, "global hooks with always_call=True are stored elsewhere")
     return None

@@ -1,4 +1,4 @@
-"""The backward pass: which one is running, when operations were recorded, and the hooks of a tensor."""
+"""The backward pass: its number, the order of recorded operations, and the hooks of a tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 # -- the backward pass that is running ---------------------------------------------------------------------------------
 
 current_backward_id: Callable[[], int] = find("torch._C._current_graph_task_id")
-"""Return the number of the backward pass that this thread is in, or -1."""
+"""Return the number of the backward pass that runs in this thread, or -1."""
 
 _keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
 _engine: Any = find("torch.autograd.Variable._execution_engine")
@@ -53,7 +53,7 @@ attribute("autograd engine", "queue_callback")
 call_after_backward: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", None
 ) or getattr(_engine, "queue_callback", _engine)
-"""Have a function called when the backward pass that is running has ended."""
+"""Call a function after the running backward pass has ended."""
 
 
 def _assume_kept() -> bool:
@@ -61,11 +61,11 @@ def _assume_kept() -> bool:
 
 
 keeps_graph: Callable[[], bool] = _assume_kept if is_absent(_keeps_graph) else _keeps_graph
-"""Return whether the backward pass that is running keeps its graph; assumed where PyTorch does not tell."""
+"""Return whether the running backward pass retains its graph. Always True if this release has no such function."""
 
 
 class _CountingPass(threading.local):
-    """A graph of one leaf, for backward passes that only ask for their number."""
+    """A graph with one leaf, for backward passes that only read their own number."""
 
     def __init__(self) -> None:
         numbers: list[int] = []
@@ -80,52 +80,58 @@ _counting = _CountingPass()
 
 
 def new_backward_id() -> int:
-    """Run a backward pass for its number: the engine counts its passes, and only code inside one can ask."""
+    """Return the number of a new, empty backward pass.
+
+    The engine counts its passes, and only code inside a pass can read the number.
+    """
     leaf = (_counting.leaf,)
     if _run_backward is None:
         torch.autograd.grad(leaf, leaf, (_counting.one,))
-    else:  # As torch.autograd.grad does it, without the checks, which take longer than the pass.
+    else:  # Like torch.autograd.grad, without its checks, which take longer than the pass.
         _run_backward(leaf, (_counting.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)
     return _counting.numbers.pop()
 
 
 find("torch.autograd.graph._engine_run_backward")
 BACKWARD_FUNCTION = "_engine_run_backward"
-"""The function of PyTorch that runs a backward pass, as tracebacks name it."""
+"""The name of PyTorch's function that runs a backward pass, as it appears in tracebacks."""
 
 PYTHON_NODE: Any = torch.autograd.function.BackwardCFunction
-"""The class of graph nodes that are written in Python."""
+"""The class of graph nodes that are implemented in Python."""
 
 # -- operations, and when they were recorded ---------------------------------------------------------------------------
 
 next_operation_number: Callable[[], int] = find("torch._C._autograd._get_sequence_nr")
-"""Return the number that autograd gives to the next operation that it records in this thread."""
+"""Return the sequence number of the next operation that autograd records in this thread."""
 
 attribute("autograd.Node", "_sequence_nr")
 attribute("autograd.Node", "_set_sequence_nr")
-# Of the operations that are ready, autograd runs the one with the highest number first.
+# Among the operations that are ready, autograd runs the one with the highest number first.
 _RUNS_FIRST = 1 << 62
 
 
 def operation_number(node: Any) -> int:
-    """Return when an operation was recorded, as a number that grows."""
+    """Return the sequence number of a recorded operation. Later operations have higher numbers."""
     number: int = node._sequence_nr()
     return number if number < _RUNS_FIRST else number - _RUNS_FIRST
 
 
 def is_numbered(node: Any) -> bool:
-    """Return whether something is an operation that autograd has recorded."""
+    """Return whether an object is an operation that autograd has recorded."""
     return hasattr(node, "_sequence_nr")
 
 
 def existed_before(node: Any, since: int) -> bool:
-    """Return whether a node, or what an alias of ours stands for, was recorded before operation number ``since``."""
+    """Return whether a node was recorded before operation number ``since``.
+
+    For an alias of ours, use its original number.
+    """
     number: int = node._sequence_nr()
     return number < since or _RUNS_FIRST <= number < _RUNS_FIRST + since
 
 
 def is_own_alias(node: Any) -> bool:
-    """Return whether a node was made by :func:`own_alias`; nodes of leaves have the highest number there is."""
+    """Return whether :func:`own_alias` created a node. Nodes of leaves have the highest possible number."""
     return bool(_RUNS_FIRST <= node._sequence_nr() < 2 * _RUNS_FIRST)
 
 
@@ -136,11 +142,11 @@ def is_older(tensor: Tensor, since: int) -> bool:
 
 
 def own_alias(tensor: Tensor) -> Tensor:
-    """Return the same memory with its own place in the graph, to separate the gradient of this use of the tensor.
+    """Return an alias of a tensor with its own graph node, which separates the gradient of this use of the tensor.
 
-    Its backward runs as soon as it is ready, so that no other operation changes places because of it.
+    The backward of the alias runs as soon as it is ready, so that it does not change the order of other operations.
     """
-    alias = tensor[...]  # Not view_as: it rewrites the strides of dimensions of size one, and kernels look at those.
+    alias = tensor[...]  # Not view_as: it changes the strides of dimensions of size one, which kernels read.
     node: Any = alias.grad_fn
     if node is not None:
         node._set_sequence_nr(_RUNS_FIRST + node._sequence_nr())
@@ -153,13 +159,13 @@ _SEVERAL_VIEWS: Any = find("torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE")
 
 
 class _Rebase(torch.autograd.Function):
-    """An operation that claims to change its tensors in place, and leaves them as they are."""
+    """An operation that reports an in-place change of its tensors, and does not change them."""
 
     @staticmethod
     def forward(ctx: Any, see: Callable[[tuple[Any, ...]], tuple[Any, ...]], *given: Tensor) -> Any:
         ctx.see = see
         ctx.mark_dirty(*given)
-        ctx.set_materialize_grads(False)  # None stays None: nothing flowed.
+        ctx.set_materialize_grads(False)  # A gradient of None stays None.
         return given
 
     @staticmethod
@@ -168,17 +174,20 @@ class _Rebase(torch.autograd.Function):
 
 
 def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Let a function see, and replace, the gradients of what is done with these tensors, and their views, from now on.
+    """Call ``see`` with the gradients of all later uses of these tensors and their views. Its result replaces them.
 
-    The tensors keep their identity, memory and version, and autograd follows later changes in place as it always does.
-    They are neither leaves nor views.
+    The tensors keep their identity, memory and version, and autograd tracks later in-place changes as usual. The
+    tensors must be neither leaves nor views.
     """
     with _unsafe_preserve_version_counter(tuple(tensors)):
         _Rebase.apply(see, *tensors)  # type: ignore[no-untyped-call]
 
 
 def is_of_several_views(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view from ``chunk``, ``unbind`` and the like, which nothing may change in place."""
+    """Return whether a tensor is a view from a function such as ``chunk`` or ``unbind``.
+
+    It must not be changed in place.
+    """
     if view_base(tensor) is None or not _creation_of_view:
         return False
     return bool(_creation_of_view(tensor) == _SEVERAL_VIEWS)
@@ -189,19 +198,19 @@ attribute("AsStridedBackward0", "_saved_stride")
 
 
 def size_and_stride(node: Any) -> tuple[Any, Any]:
-    """Return the size and strides that an ``as_strided`` operation was given."""
+    """Return the size and strides that were passed to an ``as_strided`` operation."""
     return node._saved_size, node._saved_stride
 
 
-attribute("Tensor", "_version")  # Read everywhere.
+attribute("Tensor", "_version")  # Read in many files.
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 view_base: Callable[[Tensor], Tensor | None] = member("Tensor", "_base", Tensor)
-"""Return the tensor that this one is a view of, or None."""
+"""Return the tensor that a view was created from, or None."""
 
 tensor_hooks: Callable[[Tensor], dict[Any, Any] | None] = member("Tensor", "_backward_hooks", Tensor)
-"""Return the table of a tensor's gradient hooks, or None where it never had one."""
+"""Return the table of a tensor's gradient hooks, or None if it never had one."""
 
 post_accumulate_hooks_of: Callable[[Tensor], dict[Any, Any] | None] = member(
     "Tensor", "_post_accumulate_grad_hooks", Tensor
@@ -210,34 +219,37 @@ attribute("autograd.Node", "_register_hook_dict")
 
 
 class LightHookTable(dict[Any, Any]):
-    """A table of tensor hooks that is lighter than PyTorch's OrderedDict, and can be referenced weakly."""
+    """A table of tensor hooks that is smaller than PyTorch's OrderedDict and supports weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 def _set_hooks_directly(tensor: Tensor, node: Any, hooks: dict[Any, Any]) -> dict[Any, Any]:
-    """Give a tensor that has no hooks a table of them; ``node`` is its ``grad_fn``. Return the table that is in use."""
+    """Set the table of hooks of a tensor without hooks.
+
+    ``node`` is its ``grad_fn``. Return the table that is in use.
+    """
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
     return hooks
 
 
 def _set_hooks_publicly(tensor: Tensor, _node: Any, hooks: dict[Any, Any]) -> dict[Any, Any]:
-    """Do the same with ``register_hook``, in the table that PyTorch makes."""
+    """Add hooks to the table that ``register_hook`` creates. Return that table."""
     handle = tensor.register_hook(_no_change)
     table = tensor_hooks(tensor)
     if table is None:
-        raise TypeError("Tensor.register_hook has filled no table")  # Probed: cannot happen after the first session.
+        raise TypeError("Tensor.register_hook has not created a table")  # The probe checks this.
     del table[handle.id]
     table.update(hooks)
     return table
 
 
 def _no_change(gradient: Any) -> None:
-    """Do nothing; a tensor hook of this function changes no gradient."""
+    """Do nothing. As a tensor hook, this changes no gradient."""
 
 
-# Registering the table of a tensor that has none ends the process.
+# Registering the table of a tensor without hooks crashes the process.
 _can_set_directly = hasattr(torch.autograd.graph.Node, "_register_hook_dict") and not is_absent(tensor_hooks)
 set_hooks: Callable[[Tensor, Any, dict[Any, Any]], dict[Any, Any]] = (
     _set_hooks_directly if _can_set_directly else _set_hooks_publicly
@@ -250,7 +262,7 @@ def forget_hooks(tensor: Tensor, table: str) -> None:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Return a number that tensors have in common if, and only if, they share memory now."""
+    """Return a number that is equal for tensors that share memory, and different for all others."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -266,7 +278,7 @@ def _leaf() -> Tensor:
 
 @feature("backward passes", used_by="every session", still_works="nothing that opens a session")
 def probe_backward_passes() -> str | None:
-    """Check that code can tell whether it runs inside a backward pass, and in which one."""
+    """Check that code can determine whether it runs inside a backward pass, and in which one."""
     seen: list[int] = []
 
     def outer(_gradient: Tensor) -> None:
@@ -284,7 +296,7 @@ def probe_backward_passes() -> str | None:
     value.sum().backward()
     check(current_backward_id() == -1, "after a backward pass its number is not -1")
     check(len(seen) == 3, "tensor hooks do not run once")
-    check(seen[0] == seen[2] != seen[1] and -1 not in seen, "nested backward passes cannot be told apart")
+    check(seen[0] == seen[2] != seen[1] and -1 not in seen, "nested backward passes cannot be distinguished")
     tensor = torch.ones(2, device="cpu")
     version = tensor._version
     tensor.add_(1)
@@ -313,18 +325,23 @@ def probe_gradients() -> str | None:
     check(first._version > version, "changes in place are not counted")
     _probe_end()
     strided = torch.as_strided(_leaf() * 1, (2,), (1,))
-    check(tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "as_strided does not tell its layout")
-    check(storage_identity(first) == storage_identity(first[0]) != storage_identity(second), "memory has no identity")
+    check(
+        tuple(map(tuple, size_and_stride(strided.grad_fn))) == ((2,), (1,)), "the layout of as_strided cannot be read"
+    )
+    check(
+        storage_identity(first) == storage_identity(first[0]) != storage_identity(second),
+        "tensors with shared memory cannot be recognised",
+    )
     reasons = []
     if set_hooks is _set_hooks_publicly:
         reasons.append("hooks are registered one by one with Tensor.register_hook")
     if keeps_graph is _assume_kept:
-        reasons.append("whether a backward pass keeps its graph is not known, and it is assumed that it does")
+        reasons.append("it is unknown whether a backward pass keeps its graph, and assumed that it does")
     return "; ".join(reasons) or None
 
 
 def _probe_alias() -> None:
-    """Check that an alias has its own gradient and that it runs before operations that were recorded later."""
+    """Check that an alias has its own gradient, and that its backward runs before that of later operations."""
     order: list[str] = []
     leaf = _leaf()
     value = leaf * 2
@@ -340,7 +357,7 @@ def _probe_alias() -> None:
 
 
 def _probe_hooks() -> None:
-    """Check that hooks in a table run in their order, and replace gradients."""
+    """Check that the hooks in a table run in order and can replace gradients."""
     leaf = _leaf()
     value = leaf * 2
     seen: list[float] = []
@@ -358,7 +375,7 @@ def _probe_hooks() -> None:
     table["third"] = look
     check(tensor_hooks(value) is table, "a tensor's table of hooks has moved")
     value.sum().backward()
-    check(seen == [4, 8], "hooks in a tensor's table do not run in their order")
+    check(seen == [4, 8], "hooks in a tensor's table do not run in order")
     check(leaf.grad is not None and bool((leaf.grad == 4).all()), "a hook cannot replace a gradient")
     check(tensor_hooks(_leaf()) is None, "a tensor without hooks has a table of them")
     check(post_accumulate_hooks_of(_leaf()) is None, "a tensor's table of hooks after accumulation has moved")
@@ -370,7 +387,7 @@ def _probe_hooks() -> None:
     still_works="sessions that record and edit gradients",
 )
 def probe_rebase() -> str | None:
-    """Check that gradients of later uses of a tensor can be seen together, whatever is changed in place."""
+    """Check that the gradients of all later uses of a tensor can be seen together, even after in-place changes."""
     leaf = _leaf()
     first, second = leaf.tanh(), leaf * 3
     before, view, version = first * 5, second[0], second._version
@@ -380,20 +397,23 @@ def probe_rebase() -> str | None:
         seen.append([float(gradient.sum()) for gradient in gradients])
         return gradients[0] * 0, gradients[1] * 10
 
-    check(not any(hook_tables_of(nn.Module())), "hooks are kept elsewhere")
+    check(not any(hook_tables_of(nn.Module())), "hooks are stored elsewhere")
     rebase([first, second], see)
-    check(second._version == version, "the version of a tensor cannot be kept")
+    check(second._version == version, "the version of a tensor cannot be preserved")
     view.mul_(2)
     (before.sum() * 0 + first.sum() + second.sum()).backward()
     check(seen == [[4, 6]], "the gradients of later uses of tensors cannot be seen together")
-    check(leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]], "they cannot be replaced")
+    check(
+        leaf.grad is not None and leaf.grad.tolist() == [[60, 60], [30, 30]],
+        "the gradients of later uses of tensors cannot be replaced",
+    )
     part, _ = (leaf * 1).chunk(2)
     check(is_of_several_views(part) and not is_of_several_views(view), "views made together cannot be recognised")
     return None
 
 
 def _probe_end() -> None:
-    """Check that a function is called at the end of a backward pass, and that retain_graph is known there."""
+    """Check that a function is called at the end of a backward pass, and that ``retain_graph`` is known there."""
     leaf, ended, kept = _leaf(), [], []
     value = leaf * 2
 
@@ -406,6 +426,6 @@ def _probe_end() -> None:
     value.sum().backward()
     check(ended == [True, True], "no function can be called at the end of a backward pass")
     known = [True, keeps_graph is _assume_kept]
-    check(kept == known, "whether a backward pass keeps its graph is not known")
+    check(kept == known, "it is unknown whether a backward pass keeps its graph")
     one, other = new_backward_id(), new_backward_id()
-    check(0 <= one < other, "backward passes are not numbered in their order")
+    check(0 <= one < other, "backward passes are not numbered in order")

@@ -1,8 +1,8 @@
-"""Activation checkpointing: which checkpoints are around a call, and which function each of them will run again.
+"""Activation checkpointing: the checkpoints around a call, and the function that each of them recomputes.
 
-A checkpoint keeps the function that it runs again on an object of its own: ``CheckpointFunction``'s context for the
-reentrant kind, a frame object for the other. Replacing the function on that object changes what one checkpoint does,
-and nothing else in the process. The objects are found by what they hold, not by the names of PyTorch's local variables.
+A checkpoint stores the function that it recomputes on an object: the context of ``CheckpointFunction`` for the
+reentrant kind, a frame object for the other. Replacing the function on that object changes only this checkpoint. The
+objects are found by their attributes, not by the names of PyTorch's local variables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECOMPUTES: frozenset[CodeType] = frozenset(
 
 
 class Checkpoint:
-    """A checkpoint that is running: the object that keeps the function to run again."""
+    """A running checkpoint: the object that stores the function to recompute."""
 
     __slots__ = ("_name", "_owner")
 
@@ -54,12 +54,12 @@ class Checkpoint:
 
     @property
     def compares_saved_tensors(self) -> bool:
-        """Whether the second run must save the same tensors for backward as the first."""
+        """True if the recomputation must save the same tensors for backward as the first run."""
         return self._name == _KEPT
 
     @property
     def function(self) -> Any:
-        """The function that will run again."""
+        """The function that the checkpoint recomputes."""
         return getattr(self._owner, self._name)
 
     @function.setter
@@ -68,17 +68,17 @@ class Checkpoint:
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the pair of hooks through which autograd saves tensors now, or None."""
+    """Return the pair of hooks with which autograd saves tensors now, or None."""
     return _top_saved_tensor_hooks(True)
 
 
 def may_be_checkpointed() -> bool:
-    """Return whether a checkpoint may be around this call: cheap, and false for most calls."""
+    """Return whether a checkpoint may be around this call. Fast, and False for most calls."""
     return not torch.is_grad_enabled() or _top_saved_tensor_hooks(True) is not None
 
 
 def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:
-    """Yield the checkpoints that are running in a frame or above it, innermost first."""
+    """Yield the checkpoints that run in a frame or above it, innermost first."""
     found = set()
     innermost = _from_saved_tensor_hooks()
     if innermost is not None:
@@ -96,12 +96,12 @@ def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:
 
 
 def is_recomputing(frame: FrameType | None) -> bool:
-    """Return whether a checkpoint of PyTorch's is running its function again, in a frame or above it."""
+    """Return whether a PyTorch checkpoint is recomputing its function in a frame or above it."""
     return any(each.f_code in _RECOMPUTES for each in frames_from(frame))
 
 
 def is_inside_checkpoint(frame: FrameType | None) -> bool:
-    """Return whether PyTorch's file of checkpoints is among the callers: true in every checkpoint, whatever it does."""
+    """Return whether PyTorch's checkpoint file is among the callers. True in every checkpoint."""
     hooks = None if is_absent(_top_saved_tensor_hooks) else saved_tensor_hooks()
     if hooks and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__:
         return True
@@ -109,10 +109,10 @@ def is_inside_checkpoint(frame: FrameType | None) -> bool:
 
 
 def refuse_checkpoints(model: nn.Module) -> None:
-    """Raise if edits inside checkpoints do not work and a model is seen to use checkpoints.
+    """Raise if a model may use checkpoints and edits inside checkpoints do not work.
 
-    The probe of that loads the compiler, as the first checkpoint of a process does. Where it has not been loaded,
-    nothing was checkpointed yet, and the probe runs inside the first checkpoint that comes to an edit.
+    The probe imports the compiler, as the first checkpoint of a process does. If the compiler is not imported yet, no
+    checkpoint has run, and the probe runs inside the first checkpoint that reaches an edit.
     """
     if "torch._dynamo" not in sys.modules or is_available("checkpointed edits"):
         return
@@ -121,7 +121,7 @@ def refuse_checkpoints(model: nn.Module) -> None:
 
 
 def _may_checkpoint(module: nn.Module) -> bool:
-    """Return whether a module's own code may use checkpoints: by what its forward names, or by a flag it carries."""
+    """Return whether a module may use checkpoints: its ``forward`` names them, or it has a flag for them."""
     if getattr(module, "gradient_checkpointing", False):
         return True
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -135,7 +135,7 @@ def _may_checkpoint(module: nn.Module) -> bool:
 
 
 def _from_saved_tensor_hooks() -> Any:
-    """Return what the checkpoint keeps whose hooks save tensors now; it may have been entered without a call."""
+    """Return the object of the checkpoint whose hooks save tensors now. It may have been entered without a call."""
     hooks = saved_tensor_hooks()
     pack = hooks[0] if hooks else None
     if not isinstance(pack, FunctionType) or pack.__module__ != torch_checkpoint.__name__:
@@ -144,7 +144,7 @@ def _from_saved_tensor_hooks() -> Any:
 
 
 def _from_generators(frame: FrameType) -> Iterator[Any]:
-    """Yield what the checkpoints keep whose generators a frame of PyTorch's has started."""
+    """Yield the objects of the checkpoints whose generators a frame of PyTorch has started."""
     for value in frame.f_locals.values():
         generator: Any = value
         while isinstance(generator, GeneratorType) and generator.gi_code.co_filename == _FILE:
@@ -161,7 +161,7 @@ def _holders(values: Any, name: str) -> Iterator[Any]:
 
 
 class _Doubled:
-    """A function whose result is multiplied, in the first run and in the second."""
+    """A function that runs with the edit on, in the first run and in the recomputation."""
 
     def __init__(self, function: Callable[..., Any], edit: _Edit) -> None:
         self.function, self.edit = function, edit
@@ -175,14 +175,14 @@ class _Doubled:
 
 
 class _Edit:
-    """What an edit session does to one value inside a checkpoint: it is off before ``backward()`` is called."""
+    """A small edit of one value inside a checkpoint. It is switched off before ``backward()``."""
 
     def __init__(self) -> None:
         self.on = True
         self.recomputed: list[bool] = []
 
     def layer(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Square a product, which is doubled while the edit is on."""
+        """Square a product, doubled while the edit is on."""
         value = x * weight
         if current_backward_id() != -1:
             self.recomputed.append(is_recomputing(own_frame(0)))
@@ -194,7 +194,7 @@ class _Edit:
 
 
 def _edited_gradient(*reentrant: bool) -> tuple[Tensor, _Edit]:
-    """Return the gradient of an edited layer below checkpoints of these kinds, outermost first."""
+    """Return the gradient of an edited layer inside checkpoints of these kinds, outermost first."""
     edit = _Edit()
     x = torch.tensor([0.3, 0.7], dtype=torch.float64, device="cpu", requires_grad=True)
     weight = torch.tensor([1.1, 0.9], dtype=torch.float64, device="cpu", requires_grad=True)
@@ -220,7 +220,7 @@ def _checkpointed(function: Callable[..., Any], *, reentrant: bool) -> Callable[
     still_works="the same session on a model that does not use activation checkpointing",
 )
 def probe_checkpoints() -> str | None:
-    """Check that an edit is applied in a recomputation, though it was over before ``backward()``; nested too."""
+    """Check that a recomputation applies an edit that ended before ``backward()``, also in nested checkpoints."""
     x = torch.tensor([0.3, 0.7], dtype=torch.float64, device="cpu")
     weight = torch.tensor([1.1, 0.9], dtype=torch.float64, device="cpu", requires_grad=True)
     ((x * weight * 2) ** 2).sin().sum().backward()
@@ -233,5 +233,5 @@ def probe_checkpoints() -> str | None:
             weight.grad is not None and torch.allclose(found, weight.grad),
             f"an edit is not applied again when a {named} checkpoint recomputes",
         )
-    check(not may_be_checkpointed(), "a call outside of checkpoints cannot be told from one inside")
+    check(not may_be_checkpointed(), "a call outside of checkpoints cannot be distinguished from one inside")
     return None

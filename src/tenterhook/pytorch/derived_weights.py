@@ -45,7 +45,7 @@ class WeightHook:
         self.module, self.hook, self.name = module, hook, name
 
     def compute(self) -> Tensor:
-        """Return the attribute's value for the present parameters; nothing in the module changes."""
+        """Return the attribute's value for the current parameters, without changing the module."""
         if isinstance(self.hook, BasePruningMethod):
             return self.hook.apply_mask(self.module)  # type: ignore[no-any-return]
         if isinstance(self.hook, SpectralNorm):
@@ -53,7 +53,7 @@ class WeightHook:
         return self.hook.compute_weight(self.module)  # type: ignore[no-any-return]
 
     def state(self) -> tuple[tuple[int, int], ...]:
-        """Return something that differs after a parameter or buffer of the module was replaced or changed in place."""
+        """Return a value that changes when a parameter or buffer of the module is replaced or changed in place."""
         tensors = (*parameters_of(self.module).values(), *buffers_of(self.module).values())
         return tuple((id(each), _version(each)) for each in tensors if each is not None)
 
@@ -85,7 +85,7 @@ def _weight_hooks(module: nn.Module) -> list[WeightHook]:
 
 
 def parametrized_weights(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any]]:
-    """Yield the key in PyTorch's cache, and the parametrizations, of each parametrized tensor of a module."""
+    """Yield the key in PyTorch's cache and the parametrizations of each parametrized tensor of a module."""
     if parametrize.is_parametrized(module):
         lists: Any = children_of(module)["parametrizations"]
         for name, each in children_of(lists).items():
@@ -93,15 +93,16 @@ def parametrized_weights(module: nn.Module) -> Iterator[tuple[tuple[int, str], A
 
 
 def parametrization_cache() -> dict[tuple[int, str], Any]:
-    """Return the weights that ``parametrize.cached()`` has computed; empty outside of it.
+    """Return the weights that ``parametrize.cached()`` has computed. Empty outside of that context.
 
-    It is asked for around every edited parameter. Where it has moved, edits of parametrized weights are refused.
+    This is called around every edited parameter. If the cache is missing, the probe refuses edits of parametrized
+    weights.
     """
     return getattr(parametrize, _CACHE, {})
 
 
 class PowerIteration:
-    """The vectors that spectral normalisation refines at each call in training."""
+    """The vectors that spectral normalisation updates at each call in training."""
 
     __slots__ = ("_again", "_found", "_rounds", "_steps", "_vectors", "_versions")
 
@@ -112,14 +113,14 @@ class PowerIteration:
         self._rounds: int | None = None
 
     def note(self) -> None:
-        """Remember the present vectors."""
+        """Save the current vectors."""
         self._found, self._versions = [each.clone() for each in self._vectors], list(map(_version, self._vectors))
         self._rounds = None
 
     def repeat(self) -> None:
-        """Put the vectors back, and refine them as often as they have been since, with the present parameters.
+        """Restore the saved vectors, and repeat the updates since then with the current parameters.
 
-        It can be done again after an interrupt, with the same result.
+        After an interrupt it can be called again, with the same result.
         """
         if self._rounds is None:
             pairs = zip(self._vectors, self._versions, strict=True)
@@ -134,7 +135,7 @@ class PowerIteration:
 
 
 def power_iterations(module: nn.Module) -> list[PowerIteration]:
-    """Return the power iterations of a module's own spectral normalisation, old and new."""
+    """Return the power iterations of a module's own spectral normalisation, both the hook and the parametrization."""
     found = []
     for hook in forward_pre_hooks_of(module).values():
         if isinstance(hook, SpectralNorm):
@@ -149,7 +150,7 @@ def power_iterations(module: nn.Module) -> list[PowerIteration]:
 
 
 def _is_spectral_norm(part: nn.Module) -> bool:
-    """Return whether a parametrization is PyTorch's spectral norm, and keeps vectors; for a vector it does not."""
+    """Return whether a parametrization is PyTorch's spectral norm and has vectors. It has none for a 1-D weight."""
     return isinstance(_SPECTRAL_NORM, type) and isinstance(part, _SPECTRAL_NORM) and "_u" in buffers_of(part)
 
 
@@ -167,10 +168,13 @@ def _refine_new(part: Any, weights: Any) -> Any:
 @feature(
     "weights computed from parameters",
     used_by="an edit of a parameter in a model with pruning, weight or spectral normalisation, or parametrizations",
-    still_works="edits of what modules are given and return",
+    still_works="edits of the inputs and outputs of modules",
 )
 def probe_derived_weights() -> str | None:
-    """Check that what computes weights is recognised, and has what is needed. No random numbers are drawn on meta."""
+    """Check that derived weights are recognised and have the needed attributes.
+
+    The meta device draws no random numbers.
+    """
     pruned = nn.Linear(2, 2, device="meta")
     prune.identity(pruned, "weight")
     check(has_derived_weights(pruned), "pruning is not recognised")
@@ -192,7 +196,7 @@ def probe_derived_weights() -> str | None:
 
 
 def _nothing() -> None:
-    """Leave the vectors of a later parametrization as they are."""
+    """Do nothing: the vectors of a later parametrization are not updated."""
 
 
 def _version(tensor: Tensor) -> int:

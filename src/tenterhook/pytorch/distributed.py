@@ -1,4 +1,4 @@
-"""FSDP2 and pipelines: the processes that share parameters, calls that must be ended, stages that others wait for."""
+"""FSDP2 and pipelines: device meshes, the end of an FSDP2 call, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenterhook.pytorch.python_code import frames_from
 __all__ = ["end_of_fsdp_forward", "fsdp_meshes", "in_pipeline", "is_fsdp", "require_fsdp"]
 
 _STATE = attribute("FSDPModule", "_get_fsdp_state")
-_GROUPS = attribute("FSDPState", "_fsdp_param_groups")  # In later releases, several groups for a module.
+_GROUPS = attribute("FSDPState", "_fsdp_param_groups")  # Later releases have several groups for a module.
 _GROUP = attribute("FSDPState", "_fsdp_param_group")
 _MESH_INFO = attribute("FSDPParamGroup", "mesh_info")
 _MESH = attribute("FSDPParamGroup", "mesh")
@@ -25,18 +25,18 @@ _IN_FORWARD = "FORWARD"
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Return whether FSDP2 spreads the parameters of a module."""
+    """Return whether FSDP2 shards the parameters of a module."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
 def _fsdp_state(module: nn.Module) -> Any:
-    """Return what FSDP2 keeps for a module, or None."""
+    """Return the FSDP2 state of a module, or None."""
     return _part(module, _STATE)() if is_fsdp(module) else None
 
 
 def _part(owner: Any, *names: str) -> Any:
-    """Return an attribute of FSDP2's under the first of these names that it has; raise if it has none."""
+    """Return the first of these attributes that exists. Raise if none exists."""
     for name in names:
         if hasattr(owner, name):
             return getattr(owner, name)
@@ -44,7 +44,7 @@ def _part(owner: Any, *names: str) -> Any:
 
 
 def fsdp_meshes(module: nn.Module) -> Iterator[Any]:
-    """Yield the device meshes over which FSDP2 spreads the parameters of a module."""
+    """Yield the device meshes over which FSDP2 shards the parameters of a module."""
     state = _fsdp_state(module)
     if state is not None:
         found = _part(state, _GROUPS, _GROUP)
@@ -53,9 +53,9 @@ def fsdp_meshes(module: nn.Module) -> Iterator[Any]:
 
 
 def end_of_fsdp_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the hook by which FSDP2 ends the call of a module that is under way; None where there is nothing to end.
+    """Return the hook with which FSDP2 ends the running call of a module, or None if there is no such call.
 
-    PyTorch runs it for no exception at all.
+    PyTorch does not run this hook when the call raises an exception.
     """
     state = _fsdp_state(module)
     return (
@@ -64,7 +64,7 @@ def end_of_fsdp_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def require_fsdp(model: nn.Module) -> None:
-    """Raise ``UnsupportedTorch`` if FSDP2 has parameters of a model and its calls could not be ended."""
+    """Raise ``UnsupportedTorch`` if a model uses FSDP2 and its calls cannot be ended."""
     modules = model.modules() if "torch.distributed.fsdp" in sys.modules else ()
     for module in modules:
         state = _fsdp_state(module)
@@ -74,7 +74,7 @@ def require_fsdp(model: nn.Module) -> None:
 
 
 def in_pipeline(frame: FrameType | None) -> bool:
-    """Return whether a frame was called by a stage of a pipeline, whose neighbours wait for what it sends."""
+    """Return whether a pipeline stage called a frame. The neighbouring stages wait for what this stage sends."""
     package = "torch.distributed.pipelining"
     names = (each.f_globals.get("__name__", "") for each in frames_from(frame)) if package in sys.modules else ()
     return any(str(name).startswith(package) for name in names)

@@ -1,4 +1,4 @@
-"""Dynamo without loading it: whether anything was compiled in this process, and code that must not be."""
+"""Dynamo without importing it: has this process compiled anything, and how is code kept out of graphs?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ INLINED = attribute("function", "_torchdynamo_inline")
 ORIGINAL_MODULE = attribute("OptimizedModule", "_orig_mod")
 attribute("torch._dynamo.eval_frame", "cached_backends")
 
-# The part in C, which does not load the compiler.
+# The C part, which does not import the compiler.
 set_callback: Callable[[Any], Any] = find("torch._C._dynamo.eval_frame.set_eval_frame")
 _set_strategy = find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = find("torch._C._dynamo.eval_frame._FrameExecStrategy")
@@ -48,29 +48,32 @@ _used = False
 
 
 def has_compiled_anything() -> bool:
-    """Return whether ``torch.compile`` was ever used in this process; where it was not, sessions pay nothing for it."""
-    global _used  # noqa: PLW0603 - asked at each session's start, and never false again
+    """Return whether this process has ever used ``torch.compile``.
+
+    If not, sessions skip all work for compiled models.
+    """
+    global _used  # noqa: PLW0603 - read at the start of each session, and never False again
     if not _used:
         dynamo: Any = sys.modules.get(_COMPILER)
-        # Other libraries load it and use none of it: functions that they keep out of graphs have None for a backend.
+        # Other libraries import it without compiling: functions that they keep out of graphs have None as backend.
         _used = _has_backend(dynamo) if dynamo is not None else not _is_where_expected and _is_loaded_elsewhere()
     return _used
 
 
 def _has_backend(dynamo: Any) -> bool:
     backends = getattr(dynamo, "cached_backends", None)
-    if backends is None:  # It is not known what was compiled, so anything may have been.
+    if backends is None:  # Unknown, so assume that something was compiled.
         return True
     return any(backend is not None for backend in list(backends.values()))
 
 
 def _is_loaded_elsewhere() -> bool:
-    """Return whether a compiler seems to be loaded in a release that keeps it in another place."""
+    """Return whether a compiler seems to be imported from another place in this release."""
     return any("dynamo" in name for name in list(sys.modules) if name.startswith("torch.") and "._C" not in name)
 
 
 def stop_compiling() -> Any:
-    """Have nothing compiled in this thread from now on; return what :func:`resume_compiling` takes."""
+    """Stop compiling in this thread. Return the argument for :func:`resume_compiling`."""
     return set_callback(None)
 
 
@@ -80,7 +83,7 @@ def resume_compiling(stopped: Any) -> None:
 
 
 def without_compiling(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, none of which is compiled: a light form of ``torch.compiler.disable``."""
+    """Call a function without compiling any of it. A light form of ``torch.compiler.disable``."""
     if not has_compiled_anything():
         return call(*args, **kwargs)
     stopped = set_callback(None)
@@ -91,59 +94,62 @@ def without_compiling(call: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def disable(function: Any, reason: str = "") -> None:
-    """Have Dynamo leave a function alone: it runs as it is, outside of any graph."""
+    """Make Dynamo skip a function: it runs eagerly, outside of any graph."""
     setattr(function, DISABLED, True)
     if reason:
         setattr(function, DISABLED_REASON, reason)
 
 
 def inline(function: Any, instead: Callable[..., Any]) -> None:
-    """Have Dynamo trace another function wherever it would trace this one."""
+    """Make Dynamo trace another function instead of this one."""
     setattr(function, INLINED, instead)
 
 
 def mark_as_traced(function: Any) -> None:
-    """Mark one of our own functions: Dynamo may begin a graph at it."""
+    """Mark one of tenterhook's own functions, at which Dynamo may begin a graph."""
     function.tenterhook_traced = True
 
 
 def is_marked_as_traced(function: Any) -> bool:
-    """Return whether a function was marked by :func:`mark_as_traced`."""
+    """Return whether :func:`mark_as_traced` has marked a function."""
     return getattr(function, "tenterhook_traced", False) is True
 
 
 def inline_only(function: Any) -> None:
-    """Have Dynamo inline a function, and never begin a graph at it; where that is not possible, it may."""
+    """Make Dynamo inline a function and never begin a graph at it.
+
+    In a release without this setting, Dynamo may begin a graph at it.
+    """
     if _set_strategy and _Strategy and None not in (_SKIP, _DEFAULT):
         _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT))
 
 
 def is_compiled_wrapper(module: Any) -> bool:
-    """Return whether a module is what ``torch.compile(module)`` gave; the compiler is not loaded to find out."""
+    """Return whether a module is the result of ``torch.compile(module)``, without importing the compiler."""
     cls: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return cls is not None and isinstance(module, cls)
 
 
 def original_module(wrapper: Any) -> Any:
-    """Return the module that was given to ``torch.compile``."""
+    """Return the module that was passed to ``torch.compile``."""
     return getattr(wrapper, ORIGINAL_MODULE)
 
 
 def settings_of_compiled_call(call: Any) -> Any:
-    """Return the settings of ``module.compile()``, from what it has put in the place of the module's call; or None."""
+    """Return the settings of ``module.compile()`` from the function that replaces the module's call, or None."""
     return closure_values(call).get("self") if call is not None and hasattr(call, "__closure__") else None
 
 
 def begins_outside_of(call: Any) -> bool:
-    """Return whether the graph of ``module.compile()`` begins before the module's own forward is called.
+    """Return whether the graph of ``module.compile()`` begins before the module's own ``forward`` is called.
 
-    From 2.14 on it does for classes of PyTorch's own, as it does for ``torch.compile(module)``.
+    From 2.14 on this is so for PyTorch's own classes, as it is for ``torch.compile(module)``.
     """
     function = closure_values(call).get("fn") if call is not None and hasattr(call, "__closure__") else None
-    code = getattr(function, "__code__", None)  # Its own name is that of the function that it wraps.
+    code = getattr(function, "__code__", None)  # Its __name__ is that of the wrapped function.
     return code is not None and code.co_filename.endswith("external_utils.py")
 
 
 def is_fullgraph(settings: Any) -> bool:
-    """Return whether compilation was asked for with ``fullgraph=True``."""
+    """Return whether the settings contain ``fullgraph=True``."""
     return bool(getattr(settings, "fullgraph", False))

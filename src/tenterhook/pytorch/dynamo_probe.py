@@ -1,6 +1,6 @@
 """The probes of compiled models.
 
-They stand in a file of their own: Dynamo is told to leave all other functions of tenterhook alone.
+They have a file of their own, because Dynamo skips all other files of tenterhook.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["can_trace_hooks", "probe_compiled", "probe_hooks"]
 
 
 class _Slot:
-    """What a graph assigns to."""
+    """An object with an attribute that a graph assigns."""
 
     value: Tensor | None = None
 
@@ -59,7 +59,7 @@ class _Around(nn.Module):
     still_works="sessions in a process that does not compile, and under torch.compiler.set_stance('force_eager')",
 )
 def probe_compiled() -> str | None:
-    """Check how a small module is compiled: what is inlined, left out and assigned."""
+    """Check that a small module is compiled as expected: inlining, skipping and assignments."""
     with _uncounted():
         _probe_inlining()
         _probe_versions()
@@ -73,7 +73,7 @@ def probe_compiled() -> str | None:
     still_works="gradients in models that are not compiled",
 )
 def probe_hooks() -> str | None:
-    """Check that Dynamo traces a hook on an intermediate tensor; up to torch 2.10 it refuses."""
+    """Check that Dynamo traces a hook on an intermediate tensor. Up to torch 2.10 it raises an error."""
 
     def hooked(x: Tensor) -> Tensor:
         y = x * 2
@@ -85,20 +85,20 @@ def probe_hooks() -> str | None:
         try:
             out = _compiled(_anew(hooked), fullgraph=True)(x)
         except Unsupported:
-            return "Dynamo does not trace tensor hooks; an output with a gradient must not be changed in place later"
+            return "Dynamo does not trace tensor hooks; do not change an output with a recorded gradient in place"
         out.sum().backward()
     check(x.grad is not None and x.grad.tolist() == [30, 30], "a hook inside a graph gives a wrong gradient")
     return None
 
 
 def can_trace_hooks() -> bool:
-    """Return whether a hook can be put on a tensor inside a compiled graph."""
+    """Return whether a hook can be registered on a tensor inside a compiled graph."""
     return FEATURES["hooks inside compiled graphs"].run() is Status.FAST
 
 
 @contextmanager
 def _uncounted() -> Iterator[None]:
-    """Leave no trace among the graphs that others count, and no warning: Dynamo warns of some releases of Python."""
+    """Restore Dynamo's counters afterwards, and ignore warnings: Dynamo warns about some releases of Python."""
     before = {kind: dict(counts) for kind, counts in counters.items()}
     try:
         with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def _compiled(function: Any, **options: Any) -> Any:
 
 
 def _anew(function: Any) -> Any:
-    """Return the function with code of its own, which no earlier run of this probe has compiled."""
+    """Return a copy of the function with its own code object, which no earlier run of this probe has compiled."""
     code, closure = function.__code__.replace(), function.__closure__
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
@@ -126,7 +126,7 @@ def _probe_backend(graph: Any, _inputs: Any) -> Any:
 
 
 def _probe_inlining() -> None:
-    """Check that another function is inlined, that its assignments are made, and that callbacks are seen."""
+    """Check that the replacement is inlined, that its assignments are made, and that the callback can be read."""
     slot, seen, module = _Slot(), [], _Probed()
 
     def instead(*args: Any) -> Tensor:
@@ -149,14 +149,14 @@ def _probe_inlining() -> None:
     out = _compiled(outer, fullgraph=True)(x)
     check(
         out.tolist() == [3, 3] and slot.value is not None and torch.equal(slot.value, out),
-        "Dynamo does not trace what it is given instead",
+        "Dynamo does not trace the replacement function",
     )
-    check(not seen, "Dynamo runs what it was told to replace")
-    check(not callable(current_callback()), "code that is not compiled seems to be")
+    check(not seen, "Dynamo runs the function that was replaced")
+    check(not callable(current_callback()), "code that is not compiled seems to be compiled")
 
 
 def _probe_versions() -> None:
-    """Check that compiled versions are counted, and that code can be kept out and run without compiling."""
+    """Check that compiled versions are counted, and that code can be kept out of graphs and run without compiling."""
 
     def run(x: Tensor) -> Tensor:
         return x + 1
@@ -180,11 +180,11 @@ def _probe_versions() -> None:
     _compiled(apart)(x)
     check(found == [(False, True), (False, False)], "code cannot be kept from being compiled")
     check(compiled_versions(apart.__code__) == 0, "code cannot be kept from being compiled")
-    check(not is_skipped(run), "Dynamo leaves out plain functions")
+    check(not is_skipped(run), "Dynamo skips plain functions")
 
 
 def _probe_breaks() -> None:
-    """Check that a graph is left where it is told to be, and that this is an error where it must be whole."""
+    """Check that ``graph_break`` breaks a graph, and that it is an error with ``fullgraph=True``."""
 
     def breaks(x: Tensor) -> Tensor:
         x = x * 2
@@ -198,10 +198,10 @@ def _probe_breaks() -> None:
     x = torch.ones(2, device="cpu")
     breaks, must_be_whole = _anew(breaks), _anew(must_be_whole)
     _, before = graphs_and_breaks()
-    check(_compiled(breaks)(x).tolist() == [3, 3], "a graph that is left gives a wrong result")
-    check(graphs_and_breaks()[1] == before + 1, "graphs that are left are not counted")
+    check(_compiled(breaks)(x).tolist() == [3, 3], "a graph break gives a wrong result")
+    check(graphs_and_breaks()[1] == before + 1, "graph breaks are not counted")
     try:
         _compiled(must_be_whole, fullgraph=True)(x)
     except Unsupported:
         return
-    check(holds=False, what="a graph that must be whole can be left")
+    check(holds=False, what="a graph break is allowed with fullgraph=True")

@@ -1,4 +1,4 @@
-"""Dynamo itself. Importing this file loads the compiler, so only code for compiled models imports it."""
+"""Dynamo itself. Importing this file imports the compiler, so only code for compiled models imports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule", ())
-"""The class of what ``torch.compile(module)`` gives."""
+"""The class of the result of ``torch.compile(module)``."""
 Unsupported: Any = find("torch._dynamo.exc.Unsupported", ())
 """The error for code that cannot be traced."""
 DynamoError: Any = find("torch._dynamo.exc.TorchDynamoException", Unsupported)
@@ -41,17 +41,17 @@ _STATISTICS = attribute("Dynamo counters", "stats")
 _GRAPHS = attribute("Dynamo counters", "unique_graphs")
 _BREAKS = attribute("Dynamo counters", "graph_break")
 disabled: Any = find("torch._dynamo.disable")
-"""The decorator of functions that run outside of graphs."""
+"""The decorator for functions that run outside of graphs."""
 graph_break: Any = find("torch._dynamo.graph_break")
-"""Leave the graph; ``msg`` says why."""
+"""Break the graph. ``msg`` is the reason."""
 current_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
-"""Return what compiles the code that runs now in this thread; something that cannot be called where nothing does."""
+"""Return the callback that compiles code in this thread. The result is not callable if nothing is compiled."""
 
 _cache_entries = find("torch._dynamo.eval_frame._debug_get_cache_entry_list")
 _skip_code = find("torch._dynamo.eval_frame.skip_code")
 _rules: Any = find("torch._dynamo.trace_rules")
 _eval_frame: Any = find("torch._dynamo.eval_frame")
-find("torch._dynamo.eval_frame._stance")  # Replaced each time it is set, so it is read each time.
+find("torch._dynamo.eval_frame._stance")  # Each change replaces the object, so it is read at each use.
 attribute("trace_rules", "check")
 attribute("stance", "stance")
 attribute("Dynamo backend", "config")
@@ -60,39 +60,39 @@ _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_callable"),
 )
 _WRAPPED_BACKEND = attribute("Dynamo backend", "compiler_fn")
-_WRAPPERS = 6  # At most so many of Dynamo's own stand around a backend.
+_WRAPPERS = 6  # The maximum number of Dynamo's own wrappers around a backend.
 
 
 def compiled_versions(code: CodeType) -> int:
-    """Return how many compiled versions of a function's code there are."""
+    """Return the number of compiled versions of a function's code."""
     return len(_cache_entries(code))
 
 
 def graphs_and_breaks() -> tuple[int, int]:
-    """Return how many graphs were compiled in this process, and how often one was left."""
+    """Return the number of graphs that this process has compiled, and the number of graph breaks."""
     return counters[_STATISTICS][_GRAPHS], sum(counters[_BREAKS].values())
 
 
 def keep_out(code: CodeType) -> None:
-    """Have Dynamo never begin a graph at this code, nor at the functions that it defines."""
+    """Keep Dynamo from beginning a graph at this code, and at the functions that it defines."""
     _skip_code(code)
     for inner in nested_codes(code):
         keep_out(inner)
 
 
 def is_skipped(function: Any) -> bool:
-    """Return whether Dynamo runs a function as it is where a graph would begin at it."""
+    """Return whether Dynamo runs a function eagerly where it would begin a graph."""
     return bool(_rules.check(function))
 
 
 def is_forced_eager() -> bool:
-    """Return whether ``torch.compiler.set_stance("force_eager")`` is on, under which nothing is compiled."""
+    """Return whether ``torch.compiler.set_stance("force_eager")`` is on, which disables compiling."""
     stance = getattr(_eval_frame, "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
 
 def settings_of_wrapper(wrapper: Any) -> Any:
-    """Return the settings that ``torch.compile(module)`` was called with."""
+    """Return the settings that were passed to ``torch.compile(module)``."""
     return wrapper.dynamo_ctx
 
 
@@ -100,23 +100,23 @@ attribute("OptimizedModule", "dynamo_ctx")
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of, or None; Dynamo can trace this."""
+    """Return the tensor that a view was created from, or None. Dynamo can trace this function."""
     return tensor._base
 
 
 def uses_cuda_graphs(callback: Any) -> bool:
-    """Return whether what this callback compiles becomes CUDA graphs, whose output buffers are used again."""
+    """Return whether this callback compiles to CUDA graphs, which reuse their output buffers."""
     for _ in range(_WRAPPERS):
         settings = getattr(callback, "config", None)
         if isinstance(settings, dict) and "triton.cudagraphs" in settings:
             return bool(settings["triton.cudagraphs"])
-        # Its name differs between releases.
+        # The name differs between releases.
         callback = next((inner for name in _INNER_BACKENDS if (inner := getattr(callback, name, None))), None)
     return False
 
 
 def forget_backend(function: Any) -> None:
-    """Remove a backend from those in use: a process that compiles with no other then pays for no compiler."""
+    """Remove a backend from Dynamo's cache, so that :func:`has_compiled_anything` ignores it."""
     backends: dict[int, Any] = getattr(_eval_frame, "cached_backends", {})
     for key, backend in list(backends.items()):
         if function in (backend, getattr(backend, _WRAPPED_BACKEND, None)):

@@ -81,12 +81,12 @@ GLOBAL_BUFFER_REGISTRATION = _global("_global_buffer_registration_hooks")
 
 
 def process_tables() -> dict[str, Any]:
-    """Return the variables of PyTorch that hold the hooks of all modules, by name."""
+    """Return the module-level variables of PyTorch that contain the global hooks, by name."""
     return vars(torch_module)
 
 
 def global_state() -> dict[str, Any]:
-    """Return the process-wide tables of module hooks that are not empty, and the methods that make a call."""
+    """Return the global tables of module hooks that are not empty, and the methods that implement a module call."""
     named = [(name, process_tables().get(name)) for name in (*_process, GLOBAL_BACKWARD_IS_FULL)]
     tables = {f"global: {name}": dict(value) if isinstance(value, dict) else value for name, value in named if value}
     calls = {f"class: Module.{name}": getattr(nn.Module, name, None) for name in ("__call__", "_call_impl")}
@@ -98,7 +98,7 @@ def global_state() -> dict[str, Any]:
 
 @feature("listing hooks", used_by="th.audit", still_works="every session")
 def probe_tables() -> str | None:
-    """Check that each kind of hook is kept in the table in which an audit looks for it."""
+    """Check that each kind of hook is stored in the table that an audit reads."""
     module = nn.Module()
     state = vars(module)
     registered: tuple[tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]], ...] = (
@@ -114,20 +114,21 @@ def probe_tables() -> str | None:
     for register, tables, flags in registered:
         _check_tables(register, tables, flags, state)
     check(unwrapped_hook(WrappedHook(_nothing)) is _nothing, "hooks that PyTorch wraps cannot be unwrapped")
-    check(state.get(BACKWARD_IS_FULL) is True, "the kinds of backward hooks cannot be told apart")
+    check(state.get(BACKWARD_IS_FULL) is True, "the kinds of backward hooks cannot be distinguished")
     _probe_process()
     tensor = torch.zeros(1, device="cpu", requires_grad=True)
     handles = {TENSOR_BACKWARD: tensor.register_hook(_nothing)}
     handles[TENSOR_ACCUMULATED] = tensor.register_post_accumulate_grad_hook(_nothing)
     for name, handle in handles.items():
-        check(handle.id in getattr(tensor, name, ()), f"hooks of tensors are not kept in {name}")
+        check(handle.id in getattr(tensor, name, ()), f"hooks of tensors are not stored in {name}")
     return None
 
 
 def _probe_process() -> None:
-    """Check the tables of the process.
+    """Check the global tables.
 
-    A backward hook there would set a flag for good, and one with keywords would leave an entry, so none is registered.
+    A global backward hook would set a flag permanently, and a global hook with keywords would leave an entry. So
+    neither is registered.
     """
     registered: tuple[tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]], ...] = (
         (
@@ -144,7 +145,7 @@ def _probe_process() -> None:
         _check_tables(register, tables, flags, process_tables())
     for name in (GLOBAL_BACKWARD, GLOBAL_BACKWARD_PRE, GLOBAL_FORWARD_WITH_KWARGS):
         check(NAMES[f"torch.nn.modules.module.{name}"], f"PyTorch has no {name}")
-    check(GLOBAL_BACKWARD_IS_FULL in process_tables(), "the kinds of backward hooks cannot be told apart")
+    check(GLOBAL_BACKWARD_IS_FULL in process_tables(), "the kinds of backward hooks cannot be distinguished")
 
 
 _EVERY_FLAG = {"with_kwargs": True, "always_call": True}
@@ -156,10 +157,10 @@ def _check_tables(
     handle = register(_nothing, **flags)
     try:
         for table in tables:
-            check(handle.id in state.get(table, ()), f"hooks are not kept in {table}")
+            check(handle.id in state.get(table, ()), f"hooks are not stored in {table}")
     finally:
         handle.remove()
 
 
 def _nothing(*_: Any) -> None:
-    """Change nothing."""
+    """Do nothing."""

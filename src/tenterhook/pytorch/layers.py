@@ -1,4 +1,4 @@
-"""Base classes of PyTorch's layers, and what recurrent layers keep beside their parameters."""
+"""Base classes of PyTorch's layers, and the weight lists of recurrent layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ __all__ = [
 
 
 def _common_base(first: type[nn.Module], *others: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return the nearest common base class, which has a private name; the classes themselves if there is none."""
+    """Return the nearest common base class, which has a private name.
+
+    If there is none, return the classes themselves.
+    """
     for base in first.__mro__:
         if base is nn.Module:
             break
@@ -42,7 +45,7 @@ _NORM_FORWARDS = {each.forward for each in (nn.BatchNorm1d, nn.SyncBatchNorm, nn
 
 
 def updates_running_statistics(module: nn.Module) -> bool:
-    """Return whether this layer in training updates its running mean and variance in place and does not read them."""
+    """Return whether this layer, in training, updates its running mean and variance in place and does not read them."""
     return isinstance(module, NORMS) and type(module).forward in _NORM_FORWARDS
 
 
@@ -58,11 +61,11 @@ def flat_weights(layer: nn.RNNBase) -> list[Any]:
 @feature(
     "parameters of recurrent layers",
     used_by="an edit of a parameter of nn.RNN, nn.LSTM or nn.GRU",
-    still_works="edits of what recurrent layers return, and of the parameters of other layers",
+    still_works="edits of the outputs of recurrent layers, and of the parameters of other layers",
 )
 def probe_recurrent() -> str | None:
-    """Check that a recurrent layer uses the weights in its list, and that its list can be replaced."""
-    layer = _Recurrent(1, 1, bias=False, dtype=torch.float64, device="meta")  # There, no random numbers are drawn.
+    """Check that a recurrent layer uses the weights in its list, and that the list can be replaced."""
+    layer = _Recurrent(1, 1, bias=False, dtype=torch.float64, device="meta")  # The meta device draws no random numbers.
     layer.to_empty(device="cpu")
     x = torch.ones(1, 1, 1, dtype=torch.float64, device="cpu")
     with torch.no_grad():
@@ -70,7 +73,7 @@ def probe_recurrent() -> str | None:
             weight.fill_(0.5)
         state, own = vars(layer), parameters_of(layer)
         old, new = own["weight_ih_l0"], torch.full((1, 1), 2.0, dtype=torch.float64, device="cpu")
-        check(flat_weights(layer)[0] is old, "a recurrent layer keeps its weights elsewhere")
+        check(flat_weights(layer)[0] is old, "a recurrent layer stores its weights elsewhere")
         before = {name: state[name] for name in (FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES)}
         for name, entry in ((FLAT_WEIGHTS, new), (FLAT_WEIGHT_REFERENCES, weakref.ref(new))):
             state[name] = [entry, *state[name][1:]]
@@ -78,7 +81,7 @@ def probe_recurrent() -> str | None:
         check(_is_tanh(layer(x)[0], 2.0), "a recurrent layer does not use the weights in its list")
         own["weight_ih_l0"] = old
         state.update(before)
-        check(_is_tanh(layer(x)[0], 0.5), "the list of a recurrent layer's weights cannot be put back")
+        check(_is_tanh(layer(x)[0], 0.5), "the list of a recurrent layer's weights cannot be restored")
     return None
 
 

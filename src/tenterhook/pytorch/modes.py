@@ -1,4 +1,4 @@
-"""Function and dispatch modes that are on, fake tensors, and operations on many tensors at once."""
+"""Active function and dispatch modes, fake tensors, and operations on many tensors at once."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 
 TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", object)
 function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
-"""Return the function modes that are on in this thread, outermost first."""
+"""Return the active function modes of this thread, outermost first."""
 dispatch_modes: Callable[[], list[Any]] = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
-"""Return the dispatch modes that are on in this thread, outermost first."""
+"""Return the active dispatch modes of this thread, outermost first."""
 without_function_modes: Any = find("torch._C.DisableTorchFunction")
 """A context in which no function mode and no ``__torch_function__`` is called."""
 
@@ -42,7 +42,7 @@ attribute("TensorGuards", "check")
 
 
 def any_mode() -> bool:
-    """Return whether a function or dispatch mode is on, which may change what operations do."""
+    """Return whether a function or dispatch mode is active, which may change the result of operations."""
     return bool(_count_function_modes() or _count_dispatch_modes())
 
 
@@ -52,7 +52,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others, in as few kernels as PyTorch can."""
+    """Copy tensors into others, with as few kernels as possible."""
     if _copy_all:
         _copy_all(targets, sources)
         return
@@ -61,16 +61,16 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def all_norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Return the Euclidean norm of each tensor, computed in ``dtype``, in as few kernels as PyTorch can."""
+    """Return the Euclidean norm of each tensor, computed in ``dtype``, with as few kernels as possible."""
     if _norms:
         return _norms(tensors, 2, dtype=dtype)  # type: ignore[no-any-return]
     return [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return a function that tells whether as many other tensors have the same types, sizes and strides.
+    """Return a function that compares the types, sizes and strides of other tensors with these.
 
-    It is made for Dynamo; None where it does not work, and tensors are compared one by one.
+    It uses the guards of Dynamo. Return None if they do not work; the caller then compares tensors one by one.
     """
     if is_absent(_tensor_guards):
         return None
@@ -90,10 +90,10 @@ class _Counts(TorchFunctionMode):
 
 @feature("modes", used_by="replays, sweeps and audits", still_works="recording, editing and watching")
 def probe_modes() -> str | None:
-    """Check that function and dispatch modes are seen."""
-    check(not any_mode() and not function_modes() and not dispatch_modes(), "a mode seems to be on")
+    """Check that function and dispatch modes are detected."""
+    check(not any_mode() and not function_modes() and not dispatch_modes(), "a mode seems to be active")
     with _Counts() as mode:
-        check(any_mode() and function_modes() == [mode], "a function mode is not seen")
+        check(any_mode() and function_modes() == [mode], "a function mode is not detected")
         with without_function_modes():
             check(torch.ones(1, device="cpu").item() == 1, "operations fail without function modes")
 
@@ -102,7 +102,7 @@ def probe_modes() -> str | None:
             return func(*args, **(kwargs or {}))
 
     with Passes() as passing:
-        check(any_mode() and dispatch_modes() == [passing], "a dispatch mode is not seen")
+        check(any_mode() and dispatch_modes() == [passing], "a dispatch mode is not detected")
     return None
 
 
@@ -112,7 +112,7 @@ def probe_modes() -> str | None:
     still_works="everything, more slowly",
 )
 def probe_many() -> str | None:
-    """Check the operations on many tensors at once, which all have a slower way."""
+    """Check the operations on many tensors at once. All of them have a slower fallback."""
     one, other = torch.ones(2, device="cpu"), torch.zeros(2, device="cpu")
     copy_all([other], [one])
     check(torch.equal(one, other), "tensors are not copied")
@@ -126,4 +126,4 @@ def probe_many() -> str | None:
         check(same(other) and not same(torch.zeros(3, device="cpu")), "shapes are not compared")
     ways = {"copies": _copy_all, "norms": _norms, "comparison of shapes": same}
     slow = [name for name, way in ways.items() if not way]
-    return f"one by one: {', '.join(slow)}" if slow else None
+    return f"not combined: {', '.join(slow)}" if slow else None

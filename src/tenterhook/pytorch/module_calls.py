@@ -1,4 +1,4 @@
-"""How PyTorch calls a module: its hook tables, the frame that runs them, and the attribute that replaces the call."""
+"""Calls of modules in PyTorch: the hook tables, the frame that runs them, and the attribute that replaces the call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
     "with_forward_hook",
 ]
 
-# -- what a module holds -----------------------------------------------------------------------------------------------
+# -- the contents of a module ------------------------------------------------------------------------------------------
 
 FORWARD_HOOKS = attribute("nn.Module", "_forward_hooks")
 """The key of a module's forward hooks in its ``__dict__``."""
@@ -73,7 +73,7 @@ _CALL_TABLES = tuple(
 
 
 def hook_tables_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's tables: pre-hooks, those with keywords, forward hooks, with keywords, called always."""
+    """Return five tables: pre-hooks, pre-hooks with keywords, forward hooks, with keywords, and always called."""
     return tuple(module.__dict__[name] for name in _CALL_TABLES)
 
 
@@ -92,17 +92,17 @@ WrappedHook: Any = find("torch.nn.modules.module._WrappedHook")
 
 
 def replace_forward_hooks(module: nn.Module, table: Any) -> None:
-    """Give a module another table of forward hooks; Dynamo can trace this."""
+    """Replace a module's table of forward hooks. Dynamo can trace this function."""
     module._forward_hooks = table
 
 
 def with_forward_hook(module: nn.Module, key: Any, hook: Callable[..., Any]) -> Any:
-    """Return a copy of a module's table of forward hooks with one more; Dynamo can trace this."""
+    """Return a copy of a module's table of forward hooks with one more hook. Dynamo can trace this function."""
     return {**module._forward_hooks, key: hook}
 
 
 def unwrapped_hook(hook: Any) -> Any:
-    """Return the function inside PyTorch's own wrapper of a hook; None if ``hook`` is no such wrapper."""
+    """Return the function inside PyTorch's own wrapper of a hook, or None if ``hook`` is not such a wrapper."""
     wrapped: Any = hook if isinstance(WrappedHook, type) and isinstance(hook, WrappedHook) else None
     return None if wrapped is None else wrapped.hook
 
@@ -116,7 +116,7 @@ def is_replica(module: nn.Module) -> bool:
 
 
 def same_state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes by which another module shares all parameters, buffers and children of this one."""
+    """Return the attributes that make another module share all parameters, buffers and children of this one."""
     return {
         "_modules": children_of(module), "_parameters": parameters_of(module), "_buffers": buffers_of(module),
         "_non_persistent_buffers_set": non_persistent_buffers_of(module),
@@ -124,7 +124,7 @@ def same_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_state_as(kind: type[nn.Module], inner: Callable[[Any], nn.Module]) -> None:
-    """Have the instances of a class load their own part of a state dict as the module does that ``inner`` gives."""
+    """Make instances of ``kind`` load their part of a state dict with the method of the module from ``inner``."""
 
     def load(self: nn.Module, *args: Any) -> None:
         inner(self)._load_from_state_dict(*args)
@@ -138,10 +138,10 @@ attribute("nn.Module", "_load_from_state_dict")
 # -- the call itself ---------------------------------------------------------------------------------------------------
 
 CALL_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
-"""The functions of PyTorch around a forward, as tracebacks name them."""
+"""The functions of PyTorch around a ``forward``, as they appear in tracebacks."""
 
 REPLACEABLE_CALLS = ("__call__", *CALL_FUNCTIONS, "_slow_forward")
-"""The methods that make a call, which an instance may have others of."""
+"""The methods that implement a call. An instance may override them."""
 
 find("torch.nn.Module._wrapped_call_impl")
 
@@ -153,37 +153,37 @@ _CALL: CodeType | None = getattr(nn.Module.__call__, "__code__", None)
 _PYTORCHS_FRAMES = 3  # Between a module's forward and nn.Module.__call__.
 _SLOW_FORWARD: Any = find("torch.nn.Module._slow_forward")
 _INNER_CALLS: frozenset[CodeType] = frozenset(nested_codes(USUAL_CALL.__code__) if USUAL_CALL else ())
-"""The code that calls a forward and then the forward hooks. A call that finds no hook at its start does without."""
+"""The code that calls ``forward`` and then the forward hooks. A call without any hooks at its start does not use it."""
 _BETWEEN: frozenset[CodeType] = frozenset({_SLOW_FORWARD.__code__} if _SLOW_FORWARD else ())
-# Another library may have put its own function in the place of PyTorch's.
+# Another library may have replaced PyTorch's function.
 _IS_PYTORCHS_OWN = bool(USUAL_CALL) and USUAL_CALL.__code__.co_filename == torch_module.__file__
 _keys = itertools.count()
 
 
 def call_override(module: nn.Module) -> Any:
-    """Return what stands in the place of a module's call, or None."""
+    """Return the replacement of a module's call, or None."""
     return module.__dict__.get(CALL_OVERRIDE)
 
 
 def can_override_calls() -> bool:
-    """Return whether PyTorch calls modules by the code that is known, so that something can stand before it."""
+    """Return whether PyTorch's own code calls modules, so that a call can be replaced."""
     return _IS_PYTORCHS_OWN
 
 
 def can_override_call(module: nn.Module) -> bool:
-    """Return whether PyTorch makes this module's calls with its own code, and nothing stands in the place of them."""
+    """Return whether PyTorch's own code calls this module, and nothing replaces its call yet."""
     return _IS_PYTORCHS_OWN and type(module)._call_impl is USUAL_CALL and module.__dict__.get(CALL_OVERRIDE) is None
 
 
 def call_with_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
-    """Call a module as PyTorch does, hooks included; ``caller`` is the frame that called what stood in its place."""
+    """Call a module like PyTorch does, hooks included. ``caller`` is the frame that called the replacement."""
     if caller.f_code is _CALL:
-        module = first_argument(caller)  # A replica of nn.DataParallel carries a method bound to the original.
+        module = first_argument(caller)  # A replica of nn.DataParallel has a method bound to the original.
     return module._call_impl(*args, **kwargs)
 
 
 def module_being_called(frame: FrameType | None, *, within: int) -> nn.Module | None:
-    """Return the module that PyTorch is calling, seen from at most ``within`` frames below its forward."""
+    """Return the module that PyTorch is calling. Search at most ``within`` frames below its ``forward``."""
     for each in itertools.islice(frames_from(frame), within + _PYTORCHS_FRAMES):
         if each.f_code is _CALL:
             return first_argument(each)  # type: ignore[no-any-return]
@@ -191,9 +191,9 @@ def module_being_called(frame: FrameType | None, *, within: int) -> nn.Module | 
 
 
 def frame_that_runs_hooks(frame: FrameType | None, module: nn.Module, skip: set[str]) -> FrameType | None:
-    """Return the frame that will run a module's forward hooks; None for a direct call, ``module.forward(...)``.
+    """Return the frame that will run a module's forward hooks, or None for a direct call of ``module.forward(...)``.
 
-    ``skip`` names the files whose frames may stand in between.
+    ``skip`` is the set of files whose frames may be in between.
     """
     while frame is not None and (frame.f_code.co_filename in skip or frame.f_code in _BETWEEN):
         frame = frame.f_back
@@ -203,12 +203,12 @@ def frame_that_runs_hooks(frame: FrameType | None, module: nn.Module, skip: set[
 
 
 def add_forward_hook_for_this_call(module: nn.Module, key: str, hook: Callable[..., Any]) -> None:
-    """Add a forward hook that runs last in the call that is under way: PyTorch reads the table after the forward."""
+    """Add a forward hook that runs last in the running call. PyTorch reads the table after ``forward`` returns."""
     forward_hooks_of(module)[key] = hook
 
 
 def call_state(frame: FrameType) -> dict[str, Any] | None:
-    """Return the variables of a call that will run hooks: ``self``, ``args``, ``kwargs``, ``result`` and so on."""
+    """Return the local variables of a call that will run hooks: ``self``, ``args``, ``kwargs``, ``result`` and more."""
     return frame.f_locals if frame.f_code in _INNER_CALLS else None
 
 
@@ -216,7 +216,7 @@ def call_state(frame: FrameType) -> dict[str, Any] | None:
 
 
 def _without_global_hooks(call: Any) -> Any:
-    """Return PyTorch's own code for a call, which finds the tables of hooks for all modules empty."""
+    """Return a copy of PyTorch's call function that sees empty tables of global hooks."""
     tables = (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS)
     empty: dict[str, Any] = {
         name: {} for name, value in call.__globals__.items() if any(value is table for table in tables)
@@ -227,7 +227,7 @@ def _without_global_hooks(call: Any) -> Any:
 
 
 class ProbeModule(nn.Module):
-    """A module for probes. Users' hooks for all modules are not called for it, as they would not expect it."""
+    """A module for probes. It does not call the user's global hooks."""
 
     if _IS_PYTORCHS_OWN:
         _call_impl = _without_global_hooks(USUAL_CALL)
@@ -243,7 +243,7 @@ class Calls(ProbeModule):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        children_of(self)["inner"] = inner  # Hooks for modules that are registered are not called either.
+        children_of(self)["inner"] = inner  # Bypasses the user's registration hooks.
 
     def forward(self, x: Any) -> Any:
         return children_of(self)["inner"](x)  # type: ignore[misc]
@@ -259,7 +259,7 @@ def _probe_input() -> torch.Tensor:
     still_works="nothing that opens a session; reading tapes, stores and pages does",
 )
 def probe_module_calls() -> str | None:
-    """Check that an instance's forward is called once, that hook tables tell, and that children can be listed."""
+    """Check that an instance's own ``forward`` is called once, and that hooks and children are in their tables."""
     inner = _Doubles()
     outer = Calls(inner)
     check(list(outer.named_children()) == [("inner", inner)], "a module's table of children has moved")
@@ -277,12 +277,15 @@ def probe_module_calls() -> str | None:
 
     inner.__dict__["forward"] = MethodType(forward, inner)
     out = outer(_probe_input())
-    check(calls[:1] == [inner] and out.tolist() == [3, 3], "a forward that an instance carries is not what is called")
+    check(calls[:1] == [inner] and out.tolist() == [3, 3], "an instance's own forward is not called")
     check(calls == [inner, inner], "the module that is being called is not found")
     replica: Any = inner
     check(is_replica(replica._replicate_for_data_parallel()), "a copy that nn.DataParallel makes is not recognised")
     del inner.__dict__["forward"]
-    check(outer(_probe_input()).tolist() == [2, 2], "a module whose own forward was removed does not use its class's")
+    check(
+        outer(_probe_input()).tolist() == [2, 2],
+        "a module does not use the forward of its class after its own was removed",
+    )
     _probe_tables(inner)
     return _probe_override(inner)
 
@@ -290,10 +293,10 @@ def probe_module_calls() -> str | None:
 def _probe_tables(module: nn.Module) -> None:
     before = tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS)))
     handle = module.register_forward_hook(_no_change)
-    check(len(forward_hooks_of(module)) == 1, "forward hooks are kept elsewhere")
+    check(len(forward_hooks_of(module)) == 1, "forward hooks are stored elsewhere")
     handle.remove()
     handle = module.register_forward_pre_hook(_no_change)
-    check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are kept elsewhere")
+    check(len(forward_pre_hooks_of(module)) == 1, "forward pre-hooks are stored elsewhere")
     handle.remove()
     registries: tuple[tuple[Any, dict[Any, Any]], ...] = (
         (torch_module.register_module_forward_hook, GLOBAL_FORWARD_HOOKS),
@@ -304,20 +307,20 @@ def _probe_tables(module: nn.Module) -> None:
         handle = register(_no_change)
         grew = len(table) == size + 1
         handle.remove()
-        check(grew, "hooks for all modules are kept elsewhere")
-    # A backward hook for all modules would set a flag in the process for good, so none is registered here.
+        check(grew, "global hooks are stored elsewhere")
+    # A global backward hook would set a flag in the process permanently, so none is registered here.
     tables = ("_global_backward_hooks", "_global_backward_pre_hooks")
     known = all(NAMES[f"torch.nn.modules.module.{table}"] for table in tables)
-    check(known, "backward hooks for all modules are kept elsewhere")
+    check(known, "global backward hooks are stored elsewhere")
     check(before == tuple(map(len, (GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS))), "a hook could not be removed")
 
 
 def _no_change(*_: Any) -> None:
-    """Do nothing; hooks of this function change no value."""
+    """Do nothing. As a hook, this changes no value."""
 
 
 def _probe_override(module: nn.Module) -> str | None:
-    """Return why the usual call cannot be replaced as a whole, where that is so; sessions then replace the forward."""
+    """Return the reason why a module's call cannot be replaced, or None. Sessions then replace ``forward`` instead."""
     if not _IS_PYTORCHS_OWN:
         return "another library has replaced nn.Module._call_impl; the forward of a module is replaced, not its call"
     calls: list[Any] = []
@@ -336,7 +339,7 @@ def _probe_override(module: nn.Module) -> str | None:
 
 @feature("shared state", used_by="th.features", still_works="recording the same points")
 def probe_shared_state() -> str | None:
-    """Check that a module can share the state of another one, and load a state dict as that one does."""
+    """Check that a module can share the state of another one, and load a state dict with the other one's method."""
     loads: list[Any] = []
 
     class Loads(nn.Module):
@@ -354,17 +357,17 @@ def probe_shared_state() -> str | None:
     shares = Shares()
     check([name for name, _ in shares.named_parameters()] == ["weight"], "modules cannot share their parameters")
     shares.load_state_dict(inner.state_dict())
-    check(loads == [inner], "a module cannot load a state dict as another one does")
+    check(loads == [inner], "a module cannot load a state dict with the method of another one")
     return None
 
 
 @feature(
     "hooks of other libraries",
-    used_by="a session on a module that has forward hooks of others",
+    used_by="a session on a module that has forward hooks of other libraries",
     still_works="sessions on modules without forward hooks",
 )
 def probe_foreign_hooks() -> str | None:
-    """Check that a hook added during a call runs last in it, and that a direct call of forward is recognised."""
+    """Check that a hook added during a call runs last, and that a direct call of ``forward`` is recognised."""
     seen: list[Any] = []
     module = _Doubles()
 
@@ -385,5 +388,5 @@ def probe_foreign_hooks() -> str | None:
     check(seen == [(module, 1, {}, None), [3, 3]], "a hook that is added during a call does not run last in it")
     del seen[:]
     module.forward(_probe_input())
-    check(seen == [None], "a direct call of forward cannot be told from a call of the module")
+    check(seen == [None], "a direct call of forward cannot be distinguished from a call of the module")
     return None

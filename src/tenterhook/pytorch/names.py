@@ -1,7 +1,7 @@
-"""Private names of PyTorch: looked up once, listed for the tests, and never a bare AttributeError.
+"""Private names of PyTorch: each is looked up once, and all are listed for the tests.
 
-A name that this release does not have becomes an :class:`Absent`. Importing tenterhook therefore always works; the
-feature that needs the name is reported as unavailable by :mod:`tenterhook.pytorch.support`.
+A name that is missing in this release becomes an :class:`Absent`, never a bare AttributeError. So importing tenterhook
+always works. :mod:`tenterhook.pytorch.support` reports the feature that needs the name as unavailable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES: dict[str, bool] = {}
 """The dotted private names that were looked up, and whether this release has them."""
 
 ATTRIBUTES: set[tuple[str, str]] = set()
-"""The private attributes that are read from modules, tensors, graph nodes and so on: their owner, and their name."""
+"""The private attributes that are read from modules, tensors, graph nodes and other objects: owner and name."""
 
 
 class Absent:
@@ -57,7 +57,7 @@ class Absent:
 
 
 def find(path: str, instead: Any = None) -> Any:
-    """Return the object with a dotted name, or ``instead`` (an :class:`Absent` by default) where there is none."""
+    """Return the object with a dotted name. If it is missing, return ``instead`` (by default an :class:`Absent`)."""
     found = _resolve(path)
     NAMES[path] = found is not None
     if found is not None:
@@ -66,25 +66,25 @@ def find(path: str, instead: Any = None) -> Any:
 
 
 def later(path: str) -> Callable[[], Any]:
-    """Return a function that looks a name up when it is called, because doing so loads a slow part of PyTorch."""
+    """Return a function that looks up a name when it is called, because the lookup imports a slow part of PyTorch."""
     NAMES.setdefault(path, True)
     return functools.partial(find, path)
 
 
 def attribute(owner: str, name: str) -> str:
-    """Declare a private attribute that is read from instances of ``owner``; return its name."""
+    """Declare a private attribute that is read from instances of ``owner``, and return its name."""
     ATTRIBUTES.add((owner, name))
     return name
 
 
 def member(owner: str, name: str, sample: Any) -> Callable[[Any], Any]:
-    """Return a function that reads a private attribute; an :class:`Absent` if ``sample`` has no such attribute."""
+    """Return a function that reads a private attribute, or an :class:`Absent` if ``sample`` does not have it."""
     attribute(owner, name)
     return operator.attrgetter(name) if hasattr(sample, name) else Absent(f"{owner}.{name}")
 
 
 def is_absent(found: Any) -> bool:
-    """Return whether a lookup found nothing."""
+    """Return whether the result of a lookup is an :class:`Absent`."""
     return isinstance(found, Absent)
 
 
@@ -93,7 +93,7 @@ def _resolve(path: str) -> Any:
     found: Any = importlib.import_module(first)
     walked = first
     for step in steps:
-        # A function may have the name of the module that it is defined in.
+        # A function may have the same name as the module that defines it.
         inner = getattr(found, step, getattr(sys.modules.get(walked), step, None))
         walked = f"{walked}.{step}"
         if inner is None:

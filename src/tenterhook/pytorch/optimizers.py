@@ -1,4 +1,4 @@
-"""Optimizers: whether a step was called by another step of the same optimizer."""
+"""Optimizers: detection of a ``step`` that another ``step`` of the same optimizer has called."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ __all__ = [
 
 
 def is_step_within_step(optimizer: Optimizer, frame: FrameType) -> bool:
-    """Return whether an optimizer's step was called by its own step, as a subclass does; hooks are called in ``frame``.
+    """Return whether an optimizer's ``step`` was called by its own ``step``, as in a subclass.
 
-    PyTorch wraps ``step`` in each class that has one, so that hooks run for each of them.
+    ``frame`` calls the hooks.
+
+    PyTorch wraps the ``step`` of each class, so that hooks run once for each of them.
     """
     callers = frames_from(frame.f_back)
     return any(each.f_code is frame.f_code and each.f_locals.get("self") is optimizer for each in callers)

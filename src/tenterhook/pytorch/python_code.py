@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 EMPTY: Any = object()
-"""Stands for the content of a cell whose variable has not been assigned."""
+"""The value of a cell whose variable is not assigned."""
 
 _EXTENDED_ARG, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
 _OTHER_GLOBALS = {dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
@@ -49,11 +49,11 @@ _OTHER_GLOBALS = {dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "DEL
 _PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 own_frame = sys._getframe
-"""``own_frame(0)`` is the frame of the caller, ``own_frame(1)`` that of its caller, and so on."""
+"""``own_frame(0)`` is the frame of the caller, ``own_frame(1)`` the frame of its caller, and so on."""
 
 
 def has_one_argument(function: FunctionType) -> bool:
-    """Return whether a plain function takes one argument, and no other."""
+    """Return whether a function accepts exactly one argument."""
     code = function.__code__
     return code.co_argcount == 1 and not code.co_kwonlyargcount and not code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
 
@@ -64,7 +64,7 @@ def frame_above(frame: FrameType) -> FrameType | None:
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it, innermost first."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -76,7 +76,7 @@ def variable_in(frame: FrameType, name: str) -> Any:
 
 
 def first_argument(frame: FrameType) -> Any:
-    """Return the first argument by place of the function that a frame runs, whatever its name, or None."""
+    """Return the first positional argument of the function that a frame runs, regardless of its name, or None."""
     code = frame.f_code
     if code.co_argcount:
         return frame.f_locals.get(code.co_varnames[0])
@@ -85,44 +85,44 @@ def first_argument(frame: FrameType) -> Any:
 
 
 def is_running(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Return whether a frame is ``caller`` or one of those above it."""
+    """Return whether a frame is ``caller`` or one of its callers."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None
 
 
 def nested_codes(code: CodeType) -> list[CodeType]:
-    """Return the code of the functions and classes that are defined directly inside some code."""
+    """Return the code of the functions and classes that are defined directly inside a code object."""
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def constants_of(code: CodeType) -> tuple[Any, ...]:
-    """Return the constants of a function's code, the code of nested functions left out."""
+    """Return the constants of a code object, without the code of nested functions."""
     return tuple(constant for constant in code.co_consts if not isinstance(constant, CodeType))
 
 
 def all_constants(code: CodeType) -> tuple[Any, ...]:
-    """Return the constants of a function's code, the code of nested functions included."""
+    """Return the constants of a code object, with the code of nested functions."""
     return code.co_consts
 
 
 def free_names(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the variables that a function takes from the functions around it."""
+    """Return the names of the variables that a function uses from enclosing functions."""
     return code.co_freevars
 
 
 def cell_names(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the variables that a function shares with the functions inside it."""
+    """Return the names of the variables that a function shares with nested functions."""
     return code.co_cellvars
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """Return the closure of a function: its free variables by name, as cells."""
+    """Return the closure of a function: the cells of its free variables by name."""
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def cell_value(cell: CellType) -> Any:
-    """Return what a cell holds, or ``EMPTY``."""
+    """Return the value of a cell, or ``EMPTY``."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -130,14 +130,14 @@ def cell_value(cell: CellType) -> Any:
 
 
 def set_free_variable(function: FunctionType, name: str, value: Any) -> None:
-    """Give a variable in a function's closure another value; nothing where the function has none of that name."""
+    """Set a variable in a function's closure. Do nothing if the function has no variable of that name."""
     cell = cells_of(function).get(name)
     if cell is not None:
         cell.cell_contents = value
 
 
 def set_cell(cell: CellType, value: Any) -> None:
-    """Give the variable of a cell another value."""
+    """Set the variable of a cell."""
     cell.cell_contents = value
 
 
@@ -149,7 +149,7 @@ def closure_values(function: FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=20_000)
 def global_names(code: CodeType) -> frozenset[str]:
-    """Return the names of the module-level variables that some code, or code nested in it, reads or assigns."""
+    """Return the names of the module-level variables that a code object, or code nested in it, reads or assigns."""
     found, high, raw = set(), 0, code.co_code
     for place in range(0, len(raw), 2):
         operation, argument = raw[place], raw[place + 1] | high
@@ -163,13 +163,13 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=20_000)
 def mentioned_names(code: CodeType) -> frozenset[str]:
-    """Return every name and every constant text in some code: what it may look up on an object."""
+    """Return every name and string constant in a code object: the attributes that it may look up on an object."""
     texts = {constant for constant in constants_of(code) if type(constant) is str and constant.isidentifier()}
     return frozenset(texts.union(code.co_names, *[mentioned_names(inner) for inner in nested_codes(code)]))
 
 
 def lines_of(code: CodeType) -> range:
-    """Return the lines of the source on which some code stands, from the first to the last."""
+    """Return the range of source lines of a code object."""
     lines = [line for _, _, line in code.co_lines() if line is not None]
     return range(min(lines, default=0), max(lines, default=-1) + 1)
 
@@ -180,7 +180,7 @@ def code_of(function: FunctionType) -> CodeType:
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
-    """Return the module-level variables that a function sees."""
+    """Return the module-level variables of a function."""
     return function.__globals__
 
 
@@ -190,7 +190,7 @@ def function_attributes(function: FunctionType) -> dict[str, Any]:
 
 
 def replaceable_parts(functions: Iterable[FunctionType]) -> list[Any]:
-    """Return what can be replaced in functions: their code, their defaults, and the content of their closures."""
+    """Return the replaceable parts of functions: code, defaults, and the values in their closures."""
     parts = list(chain.from_iterable(map(_PARTS, functions)))
     cells = [cell for function in functions if function.__closure__ for cell in function.__closure__]
     return parts + [cell_value(cell) for cell in cells]

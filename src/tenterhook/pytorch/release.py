@@ -1,4 +1,4 @@
-"""Releases of PyTorch: the oldest that tenterhook works with, those that it was tested with, and the installed one."""
+"""Releases of PyTorch: the oldest that tenterhook supports, and those that it was tested with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev|\.post)?", re.IGNORE
 
 
 def minor_release(version: str) -> tuple[int, int] | None:
-    """Return the first two numbers of a version; None for a text that does not start with a version.
+    """Return the first two numbers of a version, or None if the text does not start with a version.
 
     >>> minor_release("2.13.0+cpu"), minor_release("2.16.0a0+git1234"), minor_release("local")
     ((2, 13), (2, 16), None)
@@ -24,7 +24,7 @@ def minor_release(version: str) -> tuple[int, int] | None:
 
 
 def refuse_older_torch(version: str) -> None:
-    """Raise ``ImportError`` if a version of torch is older than tenterhook can work with.
+    """Raise ``ImportError`` if a version of torch is older than the oldest supported one.
 
     >>> refuse_older_torch("2.9.1+cu128")
     Traceback (most recent call last):
@@ -39,14 +39,14 @@ def refuse_older_torch(version: str) -> None:
 
 
 def why_untested(version: str) -> str:
-    """Return why a version of torch counts as untested; an empty text if it was tested.
+    """Return the reason why a version of torch is untested, or an empty string if it was tested.
 
     >>> why_untested("2.13.0+cpu"), why_untested("2.99.0")
     ('', 'newer than torch ..., the newest tested release')
     """
     found, release = _VERSION.match(version), minor_release(version)
     if found is None or release is None:
-        return "this is not the version of a release"
+        return "not the version of a release"
     if release > TESTED[-1]:
         return f"newer than torch {_text(TESTED[-1])}, the newest tested release"
     if release not in TESTED:

@@ -25,11 +25,11 @@ _WATCHED = (
     "Tensor.register_hook",
     "utils.checkpoint.checkpoint",
 )
-"""Functions that tenterhook relies on and that other libraries are known to replace."""
+"""Functions that tenterhook uses and that other libraries are known to replace."""
 
 
 def replaced_functions() -> dict[str, str]:
-    """Return the functions of PyTorch that are not PyTorch's own now, each with the name of what is in its place."""
+    """Return the functions of PyTorch that another library has replaced, each with the full name of the replacement."""
     found = {f"torch.{name}": _full_name(function) for name in _WATCHED if (function := _current(name)) is not None}
     return {name: by for name, by in found.items() if by.partition(".")[0] != "torch"}
 
@@ -37,12 +37,12 @@ def replaced_functions() -> dict[str, str]:
 def _current(name: str) -> Any:
     try:
         return operator.attrgetter(name)(torch)
-    except AttributeError:  # This release does not have it; if that matters, a probe says so.
+    except AttributeError:  # Missing in this release; a probe reports it if it matters.
         return None
 
 
 def _full_name(function: Any) -> str:
-    """Return the module and name of a function as they are in its code, because ``functools.wraps`` hides them."""
+    """Return the full name of a function from its code, because ``functools.wraps`` changes ``__name__``."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

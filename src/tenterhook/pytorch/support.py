@@ -1,8 +1,8 @@
-"""Features that depend on PyTorch's internals, and whether they work with the installed release.
+"""Features that depend on PyTorch's internals, and their availability in the installed release.
 
-A feature has a probe: a small run that checks what the feature is used for. It runs once per process, before the first
-session that needs the feature. A probe has three outcomes: the fast way works; a slower public way is used instead; or
-the feature is unavailable, and what needs it raises ``UnsupportedTorch`` as it starts.
+Each feature has a probe: a small run that checks the behaviour that the feature needs. It runs once per process, before
+the first session that needs the feature. A probe has three outcomes: the fast way works; a slower public way is used
+instead; or the feature is unavailable, and a session that needs it raises ``UnsupportedTorch`` when it starts.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Status(StrEnum):
 
 
 class ProbeFailed(Exception):
-    """A probe saw something other than what tenterhook relies on."""
+    """An error in a probe: PyTorch does not behave as tenterhook needs."""
 
 
 @dataclass(slots=True)
 class Feature:
-    """Something that tenterhook can do if PyTorch's internals behave as expected."""
+    """A part of tenterhook that depends on the behaviour of PyTorch's internals."""
 
     name: str
     used_by: str
-    """what needs it, in a user's words"""
+    """the uses that need it, in a user's words"""
     probe: Callable[[], str | None]
-    """raises if the feature does not work; returns the reason why a fallback is used, or None"""
+    """raises if the feature does not work; returns the reason for using a fallback, or None"""
     still_works: str
     status: Status | None = None
     """None until the probe has run"""
@@ -69,16 +69,16 @@ class Feature:
     def _run(self) -> None:
         try:
             reason = _in_clean_thread(self.probe)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong makes the feature unavailable
+        except Exception as error:  # noqa: BLE001 - any error makes the feature unavailable
             self.status, self.why = Status.UNAVAILABLE, f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
             self.status = Status.FALLBACK if reason else Status.FAST
             self.why = reason or ""
 
     def error(self) -> UnsupportedTorch:
-        """Return the error for a session that needs this feature where it is unavailable."""
+        """Return the error for a session that needs this feature when it is unavailable."""
         return UnsupportedTorch(
-            f"{self.name} is not available with torch {torch.__version__}, and {self.used_by} cannot do without it.\n"
+            f"{self.name} is not available with torch {torch.__version__}, and it is needed for {self.used_by}.\n"
             f"Reason: {self.why}\n"
             f"Still works: {self.still_works}\n"
             "`tenterhook doctor` lists every feature. Please report this with its output."
@@ -88,21 +88,21 @@ class Feature:
 FEATURES: dict[str, Feature] = {}
 _lock = threading.RLock()
 _work: set[tuple[str, ...]] = set()
-"""Groups of features that all work, so that a session asks for them with one look."""
+"""Groups of features that all work, so that :func:`require` needs only one lookup."""
 
 
 def _patchable() -> tuple[Any, ...]:
-    """Return the functions of PyTorch that other libraries replace, as they are now."""
+    """Return the current functions of PyTorch that other libraries may replace."""
     return nn.Module.__call__, torch_checkpoint.checkpoint
 
 
 _probed = _patchable()
-"""What they were when the probes ran."""
+"""The result of :func:`_patchable` when the probes ran."""
 
 
 def _probe_again_if_patched() -> None:
-    """Forget the outcomes of the probes if another library has patched PyTorch since."""
-    global _probed  # noqa: PLW0603 - one for the process, as the outcomes are
+    """Discard the outcomes of the probes if another library has patched PyTorch since."""
+    global _probed  # noqa: PLW0603 - global, like the outcomes
     with _lock:
         now = _patchable()
         if now != _probed:
@@ -113,7 +113,7 @@ def _probe_again_if_patched() -> None:
 
 
 def _unlock() -> None:
-    """Give a forked process a lock of its own: a thread that it does not have may hold the other."""
+    """Create a new lock in a forked process: a thread that does not exist there may hold the old one."""
     global _lock  # noqa: PLW0603
     _lock = threading.RLock()
 
@@ -135,7 +135,7 @@ def feature(
 
 
 def is_available(name: str) -> bool:
-    """Return whether a feature works, by whatever way."""
+    """Return whether a feature works, directly or with its fallback."""
     _probe_again_if_patched()
     return FEATURES[name].run() is not Status.UNAVAILABLE
 
@@ -153,7 +153,7 @@ def require(*names: str) -> None:
 
 
 def check(holds: object, what: str) -> None:
-    """Fail the probe that calls this unless something holds."""
+    """Fail the running probe with ``what`` unless ``holds`` is true."""
     if not holds:
         raise ProbeFailed(what)
 
@@ -161,10 +161,10 @@ def check(holds: object, what: str) -> None:
 class _ProbeThread:
     """A thread in which probes run, one after the other.
 
-    Gradient mode, autocast, inference mode, torch.func transforms, dispatch modes and the default device belong to a
-    thread. Whatever the user has switched on, a probe sees PyTorch as it is by default. The thread is kept: in builds
-    of torch 2.10 for CUDA, on a machine without a GPU, tracing in a thread that then ends leaves a pointer to memory
-    of that thread behind, and the process dies in a later backward pass.
+    Gradient mode, autocast, inference mode, torch.func transforms, dispatch modes and the default device are settings
+    of a thread. In this thread a probe always sees PyTorch's defaults, whatever the user has switched on. The thread is
+    never ended: in CUDA builds of torch 2.10, on a machine without a GPU, tracing in a thread that ends later leaves a
+    dangling pointer to memory of that thread, and the process crashes in a later backward pass.
     """
 
     def __init__(self) -> None:
@@ -174,11 +174,11 @@ class _ProbeThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can run probes; a forked child has no threads but its main one."""
+        """True if it can run probes. A forked child process has only its main thread."""
         return self._thread.is_alive()
 
     def run(self, probe: Callable[[], str | None]) -> str | None:
-        """Run a probe and wait for it; return or raise as it does."""
+        """Run a probe in the thread and wait for it. Return its result or raise its error."""
         answer: queue.SimpleQueue[tuple[str | None, BaseException | None]] = queue.SimpleQueue()
         self._jobs.put((probe, answer))
         reason, error = answer.get()
@@ -191,7 +191,7 @@ class _ProbeThread:
             probe, answer = self._jobs.get()
             try:
                 answer.put((probe(), None))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 answer.put((None, error))
 
 
@@ -199,7 +199,7 @@ _probe_thread: _ProbeThread | None = None
 
 
 def _in_clean_thread(probe: Callable[[], str | None]) -> str | None:
-    """Run a probe where nothing is switched on."""
+    """Run a probe in a thread with PyTorch's default settings."""
     global _probe_thread  # noqa: PLW0603 - started with the first probe
     if _probe_thread is None or not _probe_thread.is_alive:
         _probe_thread = _ProbeThread()

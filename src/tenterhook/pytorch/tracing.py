@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 attribute("torch.compiler", "_is_exporting_flag")
-_fx_flag: Any = find("torch.fx._symbolic_trace._get_is_fx_tracing")  # From 2.14 on; before that a module's variable.
+_fx_flag: Any = find("torch.fx._symbolic_trace._get_is_fx_tracing")  # From 2.14 on; a module variable before.
 _fx: Any = find("torch.fx._symbolic_trace")
 _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
@@ -39,7 +39,7 @@ else:
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` is tracing; Dynamo can inline this."""
+    """Return whether ``torch.export`` is tracing. Dynamo can inline this function."""
     return torch.compiler._is_exporting_flag
 
 
@@ -48,7 +48,7 @@ if not hasattr(torch.compiler, "_is_exporting_flag"):
 
 
 def name_of_tracer() -> str | None:
-    """Return the name of what is tracing this call, or None for a call that computes."""
+    """Return the name of the tracer that traces this call, or None for a normal call."""
     if is_exporting():
         return "torch.export"
     if _is_fx_tracing():
@@ -79,12 +79,12 @@ class _Asks(ProbeModule):
 
 @feature("tracing", used_by="every session", still_works="nothing that opens a session")
 def probe_tracing() -> str | None:
-    """Check that traced calls are told from those that compute."""
+    """Check that traced calls are distinguished from normal calls."""
     module, x = _Asks(name_of_tracer), torch.ones(2, device="cpu")
     module(x)
     check(module.seen == [None], "a plain call looks traced")
     torch.fx.symbolic_trace(module)
-    check(module.seen[-1] == "torch.fx", "torch.fx cannot be noticed")
+    check(module.seen[-1] == "torch.fx", "torch.fx is not detected")
     module(x)
     check(module.seen[-1] is None, "a plain call looks traced after tracing")
     check(not is_absent(_PROXY) and not _dispatch_modes() and _dispatch_mode(_PROXY) is None, "make_fx has changed")
@@ -97,12 +97,15 @@ def probe_tracing() -> str | None:
     still_works="the same session in a process of its own",
 )
 def probe_make_fx() -> str | None:
-    """Check that a call that ``make_fx`` traces is told from one that computes. It loads a part of the compiler."""
+    """Check that a call traced by ``make_fx`` is distinguished from a normal call.
+
+    This imports a part of the compiler.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     module, x = _Asks(_make_fx), torch.ones(2, device="cpu")
     make_fx(module)(x)
-    check(module.seen == ["make_fx"], "make_fx cannot be noticed")
+    check(module.seen == ["make_fx"], "make_fx is not detected")
     module(x)
     check(module.seen[-1] is None, "a plain call looks traced after make_fx")
     return None

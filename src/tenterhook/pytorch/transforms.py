@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func``: whether one is running, and what lies beneath the tensors that it passes."""
+"""Transforms of ``torch.func``: detection of a running transform, and the plain tensors inside its wrapped tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 is_wrapped: Callable[[Any], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
-"""Return whether a tensor belongs to a transform, and is of no use outside it."""
+"""Return whether a tensor is a wrapped tensor of a transform, which cannot be used outside of it."""
 
 innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")
-"""Return the transform that is running, or None."""
+"""Return the running transform, or None."""
 
 _is_batched = find("torch._C._functorch.is_batchedtensor")
 _batch_dimension = find("torch._C._functorch.maybe_get_bdim")
@@ -37,14 +37,14 @@ def in_transform() -> bool:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform is running, so that tensors made there are plain."""
+    """Return a context in which no transform is running, so that new tensors are plain."""
     return _without_transforms()()  # type: ignore[no-any-return]
 
 
 def unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
-    """Return the whole value beneath a transform's tensor, and whether it was changed in place without a count.
+    """Return the plain tensor inside a transform's wrapped tensor, and whether it has uncounted in-place changes.
 
-    The examples of ``vmap`` lie along the first dimension; of nested ones, the outermost first.
+    The batch dimension of ``vmap`` comes first. With nested transforms, the outermost one comes first.
     """
     batches: list[int | None] = []
     changed = False
@@ -52,7 +52,8 @@ def unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
         batched = _is_batched(tensor)
         batches.append(_batch_dimension(tensor) if batched else None)
         tensor = _beneath(tensor)
-        # A tensor of vmap does not count the changes of the memory beneath it; those of other transforms do.
+        # The version of a vmap tensor does not count in-place changes of the tensor inside. Other transforms count
+        # them.
         changed = changed or (batched and tensor._version > 0)
     with outside_transforms():
         tensor = tensor.detach()
@@ -66,7 +67,7 @@ def unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
 
 @feature("transforms of torch.func", used_by="every session", still_works="nothing that opens a session")
 def probe_transforms() -> str | None:
-    """Check that a transform is noticed and that the value beneath it is found."""
+    """Check that a transform is detected and that the plain tensor inside is found."""
     found: list[Any] = []
     x = torch.arange(6.0, device="cpu").reshape(2, 3)
 
@@ -76,7 +77,7 @@ def probe_transforms() -> str | None:
 
     torch.func.vmap(function, in_dims=1)(x)
     running, wrapped, beneath = found[0]
-    check(running and wrapped, "a transform of torch.func is not noticed")
-    check(not is_wrapped(beneath) and torch.equal(beneath, x.T), "the value beneath a transform is not found")
-    check(not in_transform() and not is_wrapped(x), "a plain tensor seems to belong to a transform")
+    check(running and wrapped, "a transform of torch.func is not detected")
+    check(not is_wrapped(beneath) and torch.equal(beneath, x.T), "the tensor inside a wrapped tensor is not found")
+    check(not in_transform() and not is_wrapped(x), "a plain tensor seems to be a wrapped tensor of a transform")
     return None

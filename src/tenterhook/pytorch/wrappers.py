@@ -1,7 +1,7 @@
 """Modules that only wrap another one: ``torch.compile``, data parallelism, FSDP, checkpointing, peft.
 
-A wrapper is recognised by its class, never by the name of its attribute: a model may have a child of its own that is
-called ``module``. The class is looked up among the modules that are loaded already, so that nothing is imported.
+A wrapper is recognised by its class, never by an attribute name: a model may have a child of its own with the name
+``module``. The class is looked up only in modules that are already imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FSDP = attribute("FullyShardedDataParallel", "_fsdp_wrapped_module")
 _CHECKPOINT = attribute("ActivationWrapper", "_checkpoint_wrapped_module")
 _CHECKPOINTS = "torch.distributed.algorithms." + attribute("torch.distributed.algorithms", "_checkpoint")
 
-# The Python module that has a class, the class, the name under which it keeps the wrapped module, and what to call it.
+# The Python module of a class, the class, the attribute with the wrapped module, and the name for users.
 WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", ORIGINAL_MODULE, "torch.compile"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", "DistributedDataParallel"),
@@ -35,24 +35,24 @@ WRAPPERS = (
     ("peft.tuners.tuners_utils", "BaseTuner", "model", "peft"),
 )
 WRAPPED_NAMES = frozenset(name for _, _, name, _ in WRAPPERS)
-"""the names under which wrappers keep what they wrap: a module with none of them among its children is no wrapper"""
+"""the names of the wrapped module in each wrapper; a module without such a child is not a wrapper"""
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper wraps; None for a module that is no wrapper."""
+    """Return the name of the child that a wrapper wraps, or None if the module is not a wrapper."""
     found = _kind(module)
     return found[0] if found is not None else None
 
 
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
-    """Return the module that a wrapper wraps; a module that is no wrapper is returned itself."""
+    """Return the module that a wrapper wraps, or the module itself if it is not a wrapper."""
     name = wrapped_name(wrapper)
     found = children_of(wrapper)[name] if name is not None else None
     return wrapper if found is None else found
 
 
 def name_of_wrapper(module: nn.Module) -> str:
-    """Return how people call a wrapper: ``torch.compile``, ``DistributedDataParallel``."""
+    """Return the usual name of a wrapper: ``torch.compile``, ``DistributedDataParallel``."""
     found = _kind(module)
     return found[1] if found is not None else type(module).__name__
 
@@ -70,7 +70,7 @@ def _kind(module: nn.Module) -> tuple[str, str] | None:
 
 
 def wrappers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the wrappers around a module, from the outermost one in; nothing for a module that is no wrapper."""
+    """Yield the wrappers around a module, outermost first. Yield nothing if the module is not a wrapper."""
     seen = set[int]()
     while wrapped_name(module) is not None and id(module) not in seen:
         seen.add(id(module))

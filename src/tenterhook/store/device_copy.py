@@ -1,13 +1,13 @@
-"""How rows leave the device: straight from the CPU's memory, or through a ring of pinned memory on a stream of its own.
+"""Copies of rows from the device: directly from CPU memory, or through a ring of pinned memory on a separate stream.
 
-A copy from a GPU that does not block must not be read before it is done. So copies are followed by an event, and
-whoever reads waits for that event, not for the device. Copies begin while the model runs, as each value passes, if
-there is room. The model never waits, unless the ring is full: then the thread that runs it does, until the writer has
-freed enough. Nothing is dropped, and memory does not grow.
+A non-blocking copy from a GPU must not be read before it is complete. So an event follows the copies, and the reader
+waits for that event, not for the whole device. If there is room, a copy starts as soon as its value is computed, while
+the model still runs. The model's thread only waits when the ring is full, until the writer has freed enough. Nothing is
+dropped, and memory use does not grow.
 
-A model in eager mode is often held up by the thread that starts its kernels, not by the GPU. What that thread does for
-a copy is therefore the least that will do: one event that is used again and again, one for all copies of a batch, and
-nothing that wakes the writer before the batch is handed over.
+A model in eager mode is often limited by the thread that launches its kernels, not by the GPU. So that thread does as
+little as possible for a copy: it reuses one event, records one event for all copies of a batch, and does not wake the
+writer before the batch is complete.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tenterhook.errors import ValueChanged
 __all__ = ["Budget", "HostStage", "Piece", "PinnedStage", "stage_for"]
 
 CHANGED = (
-    "a value was changed in place after its batch, before it was written: the model uses its memory again. Harvest "
+    "a value was changed in place after its batch and before it was written: the model reuses its memory. Harvest "
     'with a copy: th.harvest(..., copy="always").'
 )
 
 
 @dataclass(slots=True)
 class Piece:
-    """Bytes on their way to a file. ``ready`` waits until they are there, ``release`` gives their memory back."""
+    """Bytes that are being copied to a file. ``ready`` waits for the copy, ``release`` frees the memory."""
 
     data: memoryview
     ready: Callable[[], float]
@@ -44,7 +44,7 @@ class Piece:
 
 
 class Budget:
-    """Bytes that may be in flight. One piece may always pass, however large."""
+    """A limit for the bytes in flight. A single piece is always accepted, regardless of its size."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.peak, self.waited = limit, 0, 0, 0.0
@@ -52,7 +52,7 @@ class Budget:
         self._closed = False
 
     def take(self, nbytes: int, *, wait: bool = True) -> bool:
-        """Wait until there is room; or take it only if there is some now, and say whether there was."""
+        """Reserve bytes, and wait until there is room. With ``wait=False``, return False if there is no room now."""
         with self._changed:
             if self.used and self.used + nbytes > self.limit:
                 if not wait:
@@ -65,37 +65,37 @@ class Budget:
         return True
 
     def give(self, nbytes: int) -> None:
-        """Make room."""
+        """Return bytes to the budget."""
         with self._changed:
             self.used -= nbytes
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Let all waiting threads continue."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class HostStage:
-    """From the CPU: the tensor itself is written, not a copy; that nobody changed it meanwhile is checked."""
+    """Stage for CPU tensors: the tensor itself is written without a copy. In-place changes meanwhile are detected."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
 
     def stage(self, tensor: Tensor) -> Iterator[Piece]:
-        """The bytes of a tensor, in their order."""
-        tensor = tensor.cpu().contiguous()  # Nothing happens here to what is on the CPU and in one piece.
+        """Yield the bytes of a tensor as one piece. Wait until there is room."""
+        tensor = tensor.cpu().contiguous()  # No copy if the tensor is on the CPU and contiguous.
         self.budget.take(tensor.nbytes)
         yield self._piece(tensor)
 
     def ahead(self, tensor: Tensor) -> Piece | None:
-        """The same, if there is room for it now."""
+        """Return the bytes of a tensor as one piece, or None if there is no room now."""
         tensor = tensor.cpu().contiguous()
         return self._piece(tensor) if self.budget.take(tensor.nbytes, wait=False) else None
 
     def seal(self) -> None:
-        """Nothing is on its way that would have to be waited for."""
+        """Do nothing: there are no pending copies."""
 
     def _piece(self, tensor: Tensor) -> Piece:
         version = None if tensor.is_inference() else tensor._version
@@ -113,7 +113,7 @@ def _at_once() -> float:
 
 
 class PinnedStage:
-    """From a GPU: copies into a ring of pinned memory, which has the size of the budget."""
+    """Stage for GPU tensors: they are copied into a ring of pinned memory, which has the size of the budget."""
 
     def __init__(self, budget: Budget, device: torch.device) -> None:
         self.budget, self.device = budget, device
@@ -122,13 +122,13 @@ class PinnedStage:
         self._stream: Any = torch.cuda.Stream(device)
         self._free = _Ring(budget)
         self._piece = max(budget.limit // 4, 1)
-        # A stream that was told to wait for an event does so for what was recorded then: it can be recorded again.
+        # wait_event waits for the last record at the time of the call, so that one event can be recorded again.
         self._computed: Any = torch.cuda.Event()
         self._open: _Group | None = None
         self._sealed: deque[_Group] = deque()
 
     def stage(self, tensor: Tensor) -> Iterator[Piece]:
-        """The bytes of a tensor, in their order; what is larger than a quarter of the ring comes in pieces."""
+        """Yield the bytes of a tensor in order. A tensor larger than a quarter of the ring is split."""
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), self._piece):
             part = flat[start : start + self._piece]
@@ -137,11 +137,11 @@ class PinnedStage:
             yield piece
 
     def ahead(self, tensor: Tensor) -> Piece | None:
-        """Begin to copy a tensor now, if there is room for it now: nobody waits for room that he holds himself.
+        """Start copying a tensor, or return None if there is no room now. It never waits.
 
-        While a model runs this is better than afterwards. Copies that are all begun at its end keep the way from the
-        device busy, and whatever small thing the next run waits for (a test whether a mask is all ones) waits for them.
-        ``seal`` must follow before anybody waits for what this gives.
+        Starting while the model runs is better than afterwards. If all copies start at the end, they keep the transfer
+        from the device busy, and any small transfer in the next run (such as a check whether a mask is all ones) waits
+        for them. Call ``seal`` before waiting for the returned piece.
         """
         if tensor.nbytes > self._piece or not tensor.nbytes:
             return None
@@ -149,7 +149,7 @@ class PinnedStage:
         return None if offset is None else self._copy(tensor.contiguous().reshape(-1).view(torch.uint8), offset)
 
     def seal(self) -> None:
-        """What was begun is complete: one event follows all of it, for whoever waits."""
+        """Record one event after all started copies, for readers to wait for."""
         if self._open is not None:
             self._open.seal(self._stream)
             self._sealed.append(self._open)
@@ -165,7 +165,7 @@ class PinnedStage:
         self._computed.record(main)
         self._stream.wait_event(self._computed)
         if torch.cuda.current_device() == self.device.index:
-            torch.cuda.set_stream(self._stream)  # Less work than the context manager, which is for any device.
+            torch.cuda.set_stream(self._stream)  # Faster than the context manager, which handles any device.
             try:
                 group.add(room, part, self._stream)
             finally:
@@ -177,20 +177,21 @@ class PinnedStage:
 
 
 class _Group:
-    """Copies that were begun one after the other on one stream. The last one's end is that of all."""
+    """Copies that were started in order on one stream. The event after the last one completes all of them."""
 
     def __init__(self) -> None:
-        # The allocator must not hand out their memory before they are done, so it is held until then.
+        # The allocator must not reuse their memory before they are complete, so references are held until then.
         self._held: list[Tensor] = []
-        # The first one is timed, and stands for all. Who waits sleeps, and leaves the processor to who runs the model.
+        # The first copy is timed, as an estimate for all. A blocking event lets the reader sleep and leaves the CPU to
+        # the model.
         self._began: Any = torch.cuda.Event(enable_timing=True)
         self._first: Any = torch.cuda.Event(enable_timing=True)
         self._done: Any = torch.cuda.Event(blocking=True)
         self._waited = False
-        self._scale = 0.0  # From the first one's milliseconds to the seconds of all.
+        self._scale = 0.0  # From the milliseconds of the first copy to the seconds of all.
 
     def add(self, room: Tensor, part: Tensor, stream: Any) -> None:
-        """Begin another copy; ``stream`` is the current one."""
+        """Start another copy. ``stream`` is the current stream."""
         if not self._held:
             self._began.record(stream)
         room.copy_(part, non_blocking=True)
@@ -199,19 +200,19 @@ class _Group:
         self._held.append(part)
 
     def seal(self, stream: Any) -> None:
-        """There will be no more."""
+        """Record the event after the last copy."""
         self._scale = sum(part.numel() for part in self._held) / self._held[0].numel() / 1e3
         self._done.record(stream)
 
     def is_done(self) -> bool:
-        """Whether all of them are; then their memory is let go of."""
+        """Return whether all copies are complete, and release their source tensors if so."""
         if not self._done.query():
             return False
         self._held.clear()
         return True
 
     def wait(self) -> float:
-        """Wait for all of them. The first time it gives how many seconds they took, about, and afterwards nothing."""
+        """Wait for all copies. The first call returns their approximate duration in seconds, later calls return 0."""
         if self._waited:
             return 0.0
         self._done.synchronize()
@@ -221,11 +222,11 @@ class _Group:
 
 
 class _Ring:
-    """Room in a ring, taken and given back in the same order, and so that each part lies in one piece."""
+    """Allocator for a ring. Parts are contiguous and are freed in the order of allocation."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._held: deque[tuple[int, int]] = deque()  # where each part begins, and what it takes from the budget
+        self._held: deque[tuple[int, int]] = deque()  # the offset of each part, and its size in the budget
         self._next = 0
 
     @overload
@@ -235,7 +236,10 @@ class _Ring:
     def take(self, nbytes: int, *, wait: bool) -> int | None: ...
 
     def take(self, nbytes: int, *, wait: bool = True) -> int | None:
-        """Wait for so many bytes in one piece, and give where they begin; or do not wait, and give None."""
+        """Wait for contiguous bytes and return their offset.
+
+        With ``wait=False``, return None if there is no room now.
+        """
         wraps = self._next + nbytes > self._budget.limit
         skipped = self._budget.limit - self._next if wraps else 0
         if not self._budget.take(nbytes + skipped, wait=wait):
@@ -246,13 +250,13 @@ class _Ring:
         return offset
 
     def give(self, offset: int) -> None:
-        """Give back the part that was taken first."""
+        """Free the oldest part."""
         first, taken = self._held.popleft()
         if first != offset:
-            raise AssertionError("parts of the ring come back in the order in which they were taken")
+            raise AssertionError("parts of the ring must be freed in the order of allocation")
         self._budget.give(taken)
 
 
 def stage_for(device: torch.device, budget: Budget) -> HostStage | PinnedStage:
-    """The way out of a device."""
+    """Return the stage for a device."""
     return PinnedStage(budget, device) if device.type == "cuda" else HostStage(budget)

@@ -7,10 +7,10 @@
       shards/00000012/h.6.safetensors   the rows of one point in shard 12
       shards/00000012/sample.safetensors, position.safetensors, token.safetensors
       commits/00000012.json             written last, with a checksum of every file: shard 12 exists if and only if
-                                        this does
+                                        this file exists
 
-Every file is written under another name and put in its place when the disk has it. The names and the contents of files
-depend on the harvest alone, never on who made them or when, so that a shard that is made twice is the same bytes.
+Every file is written under a temporary name, synced to disk, and then renamed. The names and the contents of files
+depend only on the harvest, never on the process or the time. So a shard that is made twice has the same bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Kind = Literal["value", "grad", "row"]
 
 @dataclass(frozen=True, slots=True)
 class StoredColumn:
-    """One thing that is stored for every row: a point's value, its gradient, or a fact about the row."""
+    """One column of the rows: the value of a point, its gradient, or a fact about the row."""
 
     key: str
     kind: Kind
@@ -75,31 +75,31 @@ class StoredColumn:
 
     @property
     def rows(self) -> Rows:
-        """What its files hold."""
+        """The type of the rows in its files."""
         return Rows(self.key, DTYPES[self.dtype], tuple(self.shape))
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the description for the manifest."""
         return asdict(self) | {"shape": list(self.shape)}
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> StoredColumn:
-        """From the manifest."""
+        """Return the column for a description in the manifest."""
         return cls(**described | {"shape": tuple(described["shape"])})
 
 
 def commit_name(shard: int) -> str:
-    """Where the commit of a shard is."""
+    """Return the file name of a shard's commit."""
     return f"{COMMITS}/{shard:08d}.json"
 
 
 def file_name(shard: int, column: StoredColumn) -> str:
-    """Where the rows of a column are."""
+    """Return the file name for the rows of a column in a shard."""
     return f"{SHARDS}/{shard:08d}/{column.file}.safetensors"
 
 
 def pack(described: dict[str, Any]) -> bytes:
-    """A description as it is written: JSON, with a checksum over all the rest of it."""
+    """Serialize a description as JSON, with a checksum over all other fields."""
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, "tenterhook": __version__, **described}
     body["checksum"] = _checksum(body)
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
@@ -107,11 +107,11 @@ def pack(described: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> dict[str, Any]:
-    """What ``pack`` wrote, if it is still that."""
+    """Parse the output of ``pack``. Raise ``StoreError`` if the format, version or checksum is wrong."""
     body = parsed(data, where)
     form, version = body.get("format"), body.get("format_version")
     if form != FORMAT:
-        raise StoreError(f"{where} is not of tenterhook, or is damaged: its format is {form!r:.60}.")
+        raise StoreError(f"{where} is damaged, or not a file of tenterhook: its format is {form!r:.60}.")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StoreError(f"{where} is damaged: its format version is {version!r:.60}.")
     if version > FORMAT_VERSION:
@@ -121,7 +121,7 @@ def unpack(data: bytes, where: str) -> dict[str, Any]:
         )
         raise StoreError(f"{text} Upgrade tenterhook: pip install -U tenterhook")
     if body.get("checksum") != _checksum(body):
-        raise StoreError(f"{where} is damaged: its checksum does not match what it says.")
+        raise StoreError(f"{where} is damaged: its checksum does not match its content.")
     return body
 
 
@@ -135,7 +135,7 @@ def read_manifest(place: StorePlace) -> dict[str, Any]:
     try:
         data = place.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise StoreError(f"{place} is no store of harvested rows: it has no {MANIFEST}.") from error
+        raise StoreError(f"{place} is not a store of harvested rows: it has no {MANIFEST}.") from error
     except StoreError:
         raise
     except OSError as error:
@@ -146,7 +146,7 @@ def read_manifest(place: StorePlace) -> dict[str, Any]:
 
 
 def planned(place: StorePlace, manifest: dict[str, Any]) -> int | None:
-    """Return the number of planned shards, if it is known."""
+    """Return the number of planned shards, or None if it is unknown."""
     batches = manifest["harvest"]["data"].get("batches")
     batches = read_end(place) if batches is None else batches
     return None if batches is None else -(-batches // manifest["plan"]["batches_per_shard"])
@@ -161,7 +161,10 @@ def commits_found(place: StorePlace) -> tuple[list[int], list[str]]:
 
 
 def committed(place: StorePlace, most: int | None = None) -> list[int]:
-    """Return the committed shards in order. Commits from ``most`` on, and misnamed ones, are an error."""
+    """Return the committed shards in order.
+
+    Raise ``StoreError`` for commits from ``most`` on, and for misnamed ones.
+    """
     shards, others = commits_found(place)
     others += [commit_name(shard) for shard in shards if most is not None and shard >= most]
     if others:
@@ -182,7 +185,7 @@ def read_commit(place: StorePlace, shard: int, manifest: dict[str, Any]) -> dict
 
 
 def read_end(place: StorePlace) -> int | None:
-    """Read how many batches a stream had, if its end was seen."""
+    """Return the number of batches in a stream, or None if its end was never reached."""
     try:
         data = place.read(END, COMMIT_BYTES)
     except FileNotFoundError:

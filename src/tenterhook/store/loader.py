@@ -1,8 +1,8 @@
 """Batches of rows in a new order each epoch, for training on a store.
 
-Shuffling single rows over a whole store would read a page for each. Instead the store is cut into chunks of
-neighbouring rows; an epoch goes through the chunks in a random order, a buffer full at a time, and through the rows of
-the buffer in a random order. The order depends on the seed and the epoch alone, not on the number of workers.
+Shuffling single rows over a whole store would read one page per row. Instead the store is split into chunks of adjacent
+rows. An epoch reads the chunks in random order into a buffer, and returns the rows of each buffer in random order. The
+order depends only on the seed and the epoch, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader"]
 
-CHUNK = 1 << 20  # Bytes of a chunk, about: enough for a disk to read at its full speed.
+CHUNK = 1 << 20  # Approximate size of a chunk: large enough for a disk to read at full speed.
 BUFFER = 128 << 20
 
 Group = tuple[dict[str, Tensor], Tensor]
@@ -32,19 +32,21 @@ Chunks = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 class Loader:
-    """Iterating it is one epoch: every row once. One point gives tensors, several give dicts of them, row-aligned.
+    """An iterable over batches of rows. Each iteration is one epoch, with every row once.
+
+    For one point a batch is a tensor. For several points it is a dict of tensors with matching rows.
 
     Args:
-        store: what to read.
+        store: the store to read.
         points: addresses, and names of facts such as ``"sample"`` or ``"token"``.
         batch_size: rows in a batch.
-        shuffle: a new order each epoch; otherwise the order of the store.
-        seed: of the order.
-        buffer_rows: rows that are mixed with each other; by default what 128 MiB hold.
-        workers: threads that fill the next buffers meanwhile, one buffer each.
-        drop_last: leave out a last batch that is not full.
-        rank: which share of the rows, of ``world``.
-        world: shares that the rows are cut into, one for each process; all must use one seed.
+        shuffle: use a new order each epoch; otherwise the order of the store.
+        seed: the seed of the order.
+        buffer_rows: the number of rows that are shuffled together; by default as many as fit in 128 MiB.
+        workers: threads that fill the next buffers in the background, one buffer each.
+        drop_last: leave out an incomplete last batch.
+        rank: the index of this process' share of the rows.
+        world: the number of shares, one for each process. All processes must use the same seed.
     """
 
     def __init__(  # noqa: PLR0913  # all but three have a default
@@ -62,9 +64,9 @@ class Loader:
         world: int = 1,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size= is a positive number of rows; got {batch_size}")
+            raise ValueError(f"batch_size= must be positive; got {batch_size}")
         if not 0 <= rank < world:
-            raise ValueError(f"rank= is from 0 to world - 1 = {world - 1}; got {rank}")
+            raise ValueError(f"rank= must be from 0 to world - 1 = {world - 1}; got {rank}")
         self._columns: dict[str, StoredRows] = {key: store.rows(key) for key in points}
         self._store, self._size, self._shuffle, self._seed = store, batch_size, shuffle, seed
         self._workers, self._drop = workers, drop_last
@@ -72,7 +74,7 @@ class Loader:
             1, sum(rows[:0].element_size() * int(np.prod(rows.shape[1:])) for rows in self._columns.values())
         )
         wanted = buffer_rows or max(1, BUFFER // row_bytes)
-        self._group = -(-wanted // batch_size) * batch_size  # Whole batches, so that a batch is of one buffer.
+        self._group = -(-wanted // batch_size) * batch_size  # Whole batches: no batch spans two buffers.
         self._chunk = max(1, CHUNK // row_bytes)
         first, last = len(store) * rank // world, len(store) * (rank + 1) // world
         self._first, self._total = first, last - first
@@ -81,7 +83,7 @@ class Loader:
         self._resume: int | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return self._total // self._size if self._drop else -(-self._total // self._size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,19 +110,19 @@ class Loader:
         taken = {key: rows.index_select(0, chosen) for key, rows in buffer.items()}
         return taken if len(taken) > 1 else next(iter(taken.values()))
 
-    # -- where it stands ----------------------------------------------------------------------------------------------
+    # -- position in the data ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, for ``load_state_dict`` of a loader of the same kind: it gives what follows."""
+        """Return the position, for ``load_state_dict`` of a loader with the same arguments."""
         return {**self._kind(), "epoch": max(self.epoch, 0), "batch": self.batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stood."""
+        """Continue at the position of another loader. Raise ``StoreError`` if its arguments differ."""
         different = [
             f"{key}: {state.get(key)!r}, not {mine!r}" for key, mine in self._kind().items() if state.get(key) != mine
         ]
         if different:
-            raise StoreError(f"that state is of another loader, whose order was another: {'; '.join(different)}")
+            raise StoreError(f"the state belongs to a loader with other arguments: {'; '.join(different)}")
         self.epoch, self._resume = state["epoch"], state["batch"]
 
     def _kind(self) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class Loader:
     # -- buffers ------------------------------------------------------------------------------------------------------
 
     def _filled(self, groups: range) -> Iterator[Group]:
-        """One buffer after the other, the next ones being filled meanwhile. Their memory is used again."""
+        """Yield one buffer after the other, while workers fill the next ones. Their memory is reused."""
         chunks = self._chunks()
         free: queue.SimpleQueue[dict[str, Tensor]] = queue.SimpleQueue()
         for _ in range(self._workers + 1):
@@ -168,7 +170,7 @@ class Loader:
                 free.put(buffer)
 
     def _chunks(self) -> Chunks:
-        """The chunks in the order of this epoch: the first row of each, and how many rows there are up to its end."""
+        """Return the chunks in the order of this epoch: the first row of each, and the cumulative number of rows."""
         starts = np.arange(0, len(self._store), self._chunk)
         if self._shuffle:
             starts = np.random.default_rng([self._seed, self.epoch]).permutation(starts)
@@ -195,7 +197,7 @@ class Loader:
 
 
 def _pieces(chunks: Chunks, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The rows of the store that stand from ``start`` to ``stop`` in the order of the chunks."""
+    """Yield the ranges of store rows at positions ``start`` to ``stop`` in the order of the chunks."""
     firsts, ends = chunks
     place = int(np.searchsorted(ends, start, side="right"))
     while start < stop:

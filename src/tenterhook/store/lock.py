@@ -1,8 +1,8 @@
-"""Locks: one job at a time writes into a place. A job is a process, or several that say that they belong together.
+"""Locks: only one job at a time writes to a store. A job is one process, or several processes with the same job id.
 
-In a directory the kernel keeps the lock (``flock``), so that a process that dies lets go of it at once, however it
-dies. Where there is no such lock, as in an object store, every process of a job keeps a note there and writes it anew
-every few seconds; a note that is old, or whose process on this machine is dead, counts for nothing.
+In a directory the lock is an ``flock``, which the kernel releases as soon as the process ends, for any reason. Where
+this is not available, as in an object store, every process of a job writes a note and updates it every few seconds. A
+note is ignored if it is old, or if its process on this machine has ended.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from tenterhook.errors import StoreError
 __all__ = ["FOREVER", "Holder", "NoLocks", "held_by_note", "held_folder"]
 
 LOCK, NOTES = ".lock", ".locks"
-BEAT = 10.0  # seconds between two notes
-STALE = 60.0  # seconds after which a note counts for nothing
-GRACE = 30.0  # seconds that one process of a job waits for another one to begin
-PAUSE = 0.2  # seconds between two tries
-MOST = 4096  # bytes of a note
+BEAT = 10.0  # seconds between two updates of a note
+STALE = 60.0  # seconds after which a note is ignored
+GRACE = 30.0  # seconds that one process of a job waits for another one to start
+PAUSE = 0.2  # seconds between two attempts
+MOST = 4096  # maximum size of a note in bytes
 FOREVER = float("inf")
 
 BUSY = "another process is harvesting into {place}: {holder}. Wait for it (wait=True, --wait), or choose another place."
-RANK = "process {rank} of this job is already harvesting into {place}: {holder}. Start each of them once."
+RANK = "process {rank} of this job is already harvesting into {place}: {holder}. Start each process of a job only once."
 
 
-class NoLocks(Exception):  # it never leaves this package
-    """A file system that has no locks."""
+class NoLocks(Exception):  # never leaves this package
+    """An error for a file system without locks."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that asks for a place: its job, its number in it, and how long it waits."""
+    """A process that requests a lock: its job, its rank in the job, and its waiting time."""
 
     job: str | None = None
     rank: int | None = None
@@ -51,13 +51,13 @@ class Holder:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def note(self, *, holds: bool = True) -> bytes:
-        """Return the note that others read."""
+        """Return the note that other processes read."""
         said = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         return json.dumps({**said, **_process(os.getpid()), "job": self.job, "holds": holds}).encode()
 
 
 def _process(pid: int) -> dict[str, str]:
-    """Return the start time and the pid namespace of a process; a pid alone may be used again."""
+    """Return the start time and the pid namespace of a process, because a pid alone may be reused."""
     try:
         space = str(Path("/proc/self/ns/pid").readlink())
         began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
@@ -77,12 +77,12 @@ def _read(data: bytes) -> dict[str, Any]:
 def _named(note: dict[str, Any]) -> str:
     """Describe a holder for an error."""
     if not note.get("pid"):
-        return "its process is not known"
+        return "its process is unknown"
     return f"process {note['pid']!s:.20} on {note.get('host')!s:.100}, since {note.get('since')!s:.30}"
 
 
 def _is_dead(note: dict[str, Any]) -> bool:
-    """Return whether the process of a note ran on this machine and is gone."""
+    """Return whether the process of a note ran on this machine and has ended."""
     pid = note.get("pid")
     if note.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False
@@ -98,11 +98,11 @@ def _is_dead(note: dict[str, Any]) -> bool:
 
 
 def _tries(wait: float) -> Iterator[bool]:
-    """Yield whether there is still time, with a pause between."""
+    """Yield whether there is time left, with a pause between attempts."""
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         yield True
-        time.sleep(PAUSE * random.uniform(0.5, 1.5))  # noqa: S311  # so that two of them do not meet again
+        time.sleep(PAUSE * random.uniform(0.5, 1.5))  # noqa: S311  # so that two processes do not retry at the same time
     yield False
 
 
@@ -111,7 +111,7 @@ def _tries(wait: float) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def held_folder(root: Path, holder: Holder, first: Callable[[], object]) -> Iterator[None]:
-    """Hold a directory. The first process of a job does what must be done ``first``, before any other may come."""
+    """Hold the lock of a directory. The first process of a job calls ``first`` before any other process can enter."""
     with contextlib.ExitStack() as stack:
         if holder.rank is not None:
             own = stack.enter_context(_opened(root / f"{LOCK}-rank{holder.rank}"))
@@ -123,7 +123,7 @@ def held_folder(root: Path, holder: Holder, first: Callable[[], object]) -> Iter
         try:
             yield
         finally:
-            if holder.job is None or _locked(descriptor, shared=False):  # Of several processes, the last one.
+            if holder.job is None or _locked(descriptor, shared=False):  # Only the last process of a job.
                 _write(descriptor, b"")
 
 
@@ -140,13 +140,13 @@ def _take(descriptor: int, root: Path, holder: Holder, first: Callable[[], objec
 
 
 def _try(descriptor: int, holder: Holder, first: Callable[[], object]) -> bool:
-    """Take the lock: alone, or beside others of the same job."""
+    """Try to take the lock: exclusively, or shared with processes of the same job."""
     if _locked(descriptor, shared=False):
         _write(descriptor, holder.note())
         first()
         if holder.job is None:
             return True
-    # Between the two kinds of lock another job may come; who finds its note there lets it have the place.
+    # Between the two kinds of lock another job may take it. A process that finds its note there backs off.
     if holder.job is None or not _locked(descriptor, shared=True):
         return False
     if _noted(descriptor).get("job") == holder.job:
@@ -161,7 +161,7 @@ def _opened(path: Path) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.EISDIR}:
-            raise StoreError(f"{path} is a link or a directory, and must be the file of a lock.") from error
+            raise StoreError(f"{path} must be the file of a lock, but is a link or a directory.") from error
         raise
     try:
         yield descriptor
@@ -172,7 +172,7 @@ def _opened(path: Path) -> Iterator[int]:
 def _locked(descriptor: int, *, shared: bool) -> bool:
     try:
         import fcntl
-    except ImportError as error:  # There is none on Windows.
+    except ImportError as error:  # Not available on Windows.
         raise NoLocks from error
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -196,7 +196,7 @@ def _noted(descriptor: int) -> dict[str, Any]:
 
 
 def _write(descriptor: int, note: bytes) -> None:
-    with contextlib.suppress(OSError):  # On a full disk the lock holds all the same; only its note is missing.
+    with contextlib.suppress(OSError):  # On a full disk the lock still works. Only its note is missing.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, note, 0)
 
@@ -205,7 +205,7 @@ def _write(descriptor: int, note: bytes) -> None:
 
 
 class Notes(Protocol):
-    """The part of a place that notes use."""
+    """The methods of a store place that notes use."""
 
     def read(self, name: str, most: int = ...) -> bytes: ...
 
@@ -218,13 +218,13 @@ class Notes(Protocol):
 
 @contextlib.contextmanager
 def held_by_note(place: Notes, holder: Holder) -> Iterator[None]:
-    """Hold a place by a note in it, which is written anew as long as it is held."""
+    """Hold a lock with a note, which is updated as long as the lock is held."""
     name, done = f"{NOTES}/{holder.token}.json", threading.Event()
     _agree(place, name, holder)
 
     def beat() -> None:
         while not done.wait(BEAT):
-            with contextlib.suppress(Exception):  # The next one may be written.
+            with contextlib.suppress(Exception):  # The next update may succeed.
                 place.write(name, holder.note())
 
     thread = threading.Thread(target=beat, name="tenterhook-lock", daemon=True)
@@ -239,7 +239,10 @@ def held_by_note(place: Notes, holder: Holder) -> Iterator[None]:
 
 
 def _agree(place: Notes, name: str, holder: Holder) -> None:
-    """Put a note, and look for those of others; of two that come at once, the one with the smaller name stays."""
+    """Write a note, and check for the notes of other jobs.
+
+    If two jobs write a note at the same time, the one with the smaller name wins.
+    """
     began = time.monotonic()
     for has_time in _tries(max(holder.wait, GRACE)):
         place.write(name, holder.note(holds=False))
@@ -247,7 +250,7 @@ def _agree(place: Notes, name: str, holder: Holder) -> None:
         if other is None:
             place.write(name, holder.note())
             return
-        is_ours = not other_note.get("holds") and name < other  # It withdraws when it sees this one.
+        is_ours = not other_note.get("holds") and name < other  # The other one withdraws when it sees this note.
         if not is_ours:
             place.delete(name)
         if not has_time or (not is_ours and other_note.get("holds") and time.monotonic() - began >= holder.wait):
@@ -256,9 +259,9 @@ def _agree(place: Notes, name: str, holder: Holder) -> None:
 
 
 def _other(place: Notes, name: str, holder: Holder) -> tuple[str | None, dict[str, Any]]:
-    """Return the first note of another job that is alive."""
+    """Return the first active note of another job."""
     stamps = place.stamps(NOTES)
-    now = stamps.pop(name, max(stamps.values(), default=0.0))  # By the clock of the place, which is one for all.
+    now = stamps.pop(name, max(stamps.values(), default=0.0))  # By the clock of the store, which is the same for all.
     for other, stamp in sorted(stamps.items()):
         try:
             note = _read(place.read(other, MOST))

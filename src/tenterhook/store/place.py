@@ -1,4 +1,4 @@
-"""Where a store is: a directory, or a prefix in an object store. Whatever is written is there whole, or not at all."""
+"""The location of a store: a directory, or a prefix in an object store. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ __all__ = ["COMMITS", "SHARDS", "Directory", "ObjectStore", "StorePlace", "place
 
 TEMPORARY = ".tenterhook-"
 SHARDS, COMMITS = "shards", "commits"
-MOST = 64 << 20  # bytes of a file that is read whole
-TOO_LONG = "{place}/{name} has {size:,} bytes, and at most {most:,} are read: it is damaged, or not of tenterhook."
-OUTSIDE = "{place}/{name} is a link out of the folder, to {target}: it is not followed. Put the file itself there."
-NO_FILE = "{place}/{name} is no file: there is a {kind} in its place."
+MOST = 64 << 20  # maximum size of a file that is read as a whole
+TOO_LONG = (
+    "{place}/{name} has {size:,} bytes, more than the limit of {most:,}: it is damaged, or not a file of tenterhook."
+)
+OUTSIDE = (
+    "{place}/{name} is a link to {target}, outside of the store, which is not followed. Copy the file into the store."
+)
+NO_FILE = "{place}/{name} is not a file: it is a {kind}."
 
 
 class StorePlace(Protocol):
-    """What a store asks of where it is. Names are relative, with slashes."""
+    """The interface of a store's location. Names are relative paths with slashes."""
 
     def read(self, name: str, most: int = MOST) -> bytes: ...
 
@@ -61,20 +65,20 @@ class StorePlace(Protocol):
 
 
 def place_of(where: str | os.PathLike[str] | Any, **options: Any) -> StorePlace:
-    """A directory for a path, an object store for a URL such as ``s3://bucket/acts`` or for a store of obstore."""
+    """Return a directory for a path, or an object store for a URL such as ``s3://bucket/acts`` or an obstore store."""
     if isinstance(where, Directory | ObjectStore):
         return where
     if isinstance(where, str) and "://" in where:
         return ObjectStore.at(where, **options)
     if isinstance(where, str | os.PathLike):
         return Directory(Path(where))
-    if hasattr(where, "put"):  # A store that the caller made.
+    if hasattr(where, "put"):  # A store of obstore.
         return ObjectStore(where, str(where))
-    raise TypeError(f"a store is a path, a URL or a store of obstore; got a {type(where).__name__}")
+    raise TypeError(f"a store must be a path, a URL or a store of obstore; got a {type(where).__name__}")
 
 
 class Directory:
-    """A directory of this machine, or of one that all machines see."""
+    """A local or shared directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -87,7 +91,7 @@ class Directory:
         return Directory, (self.root,)
 
     def path(self, name: str) -> Path:
-        """Return the path of a name, and refuse links that lead out of the root."""
+        """Return the path of a name. Refuse links that lead outside the root."""
         path = self.root / name
         real, root = os.path.realpath(path), os.path.realpath(self.root)
         if os.path.commonpath([real, root]) != root:
@@ -95,7 +99,7 @@ class Directory:
         return path
 
     def _file(self, name: str) -> Path:
-        """Return the path of a regular file; reading a pipe could block, and a device need not end."""
+        """Return the path of a regular file. Reading a pipe could block, and a device may never end."""
         path = self.path(name)
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -112,11 +116,16 @@ class Directory:
             return file.read(most)
 
     def map(self, name: str, nbytes: int) -> Tensor | None:
-        """The bytes of a file, mapped: nothing is copied, no descriptor is held, and no change reaches the file."""
+        """Return the bytes of a file as a private mapping.
+
+        There is no copy and no open descriptor, and writes do not reach the file.
+        """
         with self._told(name):
             path = self._file(name)
             if path.stat().st_size < nbytes:
-                raise StoreError(f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes, and had {nbytes:,}.")
+                raise StoreError(
+                    f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes; {nbytes:,} were written."
+                )
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray:
@@ -136,7 +145,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Turn failures to read into a ``StoreError``; ``FileNotFoundError`` passes."""
+        """Convert read errors to ``StoreError``, except ``FileNotFoundError``."""
         try:
             yield
         except (StoreError, FileNotFoundError):
@@ -145,10 +154,10 @@ class Directory:
             raise StoreError(f"{self}/{name} cannot be read: {error}") from error
 
     def names(self, folder: str) -> list[str]:
-        """List every file below a folder, without hidden ones. Links are not followed."""
+        """List every file below a folder, except hidden ones. Links are not followed."""
         top = self.path(folder)
         if top.exists() and not top.is_dir():
-            raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("no file", "no folder"))
+            raise StoreError(NO_FILE.format(place=self, name=folder, kind="file").replace("not a file", "not a folder"))
         found = []
         for at, folders, files in os.walk(top):
             folders[:] = [each for each in folders if not each.startswith(".")]
@@ -159,7 +168,7 @@ class Directory:
         self.publish({name: self._written(name, data)})
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it is there: of many processes, one does."""
+        """Write a file unless it exists, and return whether it was written. Of many processes, only one succeeds."""
         temporary = self._written(name, data)
         try:
             os.link(temporary, self.path(name))
@@ -179,26 +188,26 @@ class Directory:
         return temporary
 
     def spool(self, name: str) -> Path:
-        """A name to write to before the file is put in its place."""
+        """Return a temporary name for writing a file before it is published."""
         folder = self.path(name).parent
         self.path(str(folder.relative_to(self.root)))
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{TEMPORARY}{Path(name).name}-{secrets.token_hex(8)}"
 
     def publish(self, spooled: dict[str, Path]) -> None:
-        """Put files, which the disk has, in their places."""
+        """Rename files that are synced to disk to their final names."""
         folders = set()
         for name, path in spooled.items():
             path.replace(self.root / name)
             folders.add((self.root / name).parent)
         for folder in folders:
             _sync(folder)
-            if folder not in self._known:  # It may be new, and is then known to the disk by what is above it.
+            if folder not in self._known:  # A new folder must also be synced in its parent.
                 _sync(folder.parent)
                 self._known.add(folder)
 
     def delete(self, name: str) -> None:
-        """Remove what has a name: a file, a link (and not what it leads to), or a folder in its place."""
+        """Delete a file, a link (not its target), or a folder of that name."""
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -207,7 +216,7 @@ class Directory:
         _sync(path.parent)
 
     def clear(self, name: str) -> None:
-        """Remove what stands in the way of a file: links on the way to it, and what is no file in its place."""
+        """Delete what blocks writing a file: links along its path, and anything at its name that is not a file."""
         path = self.root
         for part in Path(name).parts:
             path = path / part
@@ -216,8 +225,8 @@ class Directory:
                 self.delete(str(path.relative_to(self.root)))
 
     def sweep(self, shards: Container[int] | None = None) -> int:
-        """Remove what a killed process left half-written, of these shards or of all; nobody else may write them."""
-        if isinstance(shards, Collection):  # Not through all the others: there may be very many of them.
+        """Delete the temporary files of killed processes, for these shards or all. No other process may write them."""
+        if isinstance(shards, Collection):  # A full walk could visit very many other shards.
             found = [file for shard in shards for file in (self.root / SHARDS / f"{shard:08d}").glob(f"{TEMPORARY}*")]
             found += (self.root / COMMITS).glob(f"{TEMPORARY}*")
         else:
@@ -239,7 +248,7 @@ class Directory:
 
     @contextlib.contextmanager
     def alone(self, holder: Holder | None = None) -> Iterator[None]:
-        """Hold the directory for one job at a time. A process that dies lets go of it."""
+        """Hold the lock of the directory for one job. It is released when the process ends."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -254,7 +263,7 @@ class Directory:
 
 
 class ObjectStore:
-    """A prefix in an object store, by obstore. Files are made in a temporary directory and put whole."""
+    """A prefix in an object store, with obstore. Files are written to a temporary directory and uploaded whole."""
 
     def __init__(self, store: Any, text: str, url: str = "", options: dict[str, Any] | None = None) -> None:
         self.store, self._text, self._url, self._options = store, text, url, options or {}
@@ -262,11 +271,11 @@ class ObjectStore:
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectStore:
-        """The store behind a URL; its credentials come from the options or from the environment."""
+        """Return the store of a URL. Credentials come from the options or from the environment."""
         try:
             from obstore.store import from_url
         except ImportError as error:
-            text = f'{url} is in an object store, for which obstore is needed: pip install "tenterhook[store]"'
+            text = f'{url} is in an object store, which needs obstore: pip install "tenterhook[store]"'
             raise ModuleNotFoundError(text) from error
         made: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else {}
         return cls(from_url(url, **made, **options), url, url, options)
@@ -289,14 +298,14 @@ class ObjectStore:
             return bytes(found.bytes())
 
     def map(self, name: str, nbytes: int) -> Tensor | None:  # noqa: ARG002
-        return None  # It has to be read.
+        return None  # Objects cannot be mapped.
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray:
         import obstore
 
         if start == stop:
             return bytearray()
-        with self._told(name):  # Into memory of our own: tensors that share it must be able to be written to.
+        with self._told(name):  # A copy: tensors that share this memory must be writable.
             return bytearray(obstore.get_range(self.store, name, start=start, end=stop))
 
     def size(self, name: str) -> int | None:
@@ -310,7 +319,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Turn failures into a ``StoreError``; ``FileNotFoundError`` passes."""
+        """Convert errors to ``StoreError``, except ``FileNotFoundError``."""
         from obstore.exceptions import BaseError, NotFoundError
 
         try:
@@ -343,7 +352,7 @@ class ObjectStore:
             obstore.put(self.store, name, data, mode="create", use_multipart=False)
         except AlreadyExistsError:
             return False
-        except NotSupportedError:  # An old server: the loser of a race then reads what the winner wrote, or its own.
+        except NotSupportedError:  # An old server. In a race, both processes may write.
             if self.size(name) is not None:
                 return False
             self.write(name, data)
@@ -371,10 +380,10 @@ class ObjectStore:
             obstore.delete(self.store, name)
 
     def clear(self, name: str) -> None:
-        """Nothing stands in the way of an object."""
+        """Do nothing: nothing can block writing an object."""
 
     def sweep(self, shards: Container[int] | None = None) -> int:  # noqa: ARG002
-        return 0  # An object that was not put whole is not there.
+        return 0  # An incomplete upload creates no object.
 
     def stamps(self, folder: str) -> dict[str, float]:
         """Return the objects of a folder with their modification times."""
@@ -386,7 +395,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def alone(self, holder: Holder | None = None) -> Iterator[None]:
-        """Hold the prefix for one job at a time, by a note in it; and remove what killed ones left on this machine."""
+        """Hold the lock of the prefix for one job, and delete temporary folders of killed processes on this machine."""
         remove_dead_spools()
         try:
             with held_by_note(self, holder or Holder()):
@@ -398,13 +407,13 @@ class ObjectStore:
 
 
 def _shard_of(file: Path) -> int:
-    """The shard that a half-written file belongs to, or -1: its folder or its own name says it."""
+    """Return the shard of a temporary file from its folder or its name, or -1."""
     own = file.name.removeprefix(TEMPORARY).partition(".")[0]
     return next((int(text) for text in (file.parent.name, own) if text.isdecimal()), -1)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: obstore adds the whole chain of what caused it."""
+    """Return the first line of an error's text. obstore appends the whole chain of causes."""
     return str(error).split("\n", 1)[0]
 
 

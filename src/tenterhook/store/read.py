@@ -1,4 +1,4 @@
-"""Reading a store: columns of rows over all shards, mapped where they are on this machine."""
+"""Reading a store: columns of rows over all shards. Local files are memory-mapped."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Store", "StoredRows"]
 
-BLOCKS = 4  # Blocks of an object store that are kept, because the next rows are likely to be in them too.
+BLOCKS = 4  # Blocks of an object store that are cached, because the next rows are probably in them too.
 GIGA = 1e9
-DAMAGED = "{place}/{name} is damaged: {what}. tenterhook verify {place} tells what is; --drop has it harvested again."
+DAMAGED = (
+    "{place}/{name} is damaged: {what}. tenterhook verify {place} lists all damage; with --drop the same harvest "
+    "repairs it."
+)
 
 
 class StoredRows:
-    """The rows of one column, read by slices, by a row's number, or by many numbers; always as a tensor.
+    """The rows of one column, indexed by a slice, a row number, or many row numbers. The result is always a tensor.
 
-    A slice within one shard of a directory is mapped, not copied.
+    A slice within one shard of a local directory is memory-mapped and not copied.
     """
 
     def __init__(self, store: Store, column: StoredColumn) -> None:
@@ -47,12 +50,12 @@ class StoredRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
+        """The dtype of the rows."""
         return self._column.rows.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """All rows, and the shape of one."""
+        """The number of rows, followed by the shape of one row."""
         return (len(self), *self._column.shape)
 
     def __len__(self) -> int:
@@ -67,7 +70,7 @@ class StoredRows:
         if isinstance(index, int | np.integer):
             row = int(index) + (len(self) if index < 0 else 0)
             if not 0 <= row < len(self):
-                raise IndexError(f"row {index} of {len(self):,}")
+                raise IndexError(f"row {index} is out of range for {len(self):,} rows")
             return self._range(row, row + 1)[0]
         chosen = torch.as_tensor(index)
         if chosen.dtype == torch.bool:
@@ -78,13 +81,13 @@ class StoredRows:
         return (self[row] for row in range(len(self)))
 
     def sample(self, n: int, *, seed: int | None = None) -> Tensor:
-        """So many rows, drawn without putting back."""
+        """Return ``n`` random rows, without replacement."""
         seed = secrets.randbits(32) if seed is None else seed
         rows = np.random.default_rng(seed).choice(len(self), size=min(n, len(self)), replace=False)
         return self._gather(torch.from_numpy(rows))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """All rows as an array; types that numpy lacks, such as bfloat16, become float32."""
+        """Return all rows as an array. Types that numpy lacks, such as bfloat16, are converted to float32."""
         whole = self[:]
         lacks = self.dtype == torch.bfloat16 or (self.dtype.itemsize == 1 and self.dtype.is_floating_point)
         return (whole.float() if lacks else whole).numpy()
@@ -104,7 +107,9 @@ class StoredRows:
     def _gather(self, rows: Tensor) -> Tensor:
         rows = torch.where(rows < 0, rows + len(self), rows)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise IndexError(f"rows from {int(rows.min())} to {int(rows.max())} of {len(self):,}")
+            raise IndexError(
+                f"rows from {int(rows.min())} to {int(rows.max())} are out of range for {len(self):,} rows"
+            )
         out = torch.empty(len(rows), *self._column.shape, dtype=self.dtype)
         places = np.searchsorted(self._store.starts, rows.numpy(), side="right") - 1
         for place in np.unique(places):
@@ -118,7 +123,7 @@ class StoredRows:
         size = self._column.rows.nbytes
         if not size:
             return torch.empty(len(local), *self._column.shape, dtype=self.dtype)
-        if self._mapped(place) is not None:  # Only what is touched has to be trusted, and pages come by themselves.
+        if self._mapped(place) is not None:  # Checks only the blocks that are read. The system loads pages on demand.
             for block in torch.unique(torch.cat([local * size, (local + 1) * size - 1]) // BLOCK).tolist():
                 self._trust(place, block * BLOCK, block * BLOCK + 1)
             mapped = self._mapped(place)
@@ -128,7 +133,7 @@ class StoredRows:
         return torch.stack([self.of_shard(place, row, row + 1)[0] for row in local.tolist()])
 
     def of_shard(self, place: int, low: int, high: int) -> Tensor:
-        """Rows of one shard, by their numbers in it."""
+        """Return rows of one shard, by their numbers in the shard."""
         size = self._column.rows.nbytes
         if low >= high or not size:
             return torch.empty(max(0, high - low), *self._column.shape, dtype=self.dtype)
@@ -156,14 +161,14 @@ class StoredRows:
         return found
 
     def _check_head(self, name: str, record: dict[str, Any]) -> None:
-        """That the file is there, as long as it was, and begins as it must: this is looked at once."""
+        """Check once that a file exists, and that its size and header are correct."""
         if name in self._store.seen:
             return
         size = self._store.place.size(name)
         if size is None:
-            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="it is not there"))
+            raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="it is missing"))
         if size != record["bytes"]:
-            what = f"it has {size:,} bytes, and had {record['bytes']:,}"
+            what = f"it has {size:,} bytes; {record['bytes']:,} were written"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
         what = head_fault(bytes(self._store.place.read_range(name, 0, record["head"])), self._column.rows, record)
         if what:
@@ -171,7 +176,7 @@ class StoredRows:
         self._store.seen.add(name)
 
     def _trust(self, place: int, start: int, stop: int) -> None:
-        """Compare the blocks of some bytes with their checksums, each once."""
+        """Compare the blocks that contain some bytes with their checksums, each block once."""
         if not self._store.check or start >= stop:
             return
         trusted = self._trusted.setdefault(place, set())
@@ -185,11 +190,11 @@ class StoredRows:
     def _compare(self, place: int, block: int, data: Any) -> None:
         name, record = self._name(place)
         if xxhash.xxh3_64(data).hexdigest() != record["blocks"][block]:
-            what = f"its bytes from {record['head'] + block * BLOCK:,} on are not what was written"
+            what = f"its bytes from {record['head'] + block * BLOCK:,} on differ from what was written"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
 
     def _fetched(self, place: int, start: int, stop: int) -> bytearray:
-        """Bytes of a file that cannot be mapped, by whole blocks, so that they can be compared."""
+        """Read bytes of a file that cannot be mapped. Whole blocks are read, because each has one checksum."""
         name, record = self._name(place)
         if not self._store.check:
             return self._store.place.read_range(name, record["head"] + start, record["head"] + stop)
@@ -216,10 +221,10 @@ class StoredRows:
 
 
 class Store(Drawn):
-    """What a harvest stored. ``store["h.6"]`` has the rows of a point, ``store.grad["h.6"]`` those of its gradient.
+    """A store of harvested rows. ``store["h.6"]`` has the rows of a point, ``store.grad["h.6"]`` those of its gradient.
 
-    ``store[i:j]`` reads all columns together; row for row they belong together. What is committed when the store is
-    opened is what it has.
+    ``store[i:j]`` reads the same rows of all columns. The store contains the shards that are committed when it is
+    opened.
     """
 
     def __init__(self, place: StorePlace, *, check: bool = True) -> None:
@@ -234,13 +239,13 @@ class Store(Drawn):
         self._rows = {(column.key, column.kind): StoredRows(self, column) for column in self.columns}
 
     def _commits(self) -> list[dict[str, Any]]:
-        """Read the commits; the samples of neighbouring shards must follow each other."""
+        """Read the commits, and check that the samples of adjacent shards are consecutive."""
         numbers = committed(self.place, planned(self.place, self.manifest))
         commits = [read_commit(self.place, shard, self.manifest) for shard in numbers]
         for one, other in itertools.pairwise(commits):
             follows = one["shard"] + 1 < other["shard"] or one["samples"][1] == other["samples"][0]
             if not follows or one["samples"][1] > other["samples"][0]:
-                text = f"the samples of shard {other['shard']} do not follow those of shard {one['shard']}"
+                text = f"the samples of shard {other['shard']} do not continue those of shard {one['shard']}"
                 raise StoreError(f"{self.place} is damaged: {text}.")
         return commits
 
@@ -252,31 +257,31 @@ class Store(Drawn):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The addresses that were harvested."""
+        """The harvested addresses."""
         return tuple(column.key for column in self.columns if column.kind == "value")
 
     @property
     def grad(self) -> Mapping[str, StoredRows]:
-        """The gradients, by address."""
+        """The rows of the gradients, by address."""
         return {key: rows for (key, kind), rows in self._rows.items() if kind == "grad"}
 
     @property
     def facts(self) -> Mapping[str, StoredRows]:
-        """What is known of each row: ``sample``, and for tokens ``position`` and ``token``."""
+        """The facts about each row: ``sample``, and for tokens ``position`` and ``token``."""
         return {key: rows for (key, kind), rows in self._rows.items() if kind == "row"}
 
     @property
     def sample(self) -> StoredRows:
-        """The number of the sample that each row is of."""
+        """The sample number of each row."""
         return self.rows("sample")
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every shard of the plan is there."""
+        """True if every planned shard is committed."""
         return len(self.shards) == planned(self.place, self.manifest)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that some rows lie in, each with the first and the last row in it."""
+        """Yield the shards that contain a range of rows, each with its first row and the row after its last."""
         place = max(int(np.searchsorted(self.starts, start, side="right")) - 1, 0)
         while start < stop:
             begins, count = int(self.starts[place]), self.shards[place]["rows"]
@@ -287,7 +292,7 @@ class Store(Drawn):
             place += 1
 
     def rows(self, key: str) -> StoredRows:
-        """A column by address, or by the name of a fact."""
+        """Return a column by address, or by the name of a fact. Raise ``NotRecorded`` if there is none."""
         found = self._rows.get((key, "value")) or self._rows.get((key, "row"))
         if found is not None:
             return found
@@ -302,12 +307,12 @@ class Store(Drawn):
         if isinstance(index, Mapping):
             names = listed(list(map(repr, index)))
             raise NotRecorded(
-                f"a store is asked for one column, store['h.6'], or for rows, store[:10]; got a dict of {names}."
+                f"index a store by one column, store['h.6'], or by rows, store[:10]; got a dict of {names}."
             )
         return {key if kind != "grad" else f"{key}.grad": rows[index] for (key, kind), rows in self._rows.items()}
 
     def loader(self, *points: str, batch_size: int, **options: Any) -> Loader:
-        """Batches of rows in a new order each epoch; see :class:`tenterhook.store.loader.Loader`."""
+        """Return batches of rows in a new order each epoch. See :class:`tenterhook.store.loader.Loader`."""
         from tenterhook.store.loader import Loader
 
         return Loader(self, points or self.points, batch_size, **options)
@@ -315,7 +320,7 @@ class Store(Drawn):
     # -- drawing ------------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """For whatever draws it."""
+        """Return the table that represents the store in a terminal and in a notebook."""
         columns = (Shown("column"), Shown("what"), Shown("type"), Shown("row"), Shown("GB", right=True))
         rows = tuple(
             Row((column.key, column.kind, column.dtype, str(list(column.shape)), f"{size / GIGA:.3f}"))
@@ -327,5 +332,5 @@ class Store(Drawn):
         return Table(title, columns, rows)
 
 
-def _opened(place: StorePlace, check: bool) -> Store:  # noqa: FBT001  # pickle gives arguments by place
+def _opened(place: StorePlace, check: bool) -> Store:  # noqa: FBT001  # pickle passes arguments by position
     return Store(place, check=check)

@@ -1,8 +1,8 @@
-"""One file of rows: safetensors, written as the rows come, with a checksum for each block of it.
+"""One file of rows in the safetensors format, written incrementally, with a checksum for each block.
 
-The header stands in front and names the number of rows, which is known only at the end. So room is left for it, padded
-with spaces as the format allows, and any reader of safetensors reads the file. No row is held back for this: memory
-does not grow with the file.
+The header comes first and contains the number of rows, which is known only at the end. So space for it is reserved and
+padded with spaces, as the format allows. Any safetensors reader can read the file. Rows are written immediately, so
+that memory does not grow with the file.
 
 >>> import tempfile, torch
 >>> from pathlib import Path
@@ -34,12 +34,12 @@ from tenterhook.errors import HarvestError
 __all__ = ["BLOCK", "DTYPES", "Helpers", "Rows", "RowsFile", "checksum_of"]
 
 BLOCK = 16 << 20
-"""Bytes that have one checksum together: what has to be read in order to trust a single row."""
+"""Bytes per checksum. To verify a single row, this many bytes are read."""
 
-PAGE = 4096  # Rows begin on a page of the file, so that they can be mapped and are written without a partial page.
-LARGE = 1 << 20  # Bytes whose checksum is worth another thread.
-FLUSH = 64 << 20  # Bytes after which the disk is set to work, while more rows come.
-MOST_ROWS = 10**15  # Room is left for a number this long.
+PAGE = 4096  # Rows begin on a page of the file, so that they can be mapped and writes are page-aligned.
+LARGE = 1 << 20  # Bytes whose checksum is worth computing in another thread.
+FLUSH = 64 << 20  # Bytes after which a flush to disk starts, while more rows are written.
+MOST_ROWS = 10**15  # The header reserves space for a number of this length.
 
 DTYPES = {
     "F64": torch.float64,
@@ -61,7 +61,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls the types that it stores."""
+"""The dtypes by their names in safetensors."""
 
 # Darwin has no fdatasync.
 _flush_data = getattr(os, "fdatasync", os.fsync)
@@ -70,7 +70,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the rows of a file are: their name, and the type and shape of each."""
+    """The name of the rows in a file, and the dtype and shape of each row."""
 
     name: str
     dtype: torch.dtype
@@ -78,20 +78,20 @@ class Rows:
 
     @property
     def kind(self) -> str:
-        """The type, as safetensors calls it."""
+        """The name of the dtype in safetensors."""
         if self.dtype not in _NAMES:
             raise HarvestError(
-                f"{self.name!r} has the type {self.dtype}, which safetensors cannot store. Convert it: dtype=…"
+                f"{self.name!r} has the dtype {self.dtype}, which safetensors cannot store. Convert it: dtype=…"
             )
         return _NAMES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """The size of one row."""
+        """The size of one row in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def header(self, rows: int, room: int = 0) -> bytes:
-        """The beginning of the file, at least ``room`` bytes long."""
+        """Return the header of the file, at least ``room`` bytes long."""
         described = {
             "__metadata__": {"format": "pt", "tenterhook": __version__},
             self.name: {"dtype": self.kind, "shape": [rows, *self.shape], "data_offsets": [0, rows * self.nbytes]},
@@ -100,12 +100,12 @@ class Rows:
         return max(room - 8, len(text)).to_bytes(8, "little") + text.ljust(room - 8)
 
     def room(self) -> int:
-        """The bytes in front of the first row, a whole number of pages."""
+        """Return the size of the header in bytes, a multiple of the page size."""
         return -(-len(self.header(MOST_ROWS)) // PAGE) * PAGE
 
 
 class Helpers:
-    """Threads that a writer's files share: for checksums while bytes are written, and for waiting for the disk."""
+    """Threads that a writer's files share: for checksums during writes, and for flushing to disk."""
 
     def __init__(self) -> None:
         self.hasher = ThreadPoolExecutor(1, "tenterhook-hash")
@@ -113,14 +113,14 @@ class Helpers:
         self.committer = ThreadPoolExecutor(1, "tenterhook-commit")
 
     def close(self) -> None:
-        """End them."""
+        """End the threads."""
         self.hasher.shutdown()
         self.committer.shutdown()
         self.flusher.shutdown()
 
 
 class RowsFile:
-    """A file that grows by rows, under a name that is not yet its own; whoever opened it puts it in its place."""
+    """A file to which rows are appended, under a temporary name. The caller renames it at the end."""
 
     def __init__(self, path: Path, rows: Rows, helpers: Helpers | None = None) -> None:
         self.path, self.rows, self._helpers = path, rows, helpers
@@ -148,7 +148,7 @@ class RowsFile:
             self._flush(helpers.flusher)
 
     def _flush(self, flusher: ThreadPoolExecutor) -> None:
-        """Set the disk to work on what there is, unless it is at work already; at the end all of it must be there."""
+        """Start flushing to disk in the background, unless a flush is running. ``finish`` flushes everything."""
         if self._flushing is None or self._flushing.done():
             self._flushed = self._size
             self._flushing = flusher.submit(_flush_data, self._descriptor)
@@ -168,7 +168,7 @@ class RowsFile:
         self._hash, self._filled = xxhash.xxh3_64(), 0
 
     def finish(self) -> dict[str, Any]:
-        """Write the header, wait for the disk, and give what a commit says of the file."""
+        """Write the header, flush to disk, and return the record of the file for a commit."""
         if self._filled:
             self._close_block()
         count = self._size // self.rows.nbytes if self.rows.nbytes else 0
@@ -187,12 +187,12 @@ class RowsFile:
         }
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
+        """Close the file, finished or not."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def checksum_of(header: bytes, blocks: list[str]) -> str:
-    """The checksum of a file: over its header and the checksums of its blocks."""
+    """Return the checksum of a file, over its header and the checksums of its blocks."""
     return "xxh3_128:" + xxhash.xxh3_128(header + "".join(blocks).encode()).hexdigest()

@@ -1,4 +1,7 @@
-"""The folder in which files are made before they go to an object store. That of a killed process goes with the next."""
+"""Temporary folders for files before they are uploaded to an object store.
+
+The folder of a killed process is removed by the next harvest.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from pathlib import Path
 __all__ = ["Spool", "remove_dead_spools"]
 
 PREFIX, LOCK = "tenterhook-spool-", ".lock"
-YOUNG = 60.0  # seconds in which a process has the lock of a folder that it made
+YOUNG = 60.0  # seconds until a process surely has the lock of a folder that it created
 
 
 class Spool:
-    """A temporary folder of this process, with a lock in it that the process holds as long as it lives."""
+    """A temporary folder of this process. It contains a lock that is held as long as the process runs."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -30,7 +33,7 @@ class Spool:
 
 
 def remove_dead_spools() -> int:
-    """Remove the folders that killed processes of this user left on this machine. Give how many."""
+    """Remove folders of killed processes of this user on this machine. Return their number."""
     count = 0
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -56,7 +59,7 @@ def _is_dead(folder: Path) -> bool:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Take a lock that nobody holds. Where there are no locks, nothing is known to be free."""
+    """Take a lock and return True if it is free. Return False on a system without locks."""
     try:
         import fcntl
 

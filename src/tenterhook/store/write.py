@@ -1,6 +1,6 @@
-"""The writer: a thread that takes rows from the model's thread and writes them; another one commits shards.
+"""The writer: one thread writes the rows that the model's thread passes to it, and another one commits shards.
 
-A commit waits for the disk several times. Meanwhile the memory of the rows that come next has to be given back.
+A commit waits for the disk several times. Meanwhile the first thread must free the memory of the next rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tenterhook.store.rows_file import Helpers, RowsFile
 __all__ = ["Writer"]
 
 FULL = (
-    "shard {shard} could not be written to {place}: {error}\nThe {count} shards that were committed are whole. Make "
-    "room, or give a larger place, and call the same again: it goes on from there."
+    "shard {shard} could not be written to {place}: {error}\nThe {count} committed shards are complete. Free "
+    "some space, or use a larger place, and repeat the same call to resume."
 )
 
 
 class Writer:
-    """Writes shards behind the back of whoever runs the model. Shards are committed in the order of their ``end``.
+    """Writes shards in the background. Shards are committed in the order of their ``end``.
 
-    ``put`` waits when more than ``memory`` bytes are on their way; it never drops anything. What goes wrong in the
-    thread is raised by the next call.
+    ``put`` blocks when more than ``memory`` bytes are in flight, and never drops rows. An error in a thread is raised
+    by the next call.
     """
 
     def __init__(self, place: StorePlace, memory: int) -> None:
@@ -60,23 +60,29 @@ class Writer:
             self.hand(shard, [(column, piece)])
 
     def ahead(self, rows: Tensor) -> Piece | None:
-        """Begin to take rows from their device, if there is room at once; ``hand`` must be given what this gives."""
+        """Start copying rows from their device, or return None if there is no room now. Pass the result to ``hand``."""
         return self._stage(rows.device).ahead(rows)
 
     def hand(self, shard: int, pieces: Sequence[tuple[StoredColumn | None, Piece]]) -> None:
-        """Append to a shard what is on its way; without a column it comes to nothing. In the order of ``ahead``."""
+        """Append started copies to a shard, in the order of ``ahead``.
+
+        A copy without a column is discarded.
+        """
         self._raise()
         for stage in self._stages.values():
             stage.seal()
         self._todo.put((shard, functools.partial(self._write_all, shard, pieces)))
 
     def end(self, shard: int, columns: tuple[StoredColumn, ...], facts: dict[str, Any]) -> None:
-        """The shard has all its rows: commit it."""
+        """Commit a shard that has all its rows."""
         self._raise()
         self._todo.put((shard, functools.partial(self._end, shard, columns, facts)))
 
     def mark(self) -> Callable[[], None]:
-        """What waits until all that was put so far is written and committed; others may put more meanwhile."""
+        """Return a function that waits until all rows so far are written and committed.
+
+        More rows may be added meanwhile.
+        """
         done = threading.Event()
         self._todo.put(done)
 
@@ -87,11 +93,14 @@ class Writer:
         return wait
 
     def drain(self) -> None:
-        """Wait until all that was put is written and committed."""
+        """Wait until all rows so far are written and committed."""
         self.mark()()
 
     def close(self, *, quiet: bool = False) -> None:
-        """Write what was put, commit what was ended, drop the rest; ``quiet`` where another error is on its way."""
+        """Write all rows, commit the ended shards, and discard the rest.
+
+        With ``quiet``, do not raise an error of the threads, because another error is being raised.
+        """
         self._todo.put(None)
         self._thread.join()
         self._helpers.close()
@@ -125,12 +134,12 @@ class Writer:
     def _try(self, shard: int, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             self._wait_for_commits()
             self._fail(shard, error)
 
     def _write_all(self, shard: int, pieces: Sequence[tuple[StoredColumn | None, Piece]]) -> None:
-        for column, piece in pieces:  # If one fails, the others still have to give their memory back.
+        for column, piece in pieces:  # If one fails, the memory of the others must still be freed.
             self._try(shard, functools.partial(self._write, shard, column, piece))
 
     def _write(self, shard: int, column: StoredColumn | None, piece: Piece) -> None:
@@ -152,7 +161,7 @@ class Writer:
         return file
 
     def _end(self, shard: int, columns: tuple[StoredColumn, ...], facts: dict[str, Any]) -> None:
-        """Have the shard committed while the next one is written; a third one waits."""
+        """Commit the shard in the background while the next one is written. Wait for the previous commit first."""
         if self._error is not None:
             return
         began = time.perf_counter()
@@ -180,12 +189,12 @@ class Writer:
     def _committed(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
         try:
             self._commit(shard, files, facts)
-        except BaseException as error:  # noqa: BLE001  It is raised where somebody hears it.
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             _discard(files.values())
             self._fail(shard, error)
 
     def _commit(self, shard: int, files: dict[str, RowsFile], facts: dict[str, Any]) -> None:
-        """Finish the files, put them in their places, and only then say so."""
+        """Finish the files, rename them, and then write the commit."""
         records = {name: file.finish() for name, file in files.items()}
         self.place.publish({name: file.path for name, file in files.items()})
         self.place.write(commit_name(shard), pack({"shard": shard, **facts, "files": records}))
@@ -199,7 +208,7 @@ class Writer:
                 made.__cause__ = error
                 error = made
             self._error = error
-        self.budget.close()  # The model's thread may be waiting for room that nobody will make.
+        self.budget.close()  # The model's thread may be waiting for memory that will never be freed.
 
 
 def _discard(files: Iterable[RowsFile]) -> None:
