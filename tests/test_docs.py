@@ -133,3 +133,62 @@ def test_the_readme_shows_how_to_install_and_a_first_result_at_once():
 
 def test_the_readme_has_one_picture():
     assert len(re.findall(r"!\[", README)) == 1
+
+
+def cells(text, label):
+    """The cells of the first table row with this label, without emphasis."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label}"))
+    return [cell.strip().strip("*") for cell in line.split("|")[2:-1]]
+
+
+BENCHMARKS = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+HAZARDS = (DOCS / "hazards.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [("[34 cases", 0), ("… an error", 1), ("… **wrong", 2), ("… cannot", 3)],
+)
+def test_the_hazards_in_the_readme_are_those_of_the_page(label, kind):
+    tools = ["tenterhook ", "raw hooks ", "nnsight", "TransformerLens", "captum"]
+    assert cells(README, label) == [cells(HAZARDS, tool)[kind] for tool in tools]
+
+
+@pytest.mark.parametrize(
+    ("label", "row"),
+    [
+        ("keep 12 block outputs,", "keep 12 block outputs |"),
+        ("keep all 164 outputs,", "keep all modules |"),
+        ("edit one point,", "edit one point | 1.00"),
+        ("gradients of 12 blocks,", "gradients of 12 blocks | 1.00"),
+        ("patch 12 layers × 16 positions,", "patch 12 layers × 16 positions | 250"),
+    ],
+)
+def test_the_times_of_other_libraries_in_the_readme_are_those_of_the_page(label, row):
+    if "<!-- peers: begin -->\n## Peers\n\nA small GPT-2" not in BENCHMARKS:
+        pytest.skip(
+            "the page was measured again: copy the new figures to the README, and adapt this test to the new table"
+        )
+    raw, ours, nnsight, lens, *_ = cells(BENCHMARKS, row)
+    assert cells(README, label)[:4] == [ours, raw, nnsight, lens]
+
+
+@pytest.mark.parametrize(
+    ("label", "row"),
+    [
+        ("integrated gradients, 20 steps, × captum", "integrated gradients, 20 steps, with its check | tenterhook"),
+        ("Grad-CAM, × captum", "Grad-CAM | tenterhook"),
+        ("occlusion of 81 windows, × captum", "occlusion, 81 windows | tenterhook"),
+    ],
+)
+def test_the_times_beside_captum_in_the_readme_are_those_of_the_page(label, row):
+    measured = float(cells(BENCHMARKS, row)[1].removesuffix(" ×"))
+    assert abs(float(cells(README, label)[0]) - measured) < 0.006, f"write {measured:.2f} in the README"
+
+
+def test_the_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|versions)/[\w./-]+)`", text)
+    assert len(named) > 15
+    written = {"docs/benchmarks.md", "docs/hazards.md", "docs/versions.md", "docs/zoo.md"}
+    assert [name for name in named if name not in written and not (ROOT / name).exists()] == []
