@@ -11,6 +11,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 PY_SOURCES := $(wildcard src tests benchmarks examples hazards versions zoo docs)
 
+# What the extra `docs` lists, without tenterhook itself, which would bring torch.
+DOCS_PACKAGES = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+
 # One thread for each test worker: several workers with a thread per core each would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
@@ -26,7 +29,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo clean
+.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,5 +128,30 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 	@$(subst $(BIN),.venv-s3/bin,$(PIP_INSTALL)) 'moto[server]'
 	@touch $@
 
+docs: .venv-docs/.ready ## build the documentation site in site/; every warning is an error
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: .venv-docs/.ready ## show the documentation while you write it
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
+
+# The site reads the sources and does not import them, so this environment needs neither torch nor tenterhook.
+.venv-docs/.ready: pyproject.toml constraints.txt
+	@echo "making .venv-docs (a few seconds)"
+	@$(PYTHON) -m venv .venv-docs
+	@$(subst $(BIN),.venv-docs/bin,$(PIP_INSTALL)) $(DOCS_PACKAGES)
+	@touch $@
+
+# The wheel is installed in a new environment, and the examples run outside of the checkout, so that src/ is not used.
+release-check: ## build sdist and wheel, install the wheel in a new environment, run the README's examples with it
+	@rm -rf dist .venv-release
+	@$(PYTHON) -m venv .venv-release
+	@$(subst $(BIN),.venv-release/bin,$(PIP_INSTALL)) hatchling
+	@.venv-release/bin/python -m hatchling build --directory dist
+	@$(subst $(BIN),.venv-release/bin,$(PIP_INSTALL)) dist/*.whl
+	@cd dist && ../.venv-release/bin/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../README.md
+	@.venv-release/bin/tenterhook --version
+	@ls dist
+
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-peers .venv-references .venv-s3 .venv-triton .venv-zoo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-docs .venv-peers .venv-references .venv-release .venv-s3 .venv-triton .venv-zoo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

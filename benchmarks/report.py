@@ -21,10 +21,17 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADER = ("work", "way", "figure", "quartiles", "extra", "goal", "")
 WIDE = 160
-TITLE = (
-    "# Benchmarks\n\nWritten by `make bench`, `make bench-recipes` and `make bench-peers`; how to read it is said in "
-    "CONTRIBUTING.md.\n"
-)
+TITLE = """# Benchmarks
+
+`make bench`, `make bench-recipes` and `make bench-peers` write this page.
+
+- A figure with × is a time divided by the time of the first way in its group: smaller is better.
+- *Quartiles* are those of the rounds.
+- *Extra* is the time beyond the plain call, divided by the same for the way that the goal names.
+- A goal that is not reached is marked **MISSED**.
+
+CONTRIBUTING.md says how the times are measured.
+"""
 
 
 def publish(suite: str, rows: Sequence[Row], *, write: bool) -> None:

@@ -23,17 +23,17 @@ __all__ = ["main", "page"]
 ROOT = Path(__file__).parents[1]
 HEAD = f"""# What goes wrong with hooks
 
-Each row is a case that was run with each tool, in a process of its own, and judged against a value that was computed in
-another way.
+Each row is a case that was run with each tool, in its own process. The result is compared with a value that was
+computed in another way.
 
-- *{RIGHT}*: the true value, or the true state of things.
-- *loud*: an error or a warning, by its name; nobody is misled.
-- {WRONG}: a wrong answer without a word.
+- *{RIGHT}*: the correct value, or the correct state.
+- *loud*: an error or a warning, with its name.
+- {WRONG}: a wrong answer and no message.
 - {CANNOT}: the tool has no way to express this.
 
-*Raw hooks* are PyTorch's own, as most people write them. *Baukit-style* is the tracer of forward hooks that
-interpretability code carries around. The other libraries are asked in the way of their own documentation; for
-TransformerLens a hook point is put behind the module. `make hazards` makes this page anew.
+*Raw hooks* are PyTorch's own, as most people write them. *Baukit-style* is the small tracer of forward hooks that is
+common in interpretability code. The other libraries are used as their documentation shows; for TransformerLens a hook
+point is put behind the module. `make hazards` writes this page.
 """
 Verdicts = dict[str, dict[str, str]]
 
@@ -76,7 +76,7 @@ def kinds(verdicts: dict[str, str]) -> Counter[str]:
 
 def page(found: Verdicts) -> str:
     """Return the text of the page."""
-    lines = [HEAD, "## Together", "", "| tool | right | loud | silently wrong | cannot express |"]
+    lines = [HEAD, "## Totals", "", "| tool | right | loud | silently wrong | cannot express |"]
     lines.append("|---|--:|--:|--:|--:|")
     for name, verdicts in found.items():
         counts = kinds(verdicts)
@@ -87,7 +87,7 @@ def page(found: Verdicts) -> str:
         for case in cases:
             verdicts = (each[case.sentence] for each in found.values())
             lines.append(f"| {case.sentence} | {' | '.join(verdicts)} |")
-    lines += ["", "## Tested elsewhere", "", "What tenterhook does in these is held by its own tests.", ""]
+    lines += ["", "## Tested elsewhere", "", "The tests of tenterhook cover these.", ""]
     lines += ["| | hazard | tests |", "|---|---|---|"]
     for section, sentence, tests in ELSEWHERE:
         lines.append(f"| {section} | {sentence} | {'<br>'.join(f'`{test}`' for test in tests)} |")

@@ -26,7 +26,7 @@ ELSEWHERE = [
     *_all(
         "Values",
         (
-            "`vmap` hands hooks batched tensors that are of no use outside it",
+            "`vmap` passes batched tensors to hooks, which cannot be used outside of it",
             (
                 "tests/modes/test_transforms.py::test_vmap_records_all_examples_along_the_first_dimension",
                 "tests/modes/test_transforms.py::test_a_change_in_place_inside_vmap_does_not_reach_the_tape",

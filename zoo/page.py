@@ -19,22 +19,23 @@ Every architecture that can be built without a download is checked: the model ty
 configuration, timm's and torchvision's models on small images, and a list of our own with recurrent nets, PyTorch's
 transformer, quantised, parametrized, pruned and adapted modules. `make zoo` runs it and writes this page.
 
-For each model, in a process of its own and from fixed seeds, the output of every module and the first argument of every
+For each model, in its own process and with fixed seeds, the output of every module and the first argument of every
 call are recorded, with gradients, and compared:
 
 1. outputs and the gradients of all parameters with those of a plain run, bit for bit;
-2. every recorded value of every call with what a plain forward hook that copies sees, structures included;
-3. gradients at outputs with what `register_hook` on the output gives, where the output is a plain tensor of the
-   module's own that is not changed in place later;
-4. the model and the process before and after, less what the model changes by itself;
-5. no tensor is left when the tape is gone.
+2. every recorded value of every call with the copy that a plain forward hook makes, structures included;
+3. gradients at outputs with those of `register_hook` on the output, where the output is a plain tensor of the module
+   itself that is not changed in place later;
+4. the model and the process before and after, except for what the model changes itself;
+5. no tensor is left when the tape is deleted.
 
-*Reordered* is a model for which 1 fails in the last bits and holds, with all the rest, once the modules that hand on
-what they were given are left out. To tell the gradient of such a module's output from that of its input, the output is
-given a place of its own in the graph; where it then has several uses, or is changed in place, while the input has uses
-of its own, autograd adds the same gradients up in another order or layout.
+*Reordered* is a model for which 1 fails in the last bits, and holds if the modules that return their input are left
+out. Such a module's output gets its own node in the graph, so that its gradient can be separated from that of the
+input. If the output then has several uses, or is changed in place, while the input has other uses, autograd adds the
+same gradients in another order or layout.
 
-A model that does not run by itself, or whose plain runs differ from one another, is listed below and not counted.
+A model that does not run without tenterhook, or whose plain runs differ from each other, is listed below and not
+counted.
 """
 
 
