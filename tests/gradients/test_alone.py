@@ -146,7 +146,7 @@ def test_tape_backward_a_file_and_the_table(tmp_path):
     for each in (tape, again):
         assert "0 values, 2 gradients" in str(each)
         assert "transformer.h.1" in str(each)
-        with pytest.raises(NotRecorded, match=r"only gradients .* ask for tape.grad\['transformer.h.0'\]"):
+        with pytest.raises(NotRecorded, match=r"only gradients .* read tape.grad\['transformer.h.0'\]"):
             each["transformer.h.0"]
     with pytest.raises(TapeError, match="no values to draw"):
         th.page(tmp_path / "page.html", tape)

@@ -451,7 +451,7 @@ def test_what_has_no_picture_is_told_in_words_and_a_small_page_leaves_pictures_o
     assert size < 450_000
     page = show(tmp_path / "page.html")
     assert page.title() == "10 results"
-    expect(page.locator(".figure").first).to_contain_text("is no picture")
+    expect(page.locator(".figure").first).to_contain_text("cannot be drawn")
     assert 0 < page.locator(".figure img").count() < 9
     expect(page.locator(".figure").last).to_contain_text("maximum size of the page")
 

@@ -87,7 +87,7 @@ class RunStart:
 
 
 class GenerateListener(Protocol):
-    """What is called before and after ``generate``; ``end`` gets None if it raised."""
+    """An object that is called before and after ``generate``; ``end`` gets None if it raised."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
