@@ -32,7 +32,8 @@ NAMES = """
     NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped
     StoreError Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError
     TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp doctor
-    edit features grid harvest hooks load load_edits mean noise open page points project recipes record replay
+    edit features grid harvest hooks load load_edits mean noise open page points project recipes record
+    register_meaning replay
     run_from save_edits scale set skip sweep watch zero
 """
 

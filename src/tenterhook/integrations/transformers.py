@@ -19,18 +19,10 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._tree import tensors
 from tenterhook.address.grammar import escape
+from tenterhook.address.meanings import ATTENTION_CHILDREN, MLP_CHILDREN
 
 __all__ = ["Aliases", "Generated", "aliases", "generate", "model_of"]
 
-# Names of the attention and the MLP in a layer; the first that exists is used. BERT's `attention` already includes the
-# residual and the norm, so its dense layer is used instead.
-ATTENTION = (
-    "self_attn", "attn", "self_attention", "attention.output.dense", "attention.o_proj", "attention",
-    "layer.0.SelfAttention", "mixer",
-)  # fmt: skip
-MLP = (
-    "mlp", "feed_forward", "ffn", "block_sparse_moe", "layer.1.DenseReluDense", "output.dense", "fc2", "intermediate",
-)  # fmt: skip
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -94,7 +86,7 @@ def aliases(model: Any, *, part: Literal["decoder", "encoder"] | None = None) ->
     layers = tuple(f"{escape(stack)}.{number}" for number in range(len(listed)))
     found = Aliases(
         str(getattr(config, "model_type", type(model).__name__)), layers,
-        _inside(model, layers, ATTENTION), _inside(model, layers, MLP),
+        _inside(model, layers, ATTENTION_CHILDREN), _inside(model, layers, MLP_CHILDREN),
         (*(f"{layer}:in" for layer in layers), layers[-1]),
         _asked(model, "get_input_embeddings"), _last_norm(model, stack), _asked(model, "get_output_embeddings"),
     )  # fmt: skip

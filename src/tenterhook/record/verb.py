@@ -179,7 +179,7 @@ class Recording(Session):
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
         if self._is_found_later:
             return  # They are created when the session starts.
-        outputs = [point for point in points if point.site is RETURN and point.call is None] if self._shares else []
+        outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
@@ -209,7 +209,7 @@ class Recording(Session):
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
         keys = self._outputs.keys if self._outputs is not None else {}
         for point in points:
-            if self._outputs is not None and point.module in keys and point.site is RETURN and point.call is None:
+            if self._outputs is not None and point.module in keys and _is_plain_output(point):
                 self._outputs.make_track(point)
             else:
                 (self._add if self._values else self._add_gradient)(point, tape, bindings)
@@ -462,6 +462,11 @@ class _Unreached:
 
 
 NOTHING_DONE = _Unreached()
+
+
+def _is_plain_output(point: Point) -> bool:
+    """Return whether a point is the output of all calls of a module, under the module's own name."""
+    return point.site is RETURN and point.call is None and point.meaning is None
 
 
 def _is_ever_called(module: nn.Module) -> bool:
