@@ -94,7 +94,7 @@ def meaning_points(
     fits = re.compile(name_regex(wanted)).fullmatch
     index = "" if head is None else f"[{head}]"
     points: list[Point] = []
-    for found in _meanings(module):
+    for found in _meanings(module, wanted.literal):
         if fits(found.name) is None:
             continue
         address = f"{escape(path)}@{found.name}{index}"
@@ -127,16 +127,18 @@ def _relative(
     ]
 
 
-def _meanings(module: nn.Module) -> Iterator[_Found]:
+def _meanings(module: nn.Module, name: str | None = None) -> Iterator[_Found]:
+    """Yield the meanings of a module; with a name, at least the one of that name."""
     own: dict[str, str] = {}
-    for kind in reversed(type(module).__mro__):
+    for kind in reversed(type(module).__mro__ if _registered else ()):
         own |= _registered.get(kind, {})
     yield from (_Found(name, relative=address) for name, address in own.items())
-    attention = _attention_places(module)
+    attention = _attention_places(module) if name is None or name in ATTENTION_MEANINGS else None
     if attention is not None:
         known = ATTENTION_MEANINGS if output_projection(module) is not None else ATTENTION_MEANINGS[:-1]
         yield from (_Found(name, attention) for name in known if name not in own)
-    yield from (_Found(name, relative=address) for name, address in _of_layer(module).items() if name not in own)
+    if name is None or name in LAYER_MEANINGS:
+        yield from (_Found(name, relative=address) for name, address in _of_layer(module).items() if name not in own)
 
 
 def _attention_places(module: nn.Module) -> InnerPlaces | None:

@@ -62,8 +62,7 @@ def _show_computed(call: AttentionCall, acting: list[Acting], output: Any) -> No
         scores = call.scores()
         pattern = call.pattern(scores)
         first = next(context for name in COMPUTED for _, context in _of(acting, name))
-        if first.call == 0:  # One comparison for each session tells whether this module computes what is expected.
-            call.check(pattern, output, first.address, first.module)
+        call.check_once(pattern, output, first.address, first.module)
         _act(acting, "scores", scores)
         _act(acting, "pattern", pattern)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address.match import Point, Site
-from tenterhook.address.walk import Structure, find, structure, walk
+from tenterhook.address.walk import Structure, find, last_structure, structure, walk
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.compile_counts import Compiled
 from tenterhook.engine.compiled_support import compiled_support
@@ -265,6 +265,10 @@ class Session:
 
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
+
+    def found_now(self) -> None:
+        """Remember the structure in which the points were found, so that the start need not look for each of them."""
+        self._planned = last_structure(self.model)
 
     def number_by(self, numbering: Numbering) -> None:
         """Choose what the call number of an address counts: the calls in the session, or in each run."""
