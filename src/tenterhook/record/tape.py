@@ -293,10 +293,10 @@ class Tape(Drawn, TapeView):
         base, call = self._find(address)
         if call is not None:
             raise AddressError(f"{address!r} names a call already; ask for the sequence of {base!r}")
-        held: Any = self._tracks[base].entries
-        keys = list(self.log.entries)[noted["first"] : noted["last"]]
-        calls = [key - held.base for key in keys if key - key % SPAN == held.base]
-        return joined(base, [self._read(held[index], f"{base}#{index}") for index in calls], noted)
+        held = self._tracks[base].entries
+        first, count = noted["calls"].get(base, (0, 0))
+        calls = [call for call in range(first, first + count) if call in held]
+        return joined(base, [self._read(held[call], f"{base}#{call}") for call in calls], noted)
 
     @property
     def tokens(self) -> Tensor:
