@@ -356,12 +356,18 @@ def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
 
 WRONG = {
     "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
-    "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, Loop, ready, explodes.\n"),
+    "nothing near": (
+        ["points", "nets.py:zzz"],
+        "nets.py has no 'zzz'.\nIt has Net, Broken, Many, Loop, ready, explodes.\n",
+    ),
     "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nGive a part of a model as"),
     "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
     "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1, b2?"),
     "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
-    "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all names beside the source"),
+    "no such inner": (
+        ["points", "nets.py:Net", ":fatures"],
+        "\ntenterhook points nets.py:Net ':*' shows all names beside the source",
+    ),
     "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),
     "no directory": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "no/run.th"], "there is no directory no."),
     "a directory for a page": (["page", "a.th", "-o", "."], ". is a directory; name a file in it: -o a.html"),
