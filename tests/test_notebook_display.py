@@ -6,7 +6,7 @@ import sys
 import matplotlib as mpl
 import pytest
 import torch
-from matplotlib import pyplot as plt
+from matplotlib._pylab_helpers import Gcf
 from torch import nn
 
 import tenterhook as th
@@ -107,7 +107,7 @@ def test_figures_show_themselves_with_every_backend(backend):
         for figure in (tape_of(model).plot("head"), SHOWN["steering"](model, None).show()):
             assert isinstance(figure, mpl.figure.Figure)
             assert figure._repr_png_().startswith(PNG)
-    assert plt.get_fignums() == []  # Nothing is shown a second time at the end of the cell.
+    assert Gcf.get_all_fig_managers() == []  # Nothing is shown a second time at the end of the cell.
 
 
 def test_a_result_that_cannot_be_drawn_shows_its_text(monkeypatch):

@@ -35,6 +35,8 @@ def figure(shown: Sequence[Shown], *, module: str = "", parameter: bool = False,
     The figure is not registered with pyplot and needs no display.
     """
     try:
+        import matplotlib.figure  # noqa: F401
+
         from tenterhook._notebook_figure import NotebookFigure
     except ImportError:
         raise ModuleNotFoundError(MISSING, name="matplotlib") from None

@@ -43,6 +43,8 @@ def new_figure(width: float, height: float) -> Figure:
     Matplotlib is imported here, so that it is only needed for figures.
     """
     try:
+        import matplotlib.figure  # noqa: F401
+
         from tenterhook._notebook_figure import NotebookFigure
     except ImportError:
         raise ModuleNotFoundError(MISSING, name="matplotlib") from None

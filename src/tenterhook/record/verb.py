@@ -145,6 +145,7 @@ class Recording(Session):
     """A session that records. The ``with`` statement returns its tape, which is also ``.tape``."""
 
     verb = "record"
+    tape: Tape
 
     def __init__(
         self,
@@ -431,9 +432,9 @@ class Recording(Session):
         self.tape.refuse_before_start()
         raise SessionError(f"values are on the tape of a session: session.tape[{address!r}]")
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> Tape:  # type: ignore[override]
         super().__enter__()
-        return self.tape  # type: ignore[no-any-return]
+        return self.tape
 
     def leave(self, error: BaseException | None) -> bool:
         # Values recorded before the error stay on the tape, with a note of the place that failed.
