@@ -44,6 +44,16 @@ class Many(nn.Module):
     def forward(self, x):
         return self.b2(self.b1(x))
 
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = self.cell(x)
+        return x
+
 ready = Net(width=2)
 number = 3
 
@@ -111,6 +121,14 @@ def test_record_with_an_edit_and_a_stop(call, tmp_path):
     assert list(tape) == ["relu"]
     assert not tape["relu"][:, 1:3].any()
     assert tape["relu"][:, 0].any()
+
+
+def test_record_and_edit_ranges_of_calls(call):
+    result = call("record", "nets.py:Loop", "cell#{1..2}", "-i", "1x2", "--edit", "cell#{2..}=skip()", "-o", "run.th")
+    assert result.exit_code == 0
+    tape = th.load("run.th")
+    assert list(tape) == ["cell#1", "cell#2"]
+    assert torch.equal(tape["cell#1"], tape["cell#2"])
 
 
 def test_record_with_a_file_of_edits_and_one_more(call, tmp_path):
@@ -338,12 +356,18 @@ def test_audit_lists_hooks_for_people_and_for_programs(call, tmp_path):
 
 WRONG = {
     "no such name": (["points", "nets.py:Nat"], "Did you mean Net?"),
-    "nothing near": (["points", "nets.py:zzz"], "nets.py has no 'zzz'.\nIt has Net, Broken, Many, ready, explodes.\n"),
+    "nothing near": (
+        ["points", "nets.py:zzz"],
+        "nets.py has no 'zzz'.\nIt has Net, Broken, Many, Loop, ready, explodes.\n",
+    ),
     "a part of a model": (["points", "nets.py:Net.conv"], "nets.py:Net has no 'conv'.\nGive a part of a model as"),
     "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
     "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1, b2?"),
     "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
-    "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all of it"),
+    "no such inner": (
+        ["points", "nets.py:Net", ":fatures"],
+        "\ntenterhook points nets.py:Net ':*' shows all names beside the source",
+    ),
     "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),
     "no directory": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "no/run.th"], "there is no directory no."),
     "a directory for a page": (["page", "a.th", "-o", "."], ". is a directory; name a file in it: -o a.html"),
@@ -455,7 +479,7 @@ def test_it_completes_the_names_in_a_file_without_running_it(call):
 
     complete = ShellComplete(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE")
     names = [item.value for item in complete.get_completions(["points"], "nets.py:")]
-    assert names == [f"nets.py:{name}" for name in ("Net", "Broken", "Many", "explodes", "ready", "number")]
+    assert names == [f"nets.py:{name}" for name in ("Net", "Broken", "Many", "Loop", "explodes", "ready", "number")]
     assert [item.value for item in complete.get_completions(["points"], "nets.py:re")] == ["nets.py:ready"]
     assert complete.get_completions(["points"], "none.py:") == []
     assert "nets" not in sys.modules

@@ -13,14 +13,13 @@ from torch import nn
 from tenterhook.address import Selector
 from tenterhook.cli.errors import CommandError, speaking
 from tenterhook.cli.inputs import READERS
-from tenterhook.edit import ready
+from tenterhook.edit.ready import Add, Clamp, Mean, Noise, Project, Scale, Set, Zero
 from tenterhook.edit.saved import load_edits
+from tenterhook.edit.skip import Skip
 
 __all__ = ["edits_of_files", "read_edits"]
 
-EDITS = {
-    name.lower(): getattr(ready, name) for name in ("Add", "Clamp", "Mean", "Noise", "Project", "Scale", "Set", "Zero")
-}
+EDITS = {kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Skip, Zero)}
 TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.DOTALL)
 FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
 

@@ -370,7 +370,7 @@ class Session:
 
     # -- as a context manager -----------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self.depth += 1  # Increment first: the end of the block reads it if an interrupt comes.
         if self.depth == 1:
             try:

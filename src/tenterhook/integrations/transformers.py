@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook._tree import tensors
 from tenterhook.address.grammar import escape
 from tenterhook.address.meanings import ATTENTION_CHILDREN, MLP_CHILDREN
+from tenterhook.record.generation import joined, run_of
 
 __all__ = ["Aliases", "Generated", "aliases", "generate", "model_of"]
 
@@ -105,16 +104,13 @@ class Generated:
     tape: th.Tape
 
     def joined(self, point: str) -> Tensor:
-        """Return the values of all steps at a point, joined along the positions.
+        """Return the values of all steps at a point, joined along the positions, as ``tape.sequence`` does.
 
-        The result equals that of one run of the whole sequence, without the last token, which was generated but never
-        an input.
+        With ``keep=``, join the steps that are held.
         """
-        steps = [_single(value, point) for value in self.tape.calls(point)]
-        if len({step.shape[0] for step in steps}) > 1 or any(step.dim() < 2 for step in steps):  # noqa: PLR2004
-            shapes = ", ".join(str(list(step.shape)) for step in steps[:4])
-            raise th.TapeError(f"{point!r} has no positions in its second dimension to join: {shapes}, …")
-        return torch.cat(steps, 1)
+        run, held = run_of(self.tape, -1), self.tape.calls(point)
+        steps = run["steps"][-len(held) :]
+        return joined(point, held, {**run, "steps": [[start - steps[0][0], length] for start, length in steps]})
 
 
 def generate(model: Any, inputs: Any, *points: Any, keep: Any = "all", **kwargs: Any) -> Generated:
@@ -231,13 +227,6 @@ def _validate(model: nn.Module, found: Aliases) -> None:
             f"{layer} has no {' and no '.join(missing)} under a known name; it has {', '.join(inside)}.\n"
             "Use the addresses directly: print th.points(model)."
         )
-
-
-def _single(value: Any, point: str) -> Tensor:
-    found = [tensor for _, tensor in tensors(value)]
-    if len(found) != 1:
-        raise th.TapeError(f"{point!r} has {len(found)} tensors, but only one can be joined")
-    return found[0]
 
 
 def _no_number(name: str) -> str:

@@ -22,7 +22,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tenterhook._draw import Drawn, Table
 from tenterhook._tree import Path, replace_at, tensors
+from tenterhook.address.grammar import CallRange
 from tenterhook.compiled.expected_gradients import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
@@ -91,7 +93,7 @@ SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until th
 NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
-class Gradients(TapeView):
+class Gradients(Drawn, TapeView):
     """The gradients of a tape's values, by the same addresses."""
 
     def __init__(self, tape: Tape) -> None:
@@ -148,6 +150,12 @@ class Gradients(TapeView):
         tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
+    def _find(self, address: str) -> tuple[str, int | CallRange | None]:
+        tape = self._tape()
+        if tape is not None:
+            tape.refuse_before_start()
+        return super()._find(address)
+
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, GradientSlot):
             return super()._read(entry, address)
@@ -174,6 +182,12 @@ class Gradients(TapeView):
 
     def _unknown(self, address: str) -> TenterhookError:
         return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
+
+    def table(self) -> Table:
+        """Return a table with one row per recorded gradient."""
+        from tenterhook.record.tape_table import gradient_table
+
+        return gradient_table(self)
 
 
 class BeginPass:
