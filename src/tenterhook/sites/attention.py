@@ -81,6 +81,8 @@ class AttentionCall:
         scores = torch.matmul(query, key.mT) * self._scale
         if (cap := self.given.get("softcap")) is not None:
             scores = torch.tanh(scores / cap) * cap
+        if (bias := self.given.get("position_bias")) is not None:
+            scores = scores + bias
         mask = self._mask(scores)
         if mask is None:
             return scores
