@@ -250,6 +250,25 @@ def test_show_selects_by_glob_and_counts_as_numpy_does(call):
     assert "Did you mean conv?" in wrong.stderr
 
 
+@pytest.mark.parametrize("selector", [":return", ":pooled"])
+def test_show_selects_points_of_the_model_itself(call, selector):
+    call("record", "nets.py:Net", "conv", ":return", ":pooled", "-i", "1x3x8x8", "-o", "run.th")
+    rows = json.loads(call("show", "run.th", selector, "--json").stdout)["values"]
+    assert [row["address"] for row in rows] == [selector]
+
+
+def test_show_counts_calls_from_the_end(call):
+    model = torch.nn.ReLU()
+    with th.record(model) as tape:
+        for _ in range(3):
+            model(torch.ones(2))
+    tape.save("run.th")
+    for selector, wanted in ((":return#-1", 2), (":return#-3", 0)):
+        rows = json.loads(call("show", "run.th", selector, "--json").stdout)["values"]
+        assert [row["address"] for row in rows] == [f":return#{wanted}"]
+    assert "matches nothing on this tape" in call("show", "run.th", ":return#-4").stderr
+
+
 def test_show_draws_maps(call):
     call("record", "nets.py:Net", "conv", "-i", "1x3x8x8")
     shown = call("show", "run.th", "--maps", "3")
@@ -343,7 +362,10 @@ WRONG = {
     "another number": (["points", "nets.py:Many", "b9"], "Did you mean b1, b2?\ntenterhook points nets.py:Many shows"),
     "another number, glob": (["points", "nets.py:Many", "b9.*"], "Did you mean b1, b2?"),
     "edit of another": (["record", "nets.py:Many", "-i", "1x2", "--edit", "b9=zero()"], "Did you mean b1, b2?"),
-    "no such inner": (["points", "nets.py:Net", ":fatures"], "\ntenterhook points nets.py:Net ':*' shows all of it"),
+    "no such inner": (
+        ["points", "nets.py:Net", ":fatures"],
+        "\ntenterhook points nets.py:Net ':*' shows all names beside the source",
+    ),
     "a directory for a tape": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "."], "is a directory; name a file"),
     "no directory": (["record", "nets.py:Net", "-i", "1x3x8x8", "-o", "no/run.th"], "there is no directory no."),
     "a directory for a page": (["page", "a.th", "-o", "."], ". is a directory; name a file in it: -o a.html"),

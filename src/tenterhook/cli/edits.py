@@ -22,7 +22,7 @@ EDITS = {
     name.lower(): getattr(ready, name) for name in ("Add", "Clamp", "Mean", "Noise", "Project", "Scale", "Set", "Zero")
 }
 TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.DOTALL)
-FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
+FORM = "An edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
 
 UNREADABLE = (ValueError, TypeError, MemoryError, RecursionError)
 """errors of ``ast.literal_eval`` for an expression that is not a literal"""
@@ -61,7 +61,7 @@ def _edit(text: str) -> Any:
         raise CommandError(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
     call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
-        raise CommandError(f"{text!r} is not an edit.\n{FORM}")
+        raise CommandError(f"{text!r} is not an edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
     args = [_value(argument, text) for argument in call.args]
     kwargs = {str(word.arg): _value(word.value, text) for word in call.keywords}
     with speaking(f"{text} could not be created", debug=False):

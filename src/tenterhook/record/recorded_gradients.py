@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tenterhook._draw import counted
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.compiled.expected_gradients import expect
 from tenterhook.engine.action import Context
@@ -88,6 +89,8 @@ new_cell = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
 SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
+SHOWN = 8  # Number of addresses in the text of the gradients.
+EMPTY = "<no gradients>"
 NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
@@ -102,6 +105,11 @@ class Gradients(TapeView):
         self._ends: list[Any] = []
         self.unread: dict[int, GradientSlots] = {}
         """The slots of tracks that are not created yet, because nothing has read them."""
+
+    def __repr__(self) -> str:
+        addresses = list(self)
+        more = f" and {len(addresses) - SHOWN} more" if len(addresses) > SHOWN else ""
+        return f"<{counted(len(addresses), 'gradient')}: {', '.join(addresses[:SHOWN])}{more}>" if addresses else EMPTY
 
     def returned(self, value: Any) -> Any:
         """Hook the outputs of the whole model, so that a backward pass can correct sums. Return the outputs.
