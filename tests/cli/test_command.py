@@ -235,6 +235,13 @@ def test_a_run_without_a_value_leaves_the_tape_that_was_there(call, tmp_path, js
     del sys.modules["idle"]
 
 
+def test_an_edit_can_skip_a_module(call):
+    call("record", "nets.py:Net", "conv", "relu", "-i", "1x3x8x8", "--edit", "relu=skip()", "-o", "run.th")
+    tape = th.load("run.th")
+    assert torch.equal(tape["relu"], tape["conv"])
+    assert tape["relu"].min() < 0
+
+
 def test_show_selects_by_glob_and_counts_as_numpy_does(call):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "--grad", "-o", "run.th")
     rows = json.loads(call("show", "run.th", "{conv,relu}", "--json").stdout)["values"]

@@ -203,9 +203,9 @@ Examples:
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
     """Find the first point where the values or gradients of two tapes differ, and by how much.
 
-    The number of points that were compared is printed. A point that only one of the tapes has is a difference
-    too; --all shows these points. The exit code is 0 if nothing differs, 1 if something does, and 5 if almost nothing could be
-    compared: fewer than a tenth of the points of the smaller tape are on both.
+    The number of points that were compared is printed. A point that only one of the tapes has is a difference too;
+    --all shows these points. The exit code is 0 if nothing differs, 1 if something does, and 5 if almost nothing could
+    be compared: fewer than a tenth of the points of the smaller tape are on both.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))
