@@ -29,7 +29,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve release-check clean
+.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,9 @@ zoo: .venv-zoo/.ready ## check every architecture that can be built, and write d
 docs: .venv-docs/.ready ## build the documentation site in site/; every warning is an error
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+notebooks: ## write the tutorials as notebooks, from their pages
+	@$(PYTHON) docs/notebooks.py
 
 docs-serve: .venv-docs/.ready ## show the documentation while you write it
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve

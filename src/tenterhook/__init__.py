@@ -51,6 +51,7 @@ from tenterhook.errors import (
 if TYPE_CHECKING:
     from tenterhook import hooks, recipes
     from tenterhook.address import Point, Selection
+    from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
     from tenterhook.doctor.verb import Diagnosis, doctor
     from tenterhook.edit.ready import Add as add
@@ -142,6 +143,7 @@ __all__ = [
     "project",
     "recipes",
     "record",
+    "register_meaning",
     "replay",
     "run_from",
     "save_edits",
@@ -185,6 +187,7 @@ load_on_use(
         "points": "tenterhook.record.points:points",
         "project": "tenterhook.edit.ready:Project",
         "recipes": "tenterhook.recipes",
+        "register_meaning": "tenterhook.address.meanings:register_meaning",
         "record": "tenterhook.record.verb:record",
         "replay": "tenterhook.replay.verb:replay",
         "run_from": "tenterhook.replay.verb:run_from",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,10 @@ class Features(nn.Module):
     """The module that :func:`features` returns. ``.model`` is the model. ``.points`` maps each address to its name."""
 
     model: nn.Module
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
 
     def __init__(self, model: nn.Module, points: Mapping[str, str]) -> None:
         require("module calls", "shared state")

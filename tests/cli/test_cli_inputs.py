@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+import tenterhook as th
 from tenterhook.cli.edits import read_edits
 from tenterhook.cli.errors import CommandError
 from tenterhook.cli.inputs import read_inputs
@@ -94,6 +95,7 @@ def test_edits_are_read_with_numbers_indices_and_files(tmp_path):
     assert [type(edit).__name__ for edit in found["h.5"]] == ["Zero", "Add"]
     assert found["h.7"][0].at == (slice(None), -1)
     assert found["h.8"][0].value.tolist() == [1, 1]
+    assert read_edits(("h.5#{1..}=skip()",)) == {"h.5#{1..}": [th.skip()]}
 
 
 @pytest.mark.parametrize("text", ["h.5", "h.5=zap()", "h.5=zero(open('x'))", "h.5=scale(at=at[f()])", "h.5=scale(("])

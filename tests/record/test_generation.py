@@ -91,6 +91,25 @@ def test_several_generations_on_one_tape_and_in_a_file(tmp_path):
         tape.sequence(point, run=2)
 
 
+def test_entries_that_were_dropped_are_not_replaced_by_those_of_another_generation():
+    model, point = gpt2()
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    one, other = torch.tensor([[5]]), torch.tensor([[6]])
+    with th.record(model, point) as cleared:
+        model.generate(one, **how)
+        cleared.clear()
+        model.generate(other, **how)
+    with th.record(model, point, keep=5) as bounded:
+        model.generate(one, **how)
+        model.generate(other, **how)
+    with th.record(model, point) as alone:
+        model.generate(other, **how)
+    for tape in (cleared, bounded):
+        with pytest.raises(th.TapeError, match="of the 4 steps are held"):
+            tape.sequence(point, run=0)
+    assert torch.equal(cleared.sequence(point), alone.sequence(point))
+
+
 def test_several_samples_of_each_prompt():
     model, point = gpt2()
     ids, mask = prompts()

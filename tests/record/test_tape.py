@@ -180,16 +180,6 @@ def test_a_long_tape_is_cut_short_when_drawn():
     assert "… and 50 more" in repr(tape)
 
 
-def test_gradients_print_their_addresses():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    with th.record(model, "0", "1", grad=True) as two, th.record(model, "*", grad=True) as ten:
-        loss = model(torch.ones(1, 2)).sum()
-        assert repr(two.grad) == "<no gradients>"
-        loss.backward()
-    assert repr(two.grad) == "<2 gradients: 0, 1>"
-    assert repr(ten.grad) == "<10 gradients: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more>"
-
-
 def test_gradients_that_were_not_asked_for_are_told(tape):
     with pytest.raises(th.NoBackward, match="grad=True"):
         tape.grad["0"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tenterhook._draw import Table, as_html, as_rich, as_text
 
@@ -34,9 +32,9 @@ class Card:
 
     def _image(self) -> str:
         try:
-            figure: Any = self._draw()
+            figure = self._draw()
         except ModuleNotFoundError as error:
             return f'<div style="opacity:.6">{html.escape(str(error))}</div>'
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=110, facecolor="white")
-        return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+        from tenterhook._notebook_figure import as_image
+
+        return as_image(figure)

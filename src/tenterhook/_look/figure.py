@@ -35,11 +35,13 @@ def figure(shown: Sequence[Shown], *, module: str = "", parameter: bool = False,
     The figure is not registered with pyplot and needs no display.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
+
+        from tenterhook._notebook_figure import NotebookFigure
     except ImportError:
         raise ModuleNotFoundError(MISSING, name="matplotlib") from None
 
-    made = Figure(figsize=(WIDTH, HEIGHT * max(1, len(shown))), layout="constrained")
+    made = NotebookFigure(figsize=(WIDTH, HEIGHT * max(1, len(shown))), layout="constrained")
     rows: Any = made.subfigures(max(1, len(shown)), 2, width_ratios=WIDTHS, squeeze=False)
     for (title, tensor), (left, right) in zip(shown, rows, strict=False):
         left.suptitle(printable(title), fontsize=10, x=0.01, ha="left", family="monospace", parse_math=False)

@@ -2,9 +2,10 @@ r"""The grammar of addresses, independent of any model.
 
 ::
 
-    address  =  path (":" inner)* ("#" call)?
+    address  =  path ((":" inner)* | "@" meaning) ("#" call)?
     path     =  segment ("." segment)*            an empty path is the root
     inner    =  name "()"? ("[" place "]")?       name: in, return, an argument, a variable, self.x, out["x"]
+    meaning  =  name ("[" head "]")?              name: q, k, v, scores, pattern, z, result, resid, ...
     place    =  an integer, the number of a place among those of that name; or "*", all of them
     call     =  an integer, where -1 is the last call; or a range, "{2..8}" or "{1..}"
 
@@ -32,12 +33,13 @@ from tenterhook.errors import AddressError
 
 __all__ = ["ESCAPED", "Address", "CallRange", "Choice", "Inner", "Pattern", "Piece", "Range", "Wild", "escape", "parse"]
 
-_IN_PATH = frozenset("\\:#*{}.")
+_IN_PATH = frozenset("\\:#*{}.@")
 _IN_NAME = frozenset("\\:#*{}[]()")
-ESCAPED = re.compile(r"[\\:#*{}]")
+ESCAPED = re.compile(r"[\\:#*{}@]")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)\}")
 _PLACE = re.compile(r"\[(-?[0-9]+|\*)\](?=[:#]|\Z)")
 _ENDING = re.compile(r"\[(-?[0-9]+)\]\Z")
+_HEAD = re.compile(r"\[([0-9]+)\](?=#|\Z)")
 _CALL = re.compile(r"#(-?[0-9]+)\Z")
 _CALLS = re.compile(r"#\{([0-9]+)\.\.([0-9]*)\}\Z")
 # Matching expands a range to a list of alternatives. This limit keeps a typing error from filling the memory.
@@ -131,6 +133,9 @@ class Address:
     path: tuple[Pattern, ...]
     inner: tuple[Inner, ...] = ()
     call: int | CallRange | None = None
+    meaning: Pattern | None = None
+    """the name after ``@``"""
+    head: int | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -141,12 +146,16 @@ class Address:
     @property
     def is_literal(self) -> bool:
         """True if the address contains no glob, so that it can only match one point."""
-        return self.names is not None and all(inner.name.literal is not None for inner in self.inner)
+        inner = [inner.name for inner in self.inner] + ([self.meaning] if self.meaning is not None else [])
+        return self.names is not None and all(name.literal is not None for name in inner)
 
     def __str__(self) -> str:
         path = ".".join(_write(segment, _IN_PATH) for segment in self.path)
         inner = "".join(f":{inner}" for inner in self.inner)
         call = "" if self.call is None else f"#{self.call}"
+        if self.meaning is not None:
+            head = "" if self.head is None else f"[{self.head}]"
+            return f"{path}@{_write(self.meaning, _IN_NAME)}{head}{call}"
         return f"{path or inner or ':return'}{inner if path else ''}{call}"
 
 
@@ -240,6 +249,9 @@ class _Reader:
 
     def address(self) -> Address:
         path = self.path()
+        if self.next == "@":
+            meaning, head = self.meaning()
+            return Address(path, (), self.call(), meaning, head)
         inner: list[Inner] = []
         while self.next == ":":
             if inner and not inner[-1].is_call:
@@ -260,7 +272,7 @@ class _Reader:
         return self.text[self.at : self.at + 1]
 
     def path(self) -> tuple[Pattern, ...]:
-        if self.next in ("", ":", "#"):
+        if self.next in ("", ":", "#", "@"):
             return ()
         segments = [self.segment()]
         while self.next == ".":
@@ -269,15 +281,32 @@ class _Reader:
         return tuple(segments)
 
     def segment(self) -> Pattern:
-        if self.text.startswith("**", self.at) and self.text[self.at + 2 : self.at + 3] in ("", ".", ":", "#"):
+        if self.text.startswith("**", self.at) and self.text[self.at + 2 : self.at + 3] in ("", ".", ":", "#", "@"):
             self.at += 2
             return Pattern((Wild.DEEP,))
         pieces: list[Piece] = []
-        while self.next not in ("", ".", ":", "#"):
+        while self.next not in ("", ".", ":", "#", "@"):
             pieces.append(self.piece(_IN_PATH))
         if not pieces:
             self.fail("a name is missing here", "Write one name, '*' or '**' between two dots.")
         return _joined(pieces)
+
+    def meaning(self) -> tuple[Pattern, int | None]:
+        self.at += 1
+        pieces: list[Piece] = []
+        while self.next not in ("", "#", "["):
+            if self.next in (":", "@", "."):
+                self.fail("a meaning ends the address", "Write 'h.3.attn@pattern', with '#' and a call or not at all.")
+            pieces.append(self.piece(_IN_NAME))
+        if not pieces:
+            self.fail("a name is missing after '@'", "Write 'h.3.attn@pattern', or '\\@' in a name.")
+        if self.next != "[":
+            return _joined(pieces), None
+        found = _HEAD.match(self.text, self.at)
+        if found is None:
+            self.fail("brackets after a meaning take the number of a head", "Write 'h.3.attn@z[5]'.")
+        self.at = found.end()
+        return _joined(pieces), int(found[1])
 
     def inner(self) -> Inner:
         start, pieces = self.at, list[Piece]()

@@ -23,7 +23,7 @@ from tenterhook.address.functions import Callee, callees, forward_of, handed_on,
 from tenterhook.address.globs import name_regex
 from tenterhook.address.grammar import Choice, Inner, Pattern, Wild
 from tenterhook.address.places import Place, places
-from tenterhook.address.point import Site
+from tenterhook.address.point import Meaning, Site
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, NoSource
 
@@ -56,6 +56,8 @@ class InnerPlaces:
     places: tuple[Place, ...]
     route: tuple[Callee, ...] = ()
     operation: str | None = None
+    meaning: Meaning | None = None
+    """for a value that an attention call takes or computes; then there are no places"""
 
     @functools.cached_property
     def lines(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from tenterhook.address.found_outputs import FoundOutputs, remember
 from tenterhook.address.globs import has_literal, path_regex
 from tenterhook.address.grammar import ESCAPED, Address, CallRange, Pattern, Wild, escape, parse
 from tenterhook.address.inner_points import arguments, no_such_name, sites_inside
+from tenterhook.address.meanings import meaning_points, no_meaning
 from tenterhook.address.point import Point, Site, own_tensor
 from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_class, not_part_of, unknown_name
 from tenterhook.address.walk import (
@@ -81,7 +82,7 @@ class _Plan:
 def _plan(text: str) -> _Plan:
     address = parse(text)
     names, path = address.names, address.path
-    alone = names is None and not address.inner and address.call is None
+    alone = names is None and not address.inner and address.call is None and address.meaning is None
     return _Plan(
         address,
         text=str(replace(address, call=None)),
@@ -130,7 +131,9 @@ def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
         raise SelectorError(_no_model(model))
     plan = _plan(text)
     address = plan.address
-    if plan.names is not None or address.inner or address.call is not None or plan.fits_name is not None:
+    if plan.names is not None or address.inner or address.call is not None or address.meaning is not None:
+        return None
+    if plan.fits_name is not None:
         return None
     known = last_structure(model)
     if known is not None and text in known.globs:
@@ -224,11 +227,15 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
         if child is None:
             return _literal_otherwise(model, text, plan, names, depth, module)
         module = child
-    return _at_module(text, plan, unwrapped(module))
+    return _at_module(model, text, plan, unwrapped(module))
 
 
-def _at_module(text: str, plan: _Plan, module: nn.Module) -> list[Point]:
+def _at_module(model: nn.Module, text: str, plan: _Plan, module: nn.Module) -> list[Point]:
     address = plan.address
+    if address.meaning is not None:
+        points = meaning_points(plan.path, module, address.meaning, address.head, address.call, explicit=plan.explicit)
+        wanted = address.meaning
+        return _some(points, lambda: no_meaning(model, text, plan.path, module, wanted))
     if not address.inner:
         return [Point(plan.text, Site.RETURN, module, plan.path, None, address.call, plan.explicit)]
     points = _inside([(plan.path, module)], address, explicit=plan.explicit)
@@ -247,7 +254,7 @@ def _literal_otherwise(
     module, tensor, path = found
     names = path if tensor is None else (*path, tensor)
     plain = _plan(str(replace(plan.address, path=tuple(Pattern((name,)) for name in names))))
-    return _at_module(text, plain, module) if tensor is None else [_at_tensor(text, plain, names, module)]
+    return _at_module(model, text, plain, module) if tensor is None else [_at_tensor(text, plain, names, module)]
 
 
 def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module) -> Point:
@@ -271,6 +278,14 @@ def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
     modules = walked[0] if plan.every else _matching(model, walked, lambda path, _: plan.fits(path))
     if not modules:
         raise _no_glob(model, text, address)
+    if address.meaning is not None:
+        wanted = address.meaning
+        found = [
+            point
+            for path, module in modules
+            for point in meaning_points(path, module, wanted, address.head, address.call, explicit=False)
+        ]
+        return _some(found, lambda: no_meaning(model, text, *modules[0], wanted))
     if not address.inner:
         return _returns(modules, address.call, explicit=False)
     # A glob matches modules whose forward spells the name out, not every module that accepts any keyword.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tenterhook._text import printable
 from tenterhook.address.grammar import CallRange
@@ -16,8 +16,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tenterhook.address.inner_points import InnerPlaces
+    from tenterhook.address.places import Place
 
-__all__ = ["Point", "Site", "own_tensor"]
+__all__ = ["Meaning", "Point", "Site", "own_tensor"]
+
+
+class Meaning(NamedTuple):
+    """The meaning of a value that an attention call takes or computes."""
+
+    name: str
+    head: int | None
+    """one head only; None for all of them"""
+    places: tuple[Place, ...]
+    """the places of the call in the source"""
 
 
 class Site(enum.Enum):
@@ -58,6 +69,8 @@ class Point:
     """selected by a literal address or as a module object, not by a glob, class, regex or predicate"""
     spot: Final[InnerPlaces | None] = None
     """the places inside ``forward``, for a variable or a call"""
+    meaning: Final[str | None] = None
+    """the name after ``@``, for a point that was selected by its meaning"""
 
     def __str__(self) -> str:
         return self.address if self.call is None else f"{self.address}#{self.call}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.call_trace.object_contents import STANDS, USUAL, Contents, own_forward, same
+from tenterhook.engine.runs import GENERATE
 from tenterhook.pytorch.modes import any_mode
 from tenterhook.pytorch.module_calls import (
     GLOBAL_FORWARD_HOOKS,
@@ -153,8 +154,8 @@ class SubtreeState:
 
 
 def _values(state: dict[str, Any]) -> Contents:
-    # A session installs and removes its own "forward" here.
-    if "forward" in state:
+    # A session installs and removes its own "forward" and "generate" here.
+    if "forward" in state or GENERATE in state:
         return tuple([value for name, value in state.items() if name not in STANDS])
     return tuple(state.values())
 

@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tenterhook.engine.install import SCRIPT
+from tenterhook.engine.runs import GENERATE
 from tenterhook.pytorch.module_calls import OWN_CONTENT
 from tenterhook.pytorch.python_code import function_attributes, replaceable_parts
 
@@ -47,7 +48,7 @@ Contents = tuple[Any, ...]
 
 # Every module has these attributes. Of them, only the children decide what it computes; hooks are checked separately.
 USUAL = frozenset(nn.Module().__dict__) - {"training"}
-STANDS = frozenset(["forward", SCRIPT])  # The attributes that a session installs in a module.
+STANDS = frozenset(["forward", GENERATE, SCRIPT])  # The attributes that a session installs in a module.
 BY_VALUE = frozenset({bool, int, float, complex, str, bytes})
 CONSTANT = BY_VALUE | {type(None), type(...), type(NotImplemented), range, slice, types.CodeType}
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenterhook", "builtins"}

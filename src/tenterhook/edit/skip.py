@@ -6,7 +6,9 @@ import ast
 import builtins
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -122,18 +124,27 @@ def _returns_several(module: nn.Module) -> str | None:
     """Return a reason if the source of a forward shows that it returns a tuple, a dict or nothing."""
     try:
         function = forward_of(module)
-        tree = read_source(function.__code__, function.__qualname__).tree
+        if function not in _reasons:
+            _reasons[function] = _structure_returned(function)
     except NoSource as error:
         return f"the source that would show what it returns cannot be read ({error})"
+    reason = _reasons[function]
+    return f"{type(module).__name__} {reason}" if reason is not None else None
+
+
+_reasons: WeakKeyDictionary[FunctionType, str | None] = WeakKeyDictionary()
+
+
+def _structure_returned(function: FunctionType) -> str | None:
+    tree = read_source(function.__code__, function.__qualname__).tree
     returned = [node.value for node in _own_nodes(tree) if isinstance(node, ast.Return)]
-    kind = type(module).__name__
     for value in returned:
         if value is None or (isinstance(value, ast.Constant) and value.value is None):
-            return f"{kind} may return None"
+            return "may return None"
         named = [bound for target, bound in _assignments(tree) if isinstance(value, ast.Name) and target == value.id]
         if any(_is_structure(each, function.__globals__) for each in (value, *named)):
-            return f"{kind} returns a structure ({ast.unparse(value)}), and its input is one value of it"
-    return None if returned else f"{kind} returns nothing"
+            return f"returns a structure ({ast.unparse(value)}), and its input is one value of it"
+    return None if returned else "returns nothing"
 
 
 def _is_structure(value: ast.AST, names: dict[str, Any]) -> bool:

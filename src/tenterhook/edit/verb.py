@@ -77,6 +77,7 @@ def edit(
     session.number_by(numbering)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [value_binding(point, one, check=check)])
+    session.found_now()
     for point in dict.fromkeys(binding.point for binding in session.bindings):
         warn_if_never_read(model, point)
     if grad or accumulated:

@@ -6,6 +6,7 @@ it enters. A node is also the :class:`~tenterhook.sites.rewrite.PlaceCallbacks` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from tenterhook.address.functions import forward_of, plain
 from tenterhook.address.places import Place
 from tenterhook.engine.action import Context
+from tenterhook.engine.attention_actions import attend, refuse_computed_result
 from tenterhook.engine.operations import watched
 from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.sites.rewrite import key_of, rebuilt, rewritten
 from tenterhook.sites.tensor_hooks import shows_every_change
 
 if TYPE_CHECKING:
+    from tenterhook.address.point import Meaning
     from tenterhook.engine.action import Binding
     from tenterhook.engine.module_actions import ModuleActions
 
@@ -33,6 +36,7 @@ class RewrittenFunction:
     """One function: the actions at its places, and the functions below it that are rewritten too."""
 
     __slots__ = (
+        "_attention",
         "_below",
         "_edits",
         "_entered",
@@ -53,6 +57,7 @@ class RewrittenFunction:
         self._looks: dict[Any, list[tuple[ModuleActions, Binding]]] = {}
         self._below: dict[Any, dict[CodeType, RewrittenFunction]] = {}
         self._made: dict[tuple[RewrittenFunction, FunctionType], Any] = {}
+        self._attention: dict[Any, list[tuple[ModuleActions, Binding]]] = {}
         self.numbers: dict[Any, int] = {}
         # Places where the only action stores a tensor.
         self._short: dict[Any, tuple[ModuleActions, Binding, Any]] = {}
@@ -70,8 +75,17 @@ class RewrittenFunction:
                 node._tapped.add(place)
                 node.numbers[key_of(place)] = place.number
                 table.setdefault(key_of(place), []).append((actions, binding))
+            if spot.meaning is not None:
+                node.add_attention(actions, binding, spot.meaning)
             if spot.operation is not None:
                 table.setdefault(spot.operation, []).append((actions, binding))
+
+    def add_attention(self, actions: ModuleActions, binding: Binding, meaning: Meaning) -> None:
+        """Add a binding at a value of an attention call in this function."""
+        refuse_computed_result(binding)
+        for place in meaning.places:
+            self._entered.add(place)
+            self._attention.setdefault(key_of(place), []).append((actions, binding))
 
     def settle(self) -> None:
         """Find the places that can use the fast path. Call this after all bindings were added."""
@@ -166,6 +180,26 @@ class RewrittenFunction:
         return value
 
     def enter(self, place: Any, function: Any) -> Any:
+        """Return what to call in place of a function: its rewritten form, the function itself, or an attention call."""
+        entered = self._rewritten(place, function)
+        acting = self._attention.get(place)
+        return entered if acting is None else functools.partial(self._attend, entered, acting)
+
+    def _attend(self, function: Any, acting: list[tuple[ModuleActions, Binding]], /, *args: Any, **kwargs: Any) -> Any:
+        """Call an attention function, and run the actions at the values that it takes and computes."""
+        now = []
+        for actions, binding in acting:
+            context = None if actions.over else _context(actions, binding)
+            if context is not None:
+                refuse_traced(actions.module)
+                now.append((binding, context))
+        value = attend(function, now, args, kwargs) if now else function(*args, **kwargs)
+        for actions, _ in acting:
+            if actions.session.done and not actions.over:
+                self._stop(actions)
+        return value
+
+    def _rewritten(self, place: Any, function: Any) -> Any:
         """Return the rewritten form of a function that is about to be called, or the function itself if it has none."""
         below = self._below.get(place)
         target = plain(function) if below is not None else None

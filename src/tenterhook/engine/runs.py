@@ -22,10 +22,20 @@ from tenterhook.sites.threads import current
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding, Context
 
-__all__ = ["GenerateListener", "Numbering", "RunNumbers", "RunStart", "check_numbering", "listen", "stop_listening"]
+__all__ = [
+    "GENERATE",
+    "GenerateListener",
+    "Numbering",
+    "RunNumbers",
+    "RunStart",
+    "check_numbering",
+    "listen",
+    "stop_listening",
+]
 
 Numbering = Literal["session", "run"]
 GENERATE = "generate"
+"""the attribute of a model that sessions replace"""
 
 
 def check_numbering(numbering: str) -> None:

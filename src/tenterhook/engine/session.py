@@ -10,7 +10,7 @@ from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address.match import Point, Site
-from tenterhook.address.walk import Structure, find, structure, walk
+from tenterhook.address.walk import Structure, find, last_structure, structure, walk
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.compile_counts import Compiled
 from tenterhook.engine.compiled_support import compiled_support
@@ -266,6 +266,10 @@ class Session:
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
 
+    def found_now(self) -> None:
+        """Remember the structure in which the points were found, so that the start need not look for each of them."""
+        self._planned = last_structure(self.model)
+
     def number_by(self, numbering: Numbering) -> None:
         """Choose what the call number of an address counts: the calls in the session, or in each run."""
         check_numbering(numbering)
@@ -366,7 +370,7 @@ class Session:
 
     # -- as a context manager -----------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self.depth += 1  # Increment first: the end of the block reads it if an interrupt comes.
         if self.depth == 1:
             try:

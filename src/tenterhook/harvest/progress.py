@@ -6,12 +6,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tenterhook._draw import Column, Drawn, Row, Table, short_number
 from tenterhook._look.progress import Move, bar
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.job import Batch
+
+if TYPE_CHECKING:
+    from tenterhook.store.read import Store
 
 __all__ = ["Harvest", "Progress", "shown"]
 
@@ -95,7 +98,7 @@ class Harvest(Drawn):
     peak: int
     memory: int
 
-    def open(self) -> Any:
+    def open(self) -> Store:
         """Open the store for reading. Raise ``HarvestError`` if the rows were passed to a function."""
         if isinstance(self.place, str):
             raise HarvestError(f"the rows were passed to {self.place} and are not stored; pass a path or a URL as to=.")

@@ -13,24 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook._tree import tensors
 from tenterhook.address.grammar import escape
+from tenterhook.address.meanings import ATTENTION_CHILDREN, MLP_CHILDREN
+from tenterhook.record.generation import joined, run_of
 
 __all__ = ["Aliases", "Generated", "aliases", "generate", "model_of"]
 
-# Names of the attention and the MLP in a layer; the first that exists is used. BERT's `attention` already includes the
-# residual and the norm, so its dense layer is used instead.
-ATTENTION = (
-    "self_attn", "attn", "self_attention", "attention.output.dense", "attention.o_proj", "attention",
-    "layer.0.SelfAttention", "mixer",
-)  # fmt: skip
-MLP = (
-    "mlp", "feed_forward", "ffn", "block_sparse_moe", "layer.1.DenseReluDense", "output.dense", "fc2", "intermediate",
-)  # fmt: skip
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -94,7 +85,7 @@ def aliases(model: Any, *, part: Literal["decoder", "encoder"] | None = None) ->
     layers = tuple(f"{escape(stack)}.{number}" for number in range(len(listed)))
     found = Aliases(
         str(getattr(config, "model_type", type(model).__name__)), layers,
-        _inside(model, layers, ATTENTION), _inside(model, layers, MLP),
+        _inside(model, layers, ATTENTION_CHILDREN), _inside(model, layers, MLP_CHILDREN),
         (*(f"{layer}:in" for layer in layers), layers[-1]),
         _asked(model, "get_input_embeddings"), _last_norm(model, stack), _asked(model, "get_output_embeddings"),
     )  # fmt: skip
@@ -113,16 +104,13 @@ class Generated:
     tape: th.Tape
 
     def joined(self, point: str) -> Tensor:
-        """Return the values of all steps at a point, joined along the positions.
+        """Return the values of all steps at a point, joined along the positions, as ``tape.sequence`` does.
 
-        The result equals that of one run of the whole sequence, without the last token, which was generated but never
-        an input.
+        With ``keep=``, join the steps that are held.
         """
-        steps = [_single(value, point) for value in self.tape.calls(point)]
-        if len({step.shape[0] for step in steps}) > 1 or any(step.dim() < 2 for step in steps):  # noqa: PLR2004
-            shapes = ", ".join(str(list(step.shape)) for step in steps[:4])
-            raise th.TapeError(f"{point!r} has no positions in its second dimension to join: {shapes}, …")
-        return torch.cat(steps, 1)
+        run, held = run_of(self.tape, -1), self.tape.calls(point)
+        steps = run["steps"][-len(held) :]
+        return joined(point, held, {**run, "steps": [[start - steps[0][0], length] for start, length in steps]})
 
 
 def generate(model: Any, inputs: Any, *points: Any, keep: Any = "all", **kwargs: Any) -> Generated:
@@ -239,13 +227,6 @@ def _validate(model: nn.Module, found: Aliases) -> None:
             f"{layer} has no {' and no '.join(missing)} under a known name; it has {', '.join(inside)}.\n"
             "Use the addresses directly: print th.points(model)."
         )
-
-
-def _single(value: Any, point: str) -> Tensor:
-    found = [tensor for _, tensor in tensors(value)]
-    if len(found) != 1:
-        raise th.TapeError(f"{point!r} has {len(found)} tensors, but only one can be joined")
-    return found[0]
 
 
 def _no_number(name: str) -> str:

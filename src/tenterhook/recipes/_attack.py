@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Attack"]
 
@@ -15,7 +18,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attack:
+class Attack(Pictured):
     """The result of an adversarial attack.
 
     ``examples``: the changed images. ``success``: for each image, True if the model is now wrong, or predicts the
@@ -44,7 +47,7 @@ class Attack:
         """The accuracy of the model before and after the attack."""
         return tuple(float((each == self.labels).double().mean()) for each in (self.before, self.after))  # type: ignore[return-value]
 
-    def show(self, count: int = SHOWN) -> Any:
+    def show(self, count: int = SHOWN) -> Figure:
         """Return a matplotlib figure of the first ``count`` images: image, scaled change, and result."""
         count = min(count, len(self.images))
         figure = new_figure(1.5 * count, 4.6)

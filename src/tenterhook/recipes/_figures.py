@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tenterhook._text import printable
 
-__all__ = ["heatmap", "new_figure"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Pictured", "heatmap", "new_figure"]
 
 MISSING = 'pictures need matplotlib: pip install "tenterhook[page]"'
 
 
-def new_figure(width: float, height: float) -> Any:
+class Pictured:
+    """The base class of results with a figure. A notebook shows the figure and the text."""
+
+    def show(self) -> Figure:
+        """Return a matplotlib figure. A notebook shows it as the value of a cell."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        try:
+            return self._html(self.show())
+        except Exception:  # noqa: BLE001 - without matplotlib, or for values that cannot be drawn, there is the text
+            return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def _html(self, figure: Figure) -> str:
+        from tenterhook._notebook_figure import as_image
+
+        return f'<div>{as_image(figure)}<pre style="opacity:.7">{html.escape(repr(self))}</pre></div>'
+
+
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure with a size in inches, not registered with pyplot.
 
     Matplotlib is imported here, so that it is only needed for figures.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
+
+        from tenterhook._notebook_figure import NotebookFigure
     except ImportError:
         raise ModuleNotFoundError(MISSING, name="matplotlib") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    return NotebookFigure(figsize=(width, height), layout="constrained")
 
 
 def heatmap(
@@ -34,7 +59,7 @@ def heatmap(
     title: str = "",
     signed: bool = True,
     words: Sequence[Sequence[str]] | None = None,
-) -> Any:
+) -> Figure:
     """Return a heat map. ``words`` are texts written into its cells."""
     values = grid.detach().float().cpu()
     width = 0.75 if words is not None else 0.38

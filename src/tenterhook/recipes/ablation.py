@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._text import printable
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import heatmap
+from tenterhook.recipes._figures import Pictured, heatmap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Ablation", "ablate"]
 
@@ -24,7 +27,7 @@ How = Literal["zero", "mean", "resample"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Ablation:
+class Ablation(Pictured):
     """The result of an ablation. ``values``: the metric without each point and place, ``[points, places]``.
 
     ``base`` is the metric of the unchanged model and ``effect`` the difference to it. ``spread`` is the standard
@@ -50,7 +53,7 @@ class Ablation:
         order = flat.abs().argsort(descending=True)[:count].tolist()
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
-    def show(self) -> Any:
+    def show(self) -> Figure:
         """Return a matplotlib figure of the effect, with points as rows and places as columns."""
         return heatmap(self.effect, self.points, self.places, title=f"{self.how} ablation, base {self.base:.3g}")
 

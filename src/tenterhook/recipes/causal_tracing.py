@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._text import printable
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import heatmap
+from tenterhook.recipes._figures import Pictured, heatmap
 from tenterhook.recipes._readout import name_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Trace", "causal_trace"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Trace:
+class Trace(Pictured):
     """The result of causal tracing: the metric with each value restored, by point and position.
 
     ``clean`` and ``corrupt`` are the metrics of the clean run and of the run with noise. ``effect`` is the gain from
@@ -54,7 +57,7 @@ class Trace:
         order = flat.argsort(descending=True)[:count].tolist()
         return [(self.points[i // width], self.positions[i % width], float(flat[i])) for i in order]
 
-    def show(self, *, labels: Sequence[str] | None = None) -> Any:
+    def show(self, *, labels: Sequence[str] | None = None) -> Figure:
         """Return a matplotlib figure of the effect. Positions with noise are marked with a star."""
         names = list(labels) if labels is not None else [str(place) for place in self.positions]
         names = [

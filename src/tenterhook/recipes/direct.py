@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._text import printable
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._readout import TOLERANCE, Readout, readout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["DirectLogits", "direct_logits"]
 
@@ -28,7 +31,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DirectLogits:
+class DirectLogits(Pictured):
     """Contributions to a score, ``[points, examples]``, and ``bias``, the constant part of the readout.
 
     ``contributions.sum(0) + bias`` equals ``score``, up to ``error``. ``heads`` has the contributions of single
@@ -48,7 +51,7 @@ class DirectLogits:
         mean = self.contributions.mean(1)
         return [(self.points[i], float(mean[i])) for i in mean.abs().argsort(descending=True)[:count].tolist()]
 
-    def show(self) -> Any:
+    def show(self) -> Figure:
         """Return a matplotlib figure with a bar for each of the largest contributions, averaged over the examples."""
         named = dict(zip(self.points, self.contributions.mean(1).tolist(), strict=True))
         shown = {point for point, _ in self.best(SHOWN)}

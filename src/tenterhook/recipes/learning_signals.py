@@ -6,15 +6,18 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._inputs import floats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["LayerSignal", "Signal", "learning_signal"]
 
@@ -47,7 +50,7 @@ class LayerSignal:
 
 
 @dataclass(frozen=True, repr=False)
-class Signal:
+class Signal(Pictured):
     """The learning signal of each layer, in the order of the model, and the loss."""
 
     layers: tuple[LayerSignal, ...]
@@ -56,7 +59,7 @@ class Signal:
     def __getitem__(self, name: str) -> LayerSignal:
         return next(layer for layer in self.layers if layer.name == name)
 
-    def show(self) -> Any:
+    def show(self) -> Figure:
         """Return a matplotlib figure with the ratio of each layer on a logarithmic scale."""
         figure = new_figure(6, 1.2 + 0.24 * len(self.layers))
         axes = figure.add_subplot()

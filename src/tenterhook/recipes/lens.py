@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._text import printable
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import heatmap
+from tenterhook.recipes._figures import Pictured, heatmap
 from tenterhook.recipes._readout import Readout, readout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Lens", "TunedLens", "logit_lens", "tuned_lens"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Lens:
+class Lens(Pictured):
     """The result of a lens.
 
     ``logits``: the scores at each point, ``[points, …, vocabulary]``. ``final``: the model's own scores.
@@ -58,7 +61,9 @@ class Lens:
         same = self.top()[..., 0] == self.final.argmax(-1)
         return same.flatten(1).float().mean(1)
 
-    def show(self, *, decode: Callable[[int], str] = str, example: int = 0, labels: Sequence[str] | None = None) -> Any:
+    def show(
+        self, *, decode: Callable[[int], str] = str, example: int = 0, labels: Sequence[str] | None = None
+    ) -> Figure:
         """Return a matplotlib figure of the most likely token, and its probability, at each point of one example."""
         scores = self.logits if self.logits.dim() > 3 else self.logits[:, :, None]  # noqa: PLR2004
         chances, tokens = scores[:, example].float().softmax(-1).max(-1)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._figures import heatmap
+from tenterhook.recipes._figures import Pictured, heatmap
 from tenterhook.recipes._inputs import arguments, lone, tensors_of
 from tenterhook.recipes._inputs import selected as addresses_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Agreement", "Patching", "activation", "attribution", "path"]
 
@@ -40,7 +43,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Patching:
+class Patching(Pictured):
     """The result of patching.
 
     ``values``: the metric for each pair, point and place. ``clean`` and ``corrupt``: the metric of the two runs of each
@@ -87,7 +90,7 @@ class Patching:
         width = len(self.places)
         return [(self.points[i // width], self.places[i % width], float(flat[i])) for i in order]
 
-    def show(self, *, title: str = "") -> Any:
+    def show(self, *, title: str = "") -> Figure:
         """Return a matplotlib figure of the effect, with points as rows and places as columns."""
         return heatmap(
             self.effect, self.points, self.places, title=title or ("estimated effect" if self.estimated else "effect")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
+from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._inputs import lone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from tenterhook.recipes._figures import new_figure
 
 __all__ = ["Probes", "probe"]
 
@@ -25,7 +25,7 @@ Pool = Literal["mean", "max", "flatten"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Probes:
+class Probes(Pictured):
     """The result of probing: ``accuracy`` for each point and fold, and the ``classifiers``.
 
     The classifiers are fitted to all examples, one for each point. ``chance`` is the fraction of the most common class.
@@ -45,7 +45,7 @@ class Probes:
 
     def show(self) -> Figure:
         """Return a matplotlib figure of the accuracy at each point, with the standard deviation over the folds."""
-        made: Figure = new_figure(2.5 + 0.6 * len(self.points), 3.2)
+        made = new_figure(2.5 + 0.6 * len(self.points), 3.2)
         axes = made.add_subplot()
         along = range(len(self.points))
         axes.errorbar(along, self.accuracy.mean(1).numpy(), self.accuracy.std(1).numpy(), fmt="o-", capsize=3)

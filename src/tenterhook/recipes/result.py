@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +30,7 @@ Kind = Literal["input", "point", "map"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution:
+class Attribution(Pictured):
     """The result of an attribution.
 
     ``attribution``: the importance of each element of the input, or of the value at the point, for the target, with the
@@ -86,7 +84,7 @@ class Attribution:
             raise th.RecipeError(text)
         count = min(len(found), SHOWN)
         height = 3.0 * min(2.0, found.shape[1] / found.shape[2])
-        made: Figure = new_figure(6.8, (height + 0.4) * count + 0.4)
+        made = new_figure(6.8, (height + 0.4) * count + 0.4)
         made.suptitle(title or self._title(), fontsize=11)
         axes: Any = made.subplots(count, 2, squeeze=False)
         for row in range(count):
@@ -115,19 +113,6 @@ class Attribution:
         finally:
             part.unlink(missing_ok=True)
         return path
-
-    def _repr_html_(self) -> str:
-        try:
-            return self._html(self.show())
-        except (ModuleNotFoundError, th.RecipeError):  # Without a figure, show the text.
-            return f"<pre>{html.escape(repr(self))}</pre>"
-
-    def _html(self, figure: Figure) -> str:
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=90)
-        data = base64.b64encode(out.getvalue()).decode()
-        image = f'<img alt="{html.escape(self._title())}" src="data:image/png;base64,{data}">'
-        return f'<div>{image}<pre style="opacity:.7">{html.escape(repr(self))}</pre></div>'
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +156,7 @@ def side_by_side(found: Sequence[Attribution], *, example: int = 0, columns: int
     image, count = _image(found[0].inputs[example]), len(maps) + 1
     rows = -(-count // columns)
     wide = min(count, columns)
-    made: Figure = new_figure(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3)
+    made = new_figure(1.9 * wide, 2.1 * rows * min(2.0, maps[0].shape[0] / maps[0].shape[1]) + 0.3)
     made.set_label(", ".join(each._title() for each in found))
     axes: Any = made.subplots(rows, wide, squeeze=False)
     for each in axes.flat:
@@ -240,7 +225,7 @@ def _over(axes: Any, image: Tensor, found: Tensor, alpha: float) -> None:
 def _strip(found: Tensor, labels: Sequence[str] | None, title: str) -> Figure:
     found = found[:SHOWN]
     width = min(14.0, 2.5 + 0.45 * found.shape[1])
-    made: Figure = new_figure(width, 1.3 + 0.35 * len(found))
+    made = new_figure(width, 1.3 + 0.35 * len(found))
     axes = made.add_subplot()
     drawn = axes.imshow(found.numpy(), aspect="auto", **_scale(found))
     axes.set_yticks([])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from torch.func import functional_call, vjp, vmap
 
 import tenterhook as th
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._layers import BATCH_NORMS
 from tenterhook.recipes._per_example import WHOLE, Arguments, arguments_of, whole_gradients
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["SampleGradients", "per_sample_gradients"]
 
@@ -28,7 +31,7 @@ MIXING = BATCH_NORMS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SampleGradients:
+class SampleGradients(Pictured):
     """Per-example gradients.
 
     ``grads[name]`` is ``[examples, *shape of the parameter]``. ``losses`` has the loss of each example.
@@ -43,7 +46,7 @@ class SampleGradients:
         squares = [grad.flatten(1).double().square().sum(1) for grad in self.grads.values()]
         return torch.stack(squares).sum(0).sqrt()
 
-    def show(self) -> Any:
+    def show(self) -> Figure:
         """Return a matplotlib figure of the loss of each example against the norm of its gradient."""
         figure = new_figure(4.6, 3.2)
         axes = figure.add_subplot()

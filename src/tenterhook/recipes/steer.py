@@ -11,14 +11,17 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes import _inputs as given
-from tenterhook.recipes._figures import new_figure
+from tenterhook.recipes._figures import Pictured, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Steering", "steering"]
 
@@ -28,7 +31,7 @@ LAST = (slice(None), -1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Steering:
+class Steering(Pictured):
     """A steering vector, with the examples that it was computed from.
 
     ``vector``: the mean of the positive examples minus the mean of the negative examples, at ``point``. ``positive``
@@ -99,7 +102,7 @@ class Steering:
         moved = dataclasses.replace(self, vector=self.vector.to(device=like.device, dtype=like.dtype))
         return th.edit(model, moved.edits(scale, **where))
 
-    def show(self) -> Any:
+    def show(self) -> Figure:
         """Return a matplotlib figure: histograms of the projections of both sets onto the vector."""
         figure = new_figure(6, 2.6)
         axes = figure.add_subplot()

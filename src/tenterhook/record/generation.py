@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tenterhook.errors import TapeError
 from tenterhook.pytorch.wrappers import unwrapped
+from tenterhook.record.tape_log import SPAN
 
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
@@ -63,7 +65,7 @@ class GenerationNotes:
         tokens = getattr(output, "sequences", output)
         if not isinstance(tokens, Tensor):
             return
-        run: dict[str, Any] = {"first": self._first, "last": len(self._tape.log.entries)}
+        run: dict[str, Any] = {"calls": _calls(self._tape, self._first)}
         steps = _steps(self._read, tokens)
         if isinstance(steps, str):
             run["refused"] = steps
@@ -79,6 +81,20 @@ class GenerationNotes:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def _calls(tape: Tape, first: int) -> dict[str, list[int]]:
+    """Return, for each point that was recorded since an entry, its first call and the number of its calls.
+
+    Positions in the log would not do: ``keep=`` drops entries before them, and so does ``tape.clear()``.
+    """
+    tracks: dict[str, Any] = tape._tracks
+    names = {track.entries.base: address for address, track in tracks.items()}
+    found: dict[str, list[int]] = {}
+    for key in islice(tape.log.entries, first, None):
+        call = key % SPAN
+        found.setdefault(names[key - call], [call, 0])[1] += 1
+    return found
 
 
 def _steps(read: list[Tensor | None], tokens: Tensor) -> list[list[int]] | str:

@@ -22,8 +22,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tenterhook._draw import counted
+from tenterhook._draw import Drawn, Table
 from tenterhook._tree import Path, replace_at, tensors
+from tenterhook.address.grammar import CallRange
 from tenterhook.compiled.expected_gradients import expect
 from tenterhook.engine.action import Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
@@ -89,12 +90,10 @@ new_cell = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
 SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
-SHOWN = 8  # Number of addresses in the text of the gradients.
-EMPTY = "<no gradients>"
 NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
-class Gradients(TapeView):
+class Gradients(Drawn, TapeView):
     """The gradients of a tape's values, by the same addresses."""
 
     def __init__(self, tape: Tape) -> None:
@@ -105,11 +104,6 @@ class Gradients(TapeView):
         self._ends: list[Any] = []
         self.unread: dict[int, GradientSlots] = {}
         """The slots of tracks that are not created yet, because nothing has read them."""
-
-    def __repr__(self) -> str:
-        addresses = list(self)
-        more = f" and {len(addresses) - SHOWN} more" if len(addresses) > SHOWN else ""
-        return f"<{counted(len(addresses), 'gradient')}: {', '.join(addresses[:SHOWN])}{more}>" if addresses else EMPTY
 
     def returned(self, value: Any) -> Any:
         """Hook the outputs of the whole model, so that a backward pass can correct sums. Return the outputs.
@@ -156,6 +150,12 @@ class Gradients(TapeView):
         tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
+    def _find(self, address: str) -> tuple[str, int | CallRange | None]:
+        tape = self._tape()
+        if tape is not None:
+            tape.refuse_before_start()
+        return super()._find(address)
+
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, GradientSlot):
             return super()._read(entry, address)
@@ -182,6 +182,12 @@ class Gradients(TapeView):
 
     def _unknown(self, address: str) -> TenterhookError:
         return NoBackward(NONE_RECORDED) if not self._tracks else super()._unknown(address)
+
+    def table(self) -> Table:
+        """Return a table with one row per recorded gradient."""
+        from tenterhook.record.tape_table import gradient_table
+
+        return gradient_table(self)
 
 
 class BeginPass:

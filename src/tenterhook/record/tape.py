@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["Tape", "TapeView", "Track", "load"]
 
 RETURN = Site.RETURN
+NOT_STARTED = (
+    "nothing is recorded, because the session was not started.\n"
+    "Write `with th.record(model, ...) as tape:` and call the model inside the block, or call .start() on the session, "
+    "run the model, and call .close()."
+)
 
 
 def _gone() -> Any:
@@ -258,6 +263,9 @@ class Tape(Drawn, TapeView):
     of selection. :meth:`in_order` returns the same addresses in the order in which the values were produced.
     """
 
+    started = True
+    """False for the tape of a session that was not started yet"""
+
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
         self.log = TapeLog()
@@ -289,14 +297,15 @@ class Tape(Drawn, TapeView):
         """
         from tenterhook.record.generation import joined, run_of
 
+        self.refuse_before_start()
         noted = run_of(self, run)
         base, call = self._find(address)
         if call is not None:
             raise AddressError(f"{address!r} names a call already; ask for the sequence of {base!r}")
-        held: Any = self._tracks[base].entries
-        keys = list(self.log.entries)[noted["first"] : noted["last"]]
-        calls = [key - held.base for key in keys if key - key % SPAN == held.base]
-        return joined(base, [self._read(held[index], f"{base}#{index}") for index in calls], noted)
+        held = self._tracks[base].entries
+        first, count = noted["calls"].get(base, (0, 0))
+        calls = [call for call in range(first, first + count) if call in held]
+        return joined(base, [self._read(held[call], f"{base}#{call}") for call in calls], noted)
 
     @property
     def tokens(self) -> Tensor:
@@ -321,6 +330,15 @@ class Tape(Drawn, TapeView):
     def gradients_alone(self) -> bool:
         """True if this was recorded with ``values=False``."""
         return not self._tracks and bool(self.grad._tracks)
+
+    def refuse_before_start(self) -> None:
+        """Raise if the session of this tape was not started."""
+        if not self.started:
+            raise NotRecorded(NOT_STARTED)
+
+    def _find(self, address: str) -> tuple[str, int | CallRange | None]:
+        self.refuse_before_start()
+        return super()._find(address)
 
     def _unknown(self, address: str) -> TenterhookError:
         if not self.gradients_alone:
@@ -434,7 +452,8 @@ class Tape(Drawn, TapeView):
     def plot(self, address: str, *, maps: int = 64) -> Figure:
         """Return a matplotlib figure of one value and its gradient: maps, a matrix or a line, next to a histogram.
 
-        It needs ``tenterhook[page]``. A value with several tensors gets one row for each.
+        It needs ``tenterhook[page]``. A value with several tensors gets one row for each. As the last line of a
+        notebook's cell it is shown.
         """
         from tenterhook._look.figure import figure
 

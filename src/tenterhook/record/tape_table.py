@@ -15,9 +15,10 @@ from tenterhook._tree import describe, show_path, tensors
 from tenterhook.errors import TenterhookError
 
 if TYPE_CHECKING:
+    from tenterhook.record.recorded_gradients import Gradients
     from tenterhook.record.tape import Tape
 
-__all__ = ["failed", "failure_lines", "table"]
+__all__ = ["failed", "failure_lines", "gradient_table", "table"]
 
 COLUMNS = (
     Column("point"),
@@ -79,6 +80,19 @@ def _rows(tape: Tape, address: str) -> list[Row]:
         Row((address + show_path(path), kind, _shape(tensor), *_numbers(tensor), _norm(gradients.get(path))))
         for path, tensor in found
     ]
+
+
+def gradient_table(grads: Gradients) -> Table:
+    """Return one row per recorded gradient."""
+    addresses = list(grads)
+    rows = [
+        Row((address + show_path(path), kind, _shape(gradient), *_numbers(gradient), _norm(gradient)))
+        for address in addresses[:SHOWN]
+        for kind in [grads._tracks[grads._find(address)[0]].kind]
+        for path, gradient in tensors(grads[address])
+    ]
+    more = (f"… and {len(addresses) - SHOWN} more",) if len(addresses) > SHOWN else ()
+    return Table(counted(len(addresses), "gradient"), COLUMNS, tuple(rows), more)
 
 
 def _gradient_rows(tape: Tape, address: str) -> list[Row]:

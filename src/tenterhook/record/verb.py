@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
-from tenterhook.errors import AddressError, TenterhookWarning
+from tenterhook.errors import AddressError, SessionError, TenterhookWarning
 from tenterhook.pytorch.distributed import in_pipeline
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.record.alias_sums import number_for
@@ -145,6 +145,7 @@ class Recording(Session):
     """A session that records. The ``with`` statement returns its tape, which is also ``.tape``."""
 
     verb = "record"
+    tape: Tape
 
     def __init__(
         self,
@@ -164,6 +165,7 @@ class Recording(Session):
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
         self.tape = tape = Tape(model)
+        tape.started = False
         self.points = points
         self._values = values
         self._groups: list[Sequence[Point]] = []
@@ -179,7 +181,7 @@ class Recording(Session):
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
         if self._is_found_later:
             return  # They are created when the session starts.
-        outputs = [point for point in points if point.site is RETURN and point.call is None] if self._shares else []
+        outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
@@ -209,7 +211,7 @@ class Recording(Session):
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
         keys = self._outputs.keys if self._outputs is not None else {}
         for point in points:
-            if self._outputs is not None and point.module in keys and point.site is RETURN and point.call is None:
+            if self._outputs is not None and point.module in keys and _is_plain_output(point):
                 self._outputs.make_track(point)
             else:
                 (self._add if self._values else self._add_gradient)(point, tape, bindings)
@@ -359,6 +361,7 @@ class Recording(Session):
 
     def on_start(self) -> None:
         super().on_start()
+        self.tape.started = True
         if self._stop:
             self._waiting.update(
                 binding.point
@@ -425,9 +428,13 @@ class Recording(Session):
             else:
                 self.done = True
 
-    def __enter__(self) -> Tape:
+    def __getitem__(self, address: object) -> NoReturn:
+        self.tape.refuse_before_start()
+        raise SessionError(f"values are on the tape of a session: session.tape[{address!r}]")
+
+    def __enter__(self) -> Tape:  # type: ignore[override]
         super().__enter__()
-        return self.tape  # type: ignore[no-any-return]
+        return self.tape
 
     def leave(self, error: BaseException | None) -> bool:
         # Values recorded before the error stay on the tape, with a note of the place that failed.
@@ -462,6 +469,11 @@ class _Unreached:
 
 
 NOTHING_DONE = _Unreached()
+
+
+def _is_plain_output(point: Point) -> bool:
+    """Return whether a point is the output of all calls of a module, under the module's own name."""
+    return point.site is RETURN and point.call is None and point.meaning is None
 
 
 def _is_ever_called(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -58,7 +58,13 @@ class Grid(Sequence[Case]):
             labels = dict(zip(self.axes, values, strict=True))
             yield Case(self._make(**labels), labels)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Case: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Case]: ...
+
+    def __getitem__(self, index: int | slice) -> Case | list[Case]:
         return list(self)[index]
 
     def __repr__(self) -> str:

@@ -12,6 +12,8 @@ from tenterhook._draw import Column, Drawn, Row, Table
 from tenterhook.errors import SweepError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from tenterhook.replay.call_server import ServedCall
     from tenterhook.replay.cases import Case
 
@@ -89,20 +91,22 @@ class Sweep(Drawn):
             raise SweepError("a data frame needs pandas: pip install pandas") from error
         return pd.DataFrame(self.rows())
 
-    def heatmap(self, *, title: str = "", center: float | None = None) -> Any:
+    def heatmap(self, *, title: str = "", center: float | None = None) -> Figure:
         """Return a matplotlib figure of a sweep over two axes with a single number as metric.
 
         Values below ``center`` are blue, values above are red. The default center is the unedited metric.
         """
         try:
-            from matplotlib.figure import Figure
+            import matplotlib.figure  # noqa: F401
+
+            from tenterhook._notebook_figure import NotebookFigure
         except ImportError as error:
             raise SweepError("a heat map needs matplotlib: pip install matplotlib") from error
         grid = self.grid.float().cpu()
         if grid.dim() != 2:  # noqa: PLR2004
             shape = list(grid.shape)
             raise SweepError(f"a heat map has two axes, and this sweep has the shape {shape}; choose a part of .grid")
-        figure = Figure(figsize=(2 + 0.35 * grid.shape[1], 1.5 + 0.3 * grid.shape[0]), layout="constrained")
+        figure = NotebookFigure(figsize=(2 + 0.35 * grid.shape[1], 1.5 + 0.3 * grid.shape[0]), layout="constrained")
         axes = figure.add_subplot()
         middle = center if center is not None else float(self.base) if self.base is not None else 0.0
         far = max(float((grid[~grid.isnan()] - middle).abs().max()) if grid.numel() else 1.0, 1e-12)

@@ -112,7 +112,16 @@ def _fits(wanted: Address, parsed: Address) -> bool:
         return False
     if isinstance(wanted.call, int) and wanted.call >= 0 and made != wanted.call:
         return False
+    if not _meaning_fits(wanted, parsed):
+        return False
     return all(_inner_fits(*pair) for pair in zip(wanted.inner, parsed.inner, strict=True))
+
+
+def _meaning_fits(wanted: Address, found: Address) -> bool:
+    if wanted.meaning is None or found.meaning is None:
+        return wanted.meaning is found.meaning
+    same = re.fullmatch(name_regex(wanted.meaning), found.meaning.literal or "") is not None
+    return same and wanted.head in (None, found.head)
 
 
 def _inner_fits(wanted: Inner, found: Inner) -> bool:

@@ -7,7 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ __all__ = ["Store", "StoredRows"]
 
 BLOCKS = 4  # Blocks of an object store that are cached, because the next rows are probably in them too.
 GIGA = 1e9
+Index: TypeAlias = int | slice | Sequence[int] | Tensor | np.ndarray[Any, Any]
 DAMAGED = (
     "{place}/{name} is damaged: {what}. tenterhook verify {place} lists all damage; with --drop the same harvest "
     "repairs it."
@@ -61,7 +62,7 @@ class StoredRows:
     def __len__(self) -> int:
         return len(self._store)
 
-    def __getitem__(self, index: int | slice | Sequence[int] | Tensor | np.ndarray[Any, Any]) -> Tensor:
+    def __getitem__(self, index: Index) -> Tensor:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
@@ -301,7 +302,13 @@ class Store(Drawn):
         hint = f"Did you mean {listed(near)}?" if near else f"It has {listed(names)}."
         raise NotRecorded(f"{key!r} is not in {self.place}. {hint}")
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: str) -> StoredRows: ...
+
+    @overload
+    def __getitem__(self, index: Index) -> dict[str, Tensor]: ...
+
+    def __getitem__(self, index: str | Index) -> StoredRows | dict[str, Tensor]:
         if isinstance(index, str):
             return self.rows(index)
         if isinstance(index, Mapping):

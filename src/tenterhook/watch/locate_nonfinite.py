@@ -11,6 +11,7 @@ A mask of -Inf is not an error. The search ignores it: when it looks for NaN, it
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,6 +54,9 @@ class NonFiniteReport:
     line: Line | None = None
     """the line of the operation that produced it; ``line.operands`` are the arguments of the operation"""
     note: str = ""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         nan, inf = int(self.statistics["nan"]), int(self.statistics["inf"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,9 @@ class Results(Drawn):
     def __repr__(self) -> str:
         # Before the first step, show it as a session.
         return super().__repr__() if self.steps else super(Drawn, self).__repr__()
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self.steps else f"<pre>{html.escape(repr(self))}</pre>"
 
 
 def about(model: nn.Module, options: WatchOptions) -> dict[str, Any]:
