@@ -9,7 +9,7 @@ from tenterhook import hooks
 
 
 class Two(nn.Module):
-    """Two outputs, the second of which may be unused."""
+    """A module with two outputs. The second may be unused."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,7 @@ class Two(nn.Module):
 
 
 class Sum(nn.Module):
-    """Two inputs."""
+    """A module with two inputs."""
 
     def forward(self, x, y):
         return x * y.sigmoid() + y
@@ -60,7 +60,7 @@ class Network(nn.Module):
 
 
 def differentiate(seed, register, *, edits):
-    """Return what the hooks saw, and every gradient."""
+    """Return the gradients that the hooks received, and the gradients of all leaves."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     net = Network(draw).double()

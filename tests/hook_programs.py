@@ -1,6 +1,6 @@
-"""Random programs around one module: what is used, and what is changed in place, before, in and after its call.
+"""Random programs around one module. They use tensors and change them in place, before, in and after its call.
 
-A program runs once without hooks and once with them. Every choice comes from a seed, so that both runs are the same.
+A program runs once without hooks and once with them. Every choice comes from a seed, so both runs are the same.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Pair:
 
 
 class Toy(nn.Module):
-    """A module whose forward is chosen by name; it may keep what it was given."""
+    """A module whose forward is chosen by name. It may store its inputs on itself."""
 
     def __init__(self, kind):
         super().__init__()
@@ -104,7 +104,7 @@ def tensors_in(value):
 
 
 class Program:
-    """A call of a toy module among random uses and changes in place."""
+    """A call of a toy module among random uses and in-place changes."""
 
     def __init__(self, seed, kind):
         self.seed, self.kind = seed, kind
@@ -112,7 +112,7 @@ class Program:
     def run(self, register=None, around=None, change=0.4):
         """Return the value of the loss and the gradients of the leaves.
 
-        ``register`` hooks the module, ``around`` calls it, ``change`` is how often a step changes something in place.
+        ``register`` hooks the module, ``around`` calls it, ``change`` is the share of in-place steps.
         """
         draw = random.Random(self.seed)
         torch.manual_seed(self.seed)
@@ -159,7 +159,7 @@ class Program:
 
 
 def observe(module, log=None):
-    """Hook a module; what the hooks see goes to ``log``."""
+    """Register hooks that add what they receive to ``log``."""
     hooks.register_backward_pre_hook(module, lambda m, o: None if log is None else log.append(("pre", o)))
     hooks.register_backward_hook(module, lambda m, i, o: None if log is None else log.append(("post", i, o)))
 
@@ -173,13 +173,13 @@ def edit_output(gradient):
 
 
 def edit(module):
-    """Hook a module with hooks that change every gradient."""
+    """Register hooks that change every gradient."""
     hooks.register_backward_pre_hook(module, lambda m, o: tuple(map(edit_output, o)))
     hooks.register_backward_hook(module, lambda m, i, o: tuple(map(edit_input, i)))
 
 
 class Gradient(torch.autograd.Function):
-    """A copy of a tensor; a function sees and changes its gradient."""
+    """An operation that copies a tensor, and calls a function on its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, tensor, function):
@@ -193,7 +193,7 @@ class Gradient(torch.autograd.Function):
 
 
 def by_copies(inputs, outputs):
-    """Return a call whose inputs and outputs are copies with a gradient function each: hooks, written out."""
+    """Return a function that calls a module on copies, with a gradient function for each copy: hooks, written out."""
 
     def around(module, *args, **kwargs):
         given, number = [], iter(range(100))
@@ -217,7 +217,7 @@ def by_copies(inputs, outputs):
             box["seen"][0] = caller
         for (value, new), version in zip(given, versions, strict=True):
             if new._version != version:
-                value.copy_(new)  # What the module did to its input, its caller sees.
+                value.copy_(new)  # The caller must see the module's in-place change of its input.
         number = iter(range(100))
         return [copy(value, outputs) for value in tensors_in(out)]
 

@@ -1,4 +1,4 @@
-"""What the tests of the classic hooks share."""
+"""Toy modules for the tests of PyTorch's hook functions."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def x_leaf():
 
 
 class Run(nn.Module):
-    """A module whose forward is whatever a test says."""
+    """A module with the forward that a test passes."""
 
     def __init__(self, run):
         super().__init__()

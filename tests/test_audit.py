@@ -1,4 +1,4 @@
-"""``th.audit`` against real registrations: what is found, in which order it runs, what it costs, how it goes."""
+"""``th.audit`` on real registrations: hooks found, their order, their cost, and their removal."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ def gpt2():
 
 
 class Block(nn.Module):
-    """As in a ResNet: an in-place activation and an in-place sum."""
+    """A block with an in-place activation and an in-place sum, as in a ResNet."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def mlp():
 
 
 def look(*_):
-    """A hook that any pickle can name."""
+    """A hook that pickle can store by name."""
 
 
 def look_too(*_):
@@ -80,7 +80,7 @@ def names(found):
     return {risk.name for risk in found.risks}
 
 
-# --- what is found ----------------------------------------------------------------------------------------------------
+# --- hooks found ------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_hooks_has_an_empty_audit():
@@ -126,10 +126,10 @@ def test_removing_leaves_the_model_as_if_nothing_had_been_registered(kind):
     assert [found.key for found in removed] == [handle.id]
     assert len(th.audit(model)) == 0
     after = state_of(model, rng=False)
-    # On a tensor PyTorch leaves an empty dict where there was None.
+    # PyTorch leaves an empty dict on a tensor that had None.
     assert {key for key in before if isinstance(before[key], dict) and before[key] != after[key]} == set()
     assert after["transformer.h.1.ln_1: _is_full_backward_hook"] is None
-    handle.remove()  # The handle does not mind.
+    handle.remove()  # A second removal is not an error.
 
 
 GLOBALS = {
@@ -149,7 +149,7 @@ def test_global_hooks_are_found_and_removed_with_all_their_tables(kind):
         handle = GLOBALS[kind](look)
         found = only(th.audit(model))
         assert (found.address, found.kind, found.key) == ("", kind, handle.id)
-        assert th.audit(model).select("**").remove("**") == ()  # It is on no module.
+        assert th.audit(model).select("**").remove("**") == ()  # A global hook belongs to no module.
         assert len(th.audit(model).remove(kind=kind)) == 1
     assert torch_module._global_is_full_backward_hook is None
 
@@ -276,7 +276,7 @@ def test_backward_hooks_are_told_in_the_order_in_which_they_run(kind):
     assert told == ran == ["x", "y", "z"]
 
 
-# --- what is no hook --------------------------------------------------------------------------------------------------
+# --- other than hooks -------------------------------------------------------------------------------------------------
 
 
 def test_a_monkey_patched_forward_is_found_and_not_removed_as_a_hook():
@@ -372,7 +372,7 @@ def test_modes_and_switches_of_the_process_are_found_while_they_are_on():
     assert len(th.audit(model)) == 0
 
 
-# --- sessions of ours -------------------------------------------------------------------------------------------------
+# --- own sessions -----------------------------------------------------------------------------------------------------
 
 
 def test_an_open_session_is_named_and_cannot_be_removed():
@@ -643,7 +643,7 @@ def test_costs_on_gpt2_leave_it_untouched():
 
 
 class Around(nn.Module):
-    """A module of one's own: versions of PyTorch differ in whether they compile a forward of their own by itself."""
+    """A module of this file. Releases of PyTorch differ in whether they compile the forward of a torch.nn module."""
 
     def __init__(self, inner):
         super().__init__()
@@ -871,7 +871,7 @@ def test_a_forward_that_runs_the_weights_of_the_original_after_a_deepcopy_is_tol
     with torch.no_grad():
         twin.weight.zero_()
         twin.bias.zero_()
-    assert twin(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))  # The zeros were not used.
+    assert twin(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))  # The copy still uses the weights of the original.
     assert "bound elsewhere" in names(only(th.audit(twin)))
     assert "bound elsewhere" not in names(only(th.audit(model)))
 

@@ -31,7 +31,7 @@ def without_code(path):
 
 
 def anchors(path):
-    """The anchors of a page, as MkDocs makes them."""
+    """Return the anchors of a page, as MkDocs makes them."""
     text = without_code(path)
     titles = [re.sub(r"\{.*\}|[`*]|\]\([^)]*\)|\[", "", title).strip() for title in HEADING.findall(text)]
     slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
@@ -65,7 +65,7 @@ def test_a_page_of_the_site_links_to_pages_of_the_site_only(path):
 
 
 def described():
-    """What the reference describes: the object's path by the name that a user writes."""
+    """Return the import path of each object in the reference, by the name that a user writes."""
     pages = (DOCS / "reference").glob("*.md")
     return {name: path for page in pages for path, name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))}
 
@@ -77,7 +77,7 @@ PUBLIC = {
     **{f"hooks.{name}": getattr(hooks, name) for name in hooks.__all__},
     **{f"testing.{name}": getattr(testing, name) for name in testing.__all__},
 }
-# Modules have a page each, and these two are no functions or classes; the text describes them.
+# Modules have a page each. These two names are neither functions nor classes, so the text describes them.
 IN_THE_TEXT = {
     "th.hooks": "hooks.md",
     "th.recipes": "recipes.md",
@@ -136,7 +136,7 @@ def test_the_readme_has_one_picture():
 
 
 def cells(text, label):
-    """The cells of the first table row with this label, without emphasis."""
+    """Return the cells of the first table row with this label, without emphasis."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {label}"))
     return [cell.strip().strip("*") for cell in line.split("|")[2:-1]]
 

@@ -1,4 +1,4 @@
-"""``th.doctor``: what it finds, how it prints it, and what it keeps to itself."""
+"""``th.doctor``: its findings, its text, and the private data that it leaves out."""
 
 import io
 import json
@@ -40,7 +40,7 @@ print(json.dumps({"tested": diagnosis.tested, "text": str(diagnosis), "dict": di
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
-    """The diagnosis of a fresh process with a torch of the future, run by a user with the name of ada."""
+    """The diagnosis of a new process with a future release of torch, run by a user named ada."""
     home = tmp_path_factory.mktemp("home") / "ada"
     home.mkdir()
     variables = {"HOME": str(home), "USER": "ada", "LOGNAME": "ada", "TORCH_HOME": str(home / "torch")}
@@ -49,13 +49,13 @@ def fresh(tmp_path_factory):
 
 
 def section(text, title):
-    """The lines below a title, up to the next empty one."""
+    """Return the lines below a title, up to the next empty line."""
     lines = text.splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith(title))
     return lines[start : lines.index("", start) if "" in lines[start:] else None]
 
 
-# -- what it finds -----------------------------------------------------------------------------------------------------
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_versions_are_those_of_this_process(found):
@@ -99,7 +99,7 @@ def test_a_fallback_is_no_failure(monkeypatch):
 
 def test_a_replaced_function_is_named_with_its_library(monkeypatch):
     def replacement(*args, **kwargs):
-        """Stand in for the real one."""
+        """Replace the real function."""
 
     monkeypatch.setattr(torch.Tensor, "backward", replacement)
     lines = section(str(th.doctor()), "functions of PyTorch that were replaced")
@@ -123,7 +123,7 @@ Requires-Dist: pytest>=9; extra == 'dev'
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """An installed tenterhook with other requirements."""
+    """Pretend that the installed tenterhook has other requirements."""
     (tmp_path / "tenterhook-9.9.dist-info").mkdir()
     (tmp_path / "tenterhook-9.9.dist-info" / "METADATA").write_text(METADATA)
     monkeypatch.syspath_prepend(tmp_path)
@@ -220,7 +220,7 @@ def test_cuda_is_not_initialised():
 
 @pytest.fixture
 def ada(monkeypatch):
-    """A user with a home directory of her own."""
+    """A user with her own home directory."""
     monkeypatch.setenv("HOME", "/data/people/ada")
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "ada")
@@ -297,7 +297,7 @@ def test_nothing_that_is_printed_names_a_home_directory_or_a_user(fresh):
     assert "ada" not in fresh["text"] + json.dumps(fresh["dict"])
 
 
-# -- how it prints -----------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_is_plain_and_its_columns_are_aligned(found):

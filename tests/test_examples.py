@@ -1,4 +1,4 @@
-"""The examples run, in a short form, and show what they promise."""
+"""The examples run, in a short form, and give the results that they describe."""
 
 import io
 import runpy
@@ -18,7 +18,7 @@ def run(name, **shorter):
 
 def test_the_maps_of_two_photos_lie_on_their_own(tmp_path):
     shares = run("photos.py", STEPS=14)(tmp_path / "photos.png", tmp_path / "photos.html")
-    assert shares["temple"] + shares["flower"] > 1.2  # By chance they are a half each.
+    assert shares["temple"] + shares["flower"] > 1.2  # By chance, each share is a half.
     assert (tmp_path / "photos.png").stat().st_size > 1000
     assert '"title":"LayerCAM at relu#3: [1, 24, 48]"' in (tmp_path / "photos.html").read_text()
 

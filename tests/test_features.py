@@ -1,4 +1,4 @@
-"""Features: what comes out is what passes, and what is made of the model is still the model."""
+"""``th.features``: it returns the values that the model uses, and shares the parts of the model."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def net():
 
 
 def by_hand(model, x):
-    """The low and high features, without anything in place."""
+    """Compute the low and high features without in-place operations."""
     low = model.norm(model.low(x))
     return {"low": low, "high": model.high(low.relu())}
 
@@ -58,7 +58,7 @@ def test_nothing_runs_after_the_last_feature():
     assert not model.ran
     unnamed = th.features(model, POINTS)
     unnamed(X)
-    assert model.ran == ["head"]  # To see whether a point is passed again.
+    assert model.ran == ["head"]  # The first call runs to the end, to see whether a point is reached again.
     unnamed(X)
     assert model.ran == ["head"]
 
@@ -73,7 +73,7 @@ def test_the_look_at_the_rest_leaves_no_trace():
     before = model.tail.running_mean.clone()
     assert body(X)["low"].requires_grad
     assert torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), state)  # The dropout drew nothing.
+    assert torch.equal(torch.get_rng_state(), state)  # The dropout drew no random numbers.
     assert torch.equal(model.tail.running_mean, before)
     assert all(module.training for module in model.modules())
 
@@ -149,7 +149,7 @@ def test_a_copy_is_a_model_of_its_own(again):
     with torch.no_grad():
         made.low.weight.zero_()
     assert all(torch.equal(value, wanted[name]) for name, value in body(X).items())
-    assert not torch.equal(made(X)["low"], wanted["low"])  # Its names and its model are still the same thing.
+    assert not torch.equal(made(X)["low"], wanted["low"])  # The copy's attributes are the modules of its own model.
 
 
 def test_a_point_that_is_passed_several_times_has_to_be_told_apart():
@@ -158,7 +158,7 @@ def test_a_point_that_is_passed_several_times_has_to_be_told_apart():
     with pytest.raises(th.AmbiguousCall, match=r"called 2 times.*\n.*relu#0.*relu#1"):
         body(X)
     with pytest.raises(th.AmbiguousCall):
-        body(X)  # And again: it is not forgotten.
+        body(X)  # The second call is refused too.
     second = th.features(model, {"relu#1": "act"})
     assert torch.equal(second(X)["act"], by_hand(model, X)["high"].relu())
 
@@ -216,7 +216,7 @@ def test_it_can_be_compiled():
 
 
 class Quiet(nn.Module):
-    """The same without a list that grows, which a graph would be left for; and with a norm after the features."""
+    """The same without the growing list, which would break the graph, and with a norm after the features."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ def test_compiled_it_is_one_graph_and_leaves_no_other_trace_than_without(dynamo,
     dynamo.clear()
     torch.manual_seed(0)
     model = Quiet().train(train)
-    model.high.register_forward_hook(lambda _module, _args, output: output * 2)  # Values are those after it.
+    model.high.register_forward_hook(lambda _module, _args, output: output * 2)  # Features are taken after it.
     points = {f"norm{call}": "low", f"high{call}": "high"}
     plain, body = th.features(copy.deepcopy(model), points), th.features(model, points)
     own = tables(model)
@@ -261,7 +261,7 @@ def test_compiled_it_is_one_graph_and_leaves_no_other_trace_than_without(dynamo,
     assert model.head.weight.grad is None
     assert tables(model) == own
     assert all(module.training is train for module in model.modules())
-    for name, value in plain.state_dict().items():  # The norm after the features has learned nothing.
+    for name, value in plain.state_dict().items():  # The norm after the features did not update its statistics.
         torch.testing.assert_close(model.state_dict()[name], value)
 
 

@@ -1,4 +1,4 @@
-"""Handles and life cycle of the classic hooks: copies, pickles, garbage, the order of registration, old calls."""
+"""Handles and life cycle of ``tenterhook.hooks``: copies, pickles, garbage, order of registration, other calls."""
 
 import copy
 import gc
@@ -130,7 +130,7 @@ def test_a_later_pre_hook_that_adds_an_argument_is_an_error_in_the_first_call_on
 
 
 class OldCall(nn.Linear):
-    """A module that calls its hooks itself, as PyTorch 1 did: without keywords, and not after an exception."""
+    """A module that calls its hooks itself, as PyTorch 1 did: without keyword arguments, and not after an exception."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""The classic hooks, side by side with PyTorch's own wherever those are right, and against the truth elsewhere."""
+"""``tenterhook.hooks``, compared with PyTorch's hooks where those are right, and with true gradients elsewhere."""
 
 import copy
 
@@ -27,7 +27,7 @@ def same(one, other):
 
 
 def forward_log(pre, post, *, with_kwargs, prepend):
-    """What a module's forward hooks see, registered by these two functions."""
+    """Return what the forward hooks of a module receive, if these two functions register them."""
     log, module = [], nn.Bilinear(3, 3, 2)
     torch.manual_seed(0)
     module.reset_parameters()

@@ -1,4 +1,4 @@
-"""Backward hooks in random programs and networks, against the same run without hooks, with copies, or PyTorch's own."""
+"""Backward hooks in random programs, compared with a run without hooks, with copies, or with PyTorch's hooks."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from hook_programs import MODULES, Program, by_copies, edit, edit_input, edit_ou
 
 import tenterhook as th
 
-# The memory that these return is their own, so that a copy of it is the same to everybody else.
+# These return new memory, so a copy of the output makes no difference to other code.
 OWN = ("linear", "product", "two", "views of its own", "changes its own", "a whole and its sum")
 CHANGE_INPUT = ("changes its input", "changes a part", "uses and changes")
-# Others that change their input return it, and a copy of that is not the same to their caller.
+# The others that change their input also return it, so a copy of the output makes a difference to the caller.
 COPYABLE = [kind for kind in MODULES if "change" not in kind or kind in OWN + CHANGE_INPUT]
 SEEDS = range(12)
 
@@ -20,12 +20,12 @@ def attempt(run):
         return run()
     except th.TenterhookError:
         raise
-    except RuntimeError:  # Autograd's own: the program changes what a gradient needs.
+    except RuntimeError:  # An error of autograd: the program changed a tensor that a gradient needs.
         return None
 
 
 def computes(plain, copies):
-    """Return whether copies were the same to the program: it may have changed what the module kept."""
+    """Return whether the run with copies computed the same loss. It does not if the module stored a changed tensor."""
     return copies is not None and torch.allclose(plain[0], copies[0])
 
 
@@ -45,7 +45,7 @@ def test_hooks_that_look_change_no_gradient_whatever_is_changed_in_place(kind):
         try:
             hooked = attempt(lambda seed=seed: Program(seed, kind).run(observe))
         except th.HookError:
-            assert kind == "expand"  # It shows memory several times.
+            assert kind == "expand"  # Its elements share memory.
             continue
         assert (plain is None) == (hooked is None), seed
         if plain is not None:

@@ -1,4 +1,4 @@
-"""Backward hooks where PyTorch's own fail, warn, or stay silent, each against the gradients written out."""
+"""Backward hooks where PyTorch's hooks fail, warn or are not called, compared with gradients written out."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def use_relu_after(part, x):
     return part(x).relu_().pow(2)
 
 
-# Each case: the module, what is done around it, and both once more without any in-place operation.
+# Each case: the module, the code around it, and both again without in-place operations.
 CASES = {
     "in place before": (
         nn.Tanh,

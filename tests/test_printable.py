@@ -1,4 +1,4 @@
-"""Names, notes and messages that would command a terminal: nothing that tenterhook prints holds such a character."""
+"""Names, notes and messages with control characters: tenterhook prints none of these characters."""
 
 import io
 import random
@@ -22,7 +22,7 @@ BAD = [
 
 
 def clean(text, lines=True):
-    """Whether a text has no character but those that are printed as themselves, and ends of lines."""
+    """Return whether a text has only printable characters and ends of lines."""
     return all(char.isprintable() or (lines and char in "\n\t") for char in text)
 
 
@@ -32,7 +32,7 @@ def names(seed, count):
 
 
 def hostile(seed):
-    """A model whose modules, classes and arguments have names that no terminal should be given."""
+    """A model whose modules, classes and arguments have names with control characters."""
     first, second, third, kind, argument = names(seed, 5)
     kind = kind.replace("\0", "")
     scale = type(kind, (nn.Module,), {"forward": lambda self, x: {argument: x * 2}})()
@@ -50,11 +50,11 @@ def hostile(seed):
 
 
 def drawn(result):
-    """Everything that a result may print."""
+    """Return every text that a result can print."""
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(result)
     made = [repr(result), console.file.getvalue()]
-    if not isinstance(result, th.Point):  # The text of a point is its address, by which it is found.
+    if not isinstance(result, th.Point):  # The text of a point is its address, which must stay exact.
         made.append(str(result))
     return [*made, result._repr_html_()] if hasattr(result, "_repr_html_") else made
 
@@ -142,7 +142,7 @@ def test_no_error_or_warning_prints_a_control_character(seed, tmp_path):
         lambda: edited(model, name),
     ]
     for call in tries:
-        with pytest.raises(Exception) as caught:  # each of its own kind
+        with pytest.raises(Exception) as caught:  # Each call raises another type.
             call()
         check([str(caught.value)])
     with warnings.catch_warnings(record=True) as said:

@@ -1,4 +1,4 @@
-"""The bar for whatever takes long."""
+"""The progress bar."""
 
 import io
 import sys

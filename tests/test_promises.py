@@ -1,4 +1,4 @@
-"""Each promise of the design, once, on models of several kinds."""
+"""One test for each promise, on models of several kinds."""
 
 import gc
 import threading
@@ -68,7 +68,7 @@ def test_1_out_as_it_went_in(name, way):
 
     batch_norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
     for norm in batch_norms:
-        norm.track_running_stats = False  # What a forward does to statistics is the model's own doing.
+        norm.track_running_stats = False  # Otherwise the forward itself changes the statistics.
     with untouched(whole):
         if error:
             with pytest.raises(type(error)):
@@ -88,7 +88,7 @@ def test_2_what_is_recorded_is_what_flowed_on():
     model.norm1.register_forward_hook(lambda m, a, output: seen.append(output.clone()))
     with th.record(model, "norm1") as tape, th.edit(model, {"norm1": th.add(1.0)}):
         model(X)
-    assert torch.equal(tape["norm1"], seen[0] + 1)  # Before the ReLU that follows wrote into it.
+    assert torch.equal(tape["norm1"], seen[0] + 1)  # The value before the in-place ReLU.
 
 
 def test_3_what_is_edited_takes_effect_exactly_once_in_recomputation_too():
@@ -162,7 +162,7 @@ def test_6_no_leak(name, grad):
     model = make()
     for norm in [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]:
         norm.track_running_stats = False
-    model(x)  # Some models build what they keep at their first call.
+    model(x)  # Some models create buffers at their first call.
     with no_leak(), torch.random.fork_rng():
         with th.record(model, "**", "**:in", grad=grad) as tape:
             output = model(x)

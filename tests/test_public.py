@@ -9,7 +9,7 @@ import tenterhook as th
 
 SOURCE = Path(th.__file__).parent
 
-# Each room may use those before it, and itself.
+# Each package may import from those in earlier lines, and from itself.
 ROOMS = [
     {"errors", "pytorch", "_text", "_version", "_lazy"},
     {"_tree", "_tensor_bytes", "_draw", "_fit", "_look", "_notebook_figure"},
@@ -23,7 +23,7 @@ ROOMS = [
     {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
-# What stands beside the line: the room after which it comes. The doctor uses less than its place allows, see below.
+# Modules outside this order, with the package that they come after. The doctor is limited further, see below.
 BESIDE = {"hooks": "sites", "testing": "sites", "features": "replay", "doctor": "_draw"}
 
 NAMES = """
@@ -104,7 +104,7 @@ def level(room):
 
 
 def imports(path):
-    """The rooms that a file imports from, with the line; what stands below TYPE_CHECKING does not run."""
+    """Return the packages that a file imports from, with the line. Imports below TYPE_CHECKING do not count."""
     tree = ast.parse(path.read_text())
     skipped = {
         id(inner)
@@ -137,7 +137,7 @@ def test_code_depends_one_way_only(path):
         if room == own:
             continue
         assert level(room) <= level(own), f"{path.relative_to(SOURCE)}:{line}: {own} must not know {room}"
-        # Names from elsewhere are made safe to show by one function, here too. So are figures made by one class.
+        # One function of _text makes names safe to print, and one class makes figures, in recipes too.
         public = own != "recipes" or room in {"_text", "_notebook_figure"}
         assert public, "recipes are built only through the public names"
 

@@ -1,4 +1,4 @@
-"""Read-only hooks: whatever they change is an error that names it."""
+"""Read-only hooks: every change is an error that names the changed object."""
 
 import dataclasses
 import random
@@ -21,7 +21,7 @@ class Out:
 
 
 class Model(nn.Module):
-    """Gives back whatever structure it is given, beside what it computes."""
+    """A module that returns its input structure beside its result."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def halve(tensor):
     tensor.mul_(0.5)
 
 
-# Each changes one thing that a forward hook can reach.
+# Each changes one object that a forward hook can reach.
 CHANGES = {
     "an item of a dict": lambda m, a, k, o: o.more.update(new=1),
     "a deleted item": lambda m, a, k, o: o.more.pop("list"),

@@ -1,4 +1,4 @@
-"""The source distribution: it has what its tests import and read."""
+"""The source distribution has every file that its tests import and read."""
 
 import ast
 import subprocess
@@ -19,7 +19,7 @@ def included():
 
 
 def named(path):
-    """The first part of every module that a file imports, and every text in it that could be a path."""
+    """Return the first part of every module that a file imports, and every text in it that could be a path."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

@@ -63,7 +63,7 @@ def test_a_run_alone_is_no_change(make):
 
 
 def test_hooks_of_all_modules_are_part_of_what_is_compared(monkeypatch):
-    monkeypatch.setattr(torch_module, "_global_is_full_backward_hook", None)  # PyTorch only ever sets it.
+    monkeypatch.setattr(torch_module, "_global_is_full_backward_hook", None)  # PyTorch sets it and never resets it.
     with torch_module.register_module_full_backward_hook(lambda *_: None), untouched(model()):
         pass
     with pytest.raises(AssertionError, match="global"), untouched(model()):

@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 import types
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -276,6 +277,22 @@ def test_what_cannot_be_compared_is_computed_and_the_reason_is_given(name, tmp_p
     assert session.served.computed["1"].startswith("it may read a")
     assert "cannot be compared" in session.served.computed["1"]
     assert session.served.calls == {"0": 1, "1.inner": 1, "2": 1}
+
+
+class Named(NamedTuple):
+    scale: float = 1.0
+
+
+def test_a_forward_that_reads_a_named_field_is_served_until_the_class_changes(monkeypatch):
+    model = model_that_reads(lambda _: Named().scale)
+    with th.record(model, replay=True) as tape:
+        model(X)
+    with th.replay(model, tape) as session:
+        edited(model)
+    assert session.served.calls["1"] == 1
+    monkeypatch.setattr(Named, "scale", 3.0)
+    with th.replay(model, tape) as session:
+        assert torch.equal(edited(model), edited_plainly(model))
 
 
 WRITTEN = []

@@ -268,6 +268,25 @@ def test_show_selects_by_glob_and_counts_as_numpy_does(call):
     assert "Did you mean conv?" in wrong.stderr
 
 
+@pytest.mark.parametrize("selector", [":return", ":pooled"])
+def test_show_selects_points_of_the_model_itself(call, selector):
+    call("record", "nets.py:Net", "conv", ":return", ":pooled", "-i", "1x3x8x8", "-o", "run.th")
+    rows = json.loads(call("show", "run.th", selector, "--json").stdout)["values"]
+    assert [row["address"] for row in rows] == [selector]
+
+
+def test_show_counts_calls_from_the_end(call):
+    model = torch.nn.ReLU()
+    with th.record(model) as tape:
+        for _ in range(3):
+            model(torch.ones(2))
+    tape.save("run.th")
+    for selector, wanted in ((":return#-1", 2), (":return#-3", 0)):
+        rows = json.loads(call("show", "run.th", selector, "--json").stdout)["values"]
+        assert [row["address"] for row in rows] == [f":return#{wanted}"]
+    assert "matches nothing on this tape" in call("show", "run.th", ":return#-4").stderr
+
+
 def test_show_draws_maps(call):
     call("record", "nets.py:Net", "conv", "-i", "1x3x8x8")
     shown = call("show", "run.th", "--maps", "3")

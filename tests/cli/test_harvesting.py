@@ -166,7 +166,8 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
 def test_what_is_no_store_is_told(call):
     told = call("verify", "nowhere")
     assert told.exit_code == 4
-    assert "is not a store of harvested rows" in told.stderr
+    assert "there is no directory nowhere" in told.stderr
+    assert "is not a store of harvested rows" in call("verify", ".").stderr
 
 
 @pytest.mark.slow

@@ -120,6 +120,11 @@ def test_what_is_no_edit_is_refused(given):
         th.edit(mlp(), {"1": given})
 
 
+def test_a_number_in_place_of_an_edit_is_answered_with_the_edit_that_sets_it():
+    with pytest.raises(th.EditError, match=r"got 0\. .*th\.set\(0\)"):
+        th.edit(mlp(), {"1": 0})
+
+
 def test_a_tensor_in_place_of_an_edit_is_answered_with_the_edit_that_sets_it():
     with pytest.raises(th.EditError, match=r"th\.set\(tensor\)"):
         th.edit(mlp(), {"1": torch.ones(3)})

@@ -151,6 +151,12 @@ def test_an_index_that_does_not_fit_names_the_point_and_the_shape():
         edited(th.zero(at=th.at[0, 0, 0]))
 
 
+def test_a_tensor_that_does_not_fit_the_part_names_the_part():
+    text = r"the part th.at\[:, 1\] of the value at '0' is float32\[4\]; th.set got float32\[9, 3\].*\nWith at="
+    with pytest.raises(th.EditError, match=text):
+        edited(th.set(torch.ones(9, 3), at=th.at[:, 1]))
+
+
 # --- part= and structures ---------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,13 @@ def test_it_draws_itself(store):
     assert "<table" in store._repr_html_()
 
 
+def test_a_directory_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(th.StoreError, match=r"there is no directory .*nowhere"):
+        th.open(tmp_path / "nowhere")
+    with pytest.raises(th.StoreError, match=r"has no manifest\.json"):
+        th.open(tmp_path)
+
+
 def test_a_store_is_a_data_set_that_workers_can_open(store, data):
     again = pickle.loads(pickle.dumps(store))
     assert torch.equal(again["0"][:], data)
@@ -167,6 +174,11 @@ def test_an_epoch_has_every_row_once_and_columns_stay_together(make, data):
     assert sorted(seen.tolist()) == list(range(ROWS))
     assert torch.equal(torch.cat([batch["0"] for batch in batches]), data[seen])
     assert (seen.diff() == 1).float().mean() < 0.1
+
+
+def test_a_loader_prints_its_points_and_batches(make):
+    assert repr(make()) == "<loader of '0', 'sample': 32 batches of 32 rows, shuffled, seed 0>"
+    assert "in the order of the store" in repr(make(shuffle=False))
 
 
 def test_epochs_differ_and_a_seed_repeats_them(make):

@@ -474,6 +474,14 @@ def test_parameters_of_a_wrapped_model_have_the_names_of_the_plain_one():
         assert w._parameters.names == {"0.weight", "0.bias"}
 
 
+def test_the_table_of_a_compiled_model_has_the_name_of_its_class():
+    model = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
+    with th.watch(model, on_nan="record") as w:
+        model(torch.ones(1, 2)).sum().backward()
+    assert repr(w).startswith("Sequential in torch.compile: 1 step")
+    torch.compiler.reset()
+
+
 def test_no_warning_is_given_in_an_ordinary_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,7 +17,11 @@ def path_regex(path: tuple[Pattern, ...]) -> str:
     >>> from tenterhook.address.grammar import parse
     >>> bool(re.fullmatch(path_regex(parse("h.**.attn").path), "h.attn"))
     True
+    >>> bool(re.fullmatch(path_regex(parse(":scores").path), ""))  # an empty path is the root
+    True
     """
+    if not path:
+        return ""
     # Several '**' in a row mean the same as one, and each would multiply the time of a failing match.
     path = tuple(part for index, part in enumerate(path) if part != _DEEP or path[index - 1 : index] != (_DEEP,))
     if path == (_DEEP,):

@@ -20,7 +20,7 @@ from tenterhook.pytorch.wrappers import name_of_wrapper, unwrapped, wrappers_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["SeenValue", "TreeRow", "table", "tree_rows"]
+__all__ = ["SeenValue", "TreeRow", "class_name", "table", "tree_rows"]
 
 _COLUMNS = (
     Column(),
@@ -85,13 +85,13 @@ def table(model: nn.Module, points: Sequence[Point], rows: Sequence[TreeRow]) ->
     whole = {point.path for point in points if point.site is Site.RETURN and point.call is None}
     marked = len(points) != len(modules) or len(whole) != len(modules)
     title = (
-        f"{_kind(model)}: {counted(len(modules), 'module')}, "
+        f"{class_name(model)}: {counted(len(modules), 'module')}, "
         f"{short_number(_parameters(model))} parameters, {counted(len(points), 'point')}"
     )
     return Table(title, _COLUMNS, tuple(_drawn(row, marked=marked) for row in rows))
 
 
-def _kind(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
     """Return the class of a module and the names of its wrappers: ``GPT2 in torch.compile``."""
     around = dict.fromkeys(map(name_of_wrapper, wrappers_of(module)))
     return " in ".join([type(unwrapped(module)).__name__, *reversed(around)])
@@ -128,7 +128,7 @@ class _TreeBuilder:
         here = self.points.get(path, [])
         chosen = any(point.site is Site.RETURN and point.call is None for point in here)
         seen = self.seen.get(escape(path) or ":return")
-        row = TreeRow(depth, name, _kind(found), _parameters(module), seen, chosen)
+        row = TreeRow(depth, name, class_name(found), _parameters(module), seen, chosen)
         inside = [point for point in here if point.site is not Site.RETURN or point.call is not None]
         children = [self._leaf(point, depth + 1) for point in inside]
         children += self._tied(module, path, depth + 1)

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 import xxhash
@@ -57,9 +57,18 @@ TOOLS = frozenset({
     "typing", "typing_extensions", "inspect", "dataclasses", "logging", "threading", "re", "abc", "enum", "pathlib",
     "datetime", "decimal", "fractions", "uuid", "warnings", "importlib", "ast", "packaging", "tenterhook",
 })  # fmt: skip
+
+
+class _Named(NamedTuple):
+    """A class with the descriptor of a named field, whose type has no public name."""
+
+    field: int = 0
+
+
 DESCRIPTORS = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.MethodWrapperType, types.GenericAlias, types.UnionType,
+    type(_Named.__dict__["field"]),
 )  # fmt: skip
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Size)
 ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, enum.Enum, types.ModuleType, BaseException)

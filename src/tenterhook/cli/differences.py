@@ -94,7 +94,8 @@ def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Se
     differing = [each for each in shared if each.parts]
     rest = len(shared) - sum(each.compared for each in shown)
     hidden = f"; {rest} not shown (--all)" if rest else ""
-    counts = [f"compared {_counted(shared)}: {_counted(differing)} differ{hidden}"] if differing else []
+    verb = "differs" if len(differing) == 1 else "differ"
+    counts = [f"compared {_counted(shared)}: {_counted(differing)} {verb}{hidden}"] if differing else []
     hint = "" if len(shown) == len(found) else " (--all)"
     alone = [line for gradient in NOUNS for line in _alone(found, hint, gradient=gradient)]
     return (*counts, *alone)

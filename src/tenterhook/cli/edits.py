@@ -13,15 +13,12 @@ from torch import nn
 from tenterhook.address import Selector
 from tenterhook.cli.errors import CommandError, speaking
 from tenterhook.cli.inputs import READERS
-from tenterhook.edit.ready import Add, Clamp, Mean, Noise, Project, Scale, Set, Zero
-from tenterhook.edit.saved import load_edits
-from tenterhook.edit.skip import Skip
+from tenterhook.edit.saved import READY, load_edits
 
 __all__ = ["edits_of_files", "read_edits"]
 
-EDITS = {kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Skip, Zero)}
-TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(EDITS)})\b.*)", re.DOTALL)
-FORM = "an edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
+TEXT = re.compile(rf"(?P<selector>.+?)=(?P<edit>(?:{'|'.join(READY)})\b.*)", re.DOTALL)
+FORM = "An edit is SELECTOR=EDIT, for example --edit 'h.5=zero()' or --edit 'h.7.mlp=scale(2, at=at[:, -1])'"
 
 UNREADABLE = (ValueError, TypeError, MemoryError, RecursionError)
 """errors of ``ast.literal_eval`` for an expression that is not a literal"""
@@ -36,7 +33,7 @@ def read_edits(texts: tuple[str, ...]) -> dict[Selector, Any]:
     for text in texts:
         found = TEXT.fullmatch(text)
         if found is None:
-            raise CommandError(f"{text!r} is not an edit.\n{FORM}\nThe edits are {', '.join(sorted(EDITS))}.")
+            raise CommandError(f"{text!r} is not an edit.\n{FORM}\nThe edits are {', '.join(sorted(READY))}.")
         changes.setdefault(found["selector"], []).append(_edit(found["edit"]))
     return changes
 
@@ -59,12 +56,12 @@ def _edit(text: str) -> Any:
         why = error.msg if isinstance(error, SyntaxError) else error
         raise CommandError(f"{text!r:.200} cannot be read: {why}.\n{FORM}") from None
     call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in EDITS:
-        raise CommandError(f"{text!r} is not an edit.\n{FORM}")
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in READY:
+        raise CommandError(f"{text!r} is not an edit.\n{FORM}\nThe edits are {', '.join(sorted(READY))}.")
     args = [_value(argument, text) for argument in call.args]
     kwargs = {str(word.arg): _value(word.value, text) for word in call.keywords}
     with speaking(f"{text} could not be created", debug=False):
-        return EDITS[call.func.id](*args, **kwargs)
+        return READY[call.func.id](*args, **kwargs)
 
 
 def _value(node: ast.expr, text: str) -> Any:

@@ -20,7 +20,7 @@ from tenterhook.cli.models import tokenizer_of, torch_file
 
 __all__ = ["FORMS", "Inputs", "read_inputs"]
 
-FORMS = """an input is one of
+FORMS = """An input is one of
   1x3x224x224             random normal values of that shape
   int:1x16<128            random integers below 128; also uniform:, zeros:, ones:, bool:
   file.npy .npz .pt .safetensors

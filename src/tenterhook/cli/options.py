@@ -40,7 +40,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("an input", "INPUT")))
+FORMS = "\n\n\b\n".join((MODELS, INPUTS.replace("An input", "INPUT")))
 """text below the help of every command that takes a model"""
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}

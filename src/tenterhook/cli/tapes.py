@@ -124,7 +124,7 @@ Examples:
 )
 @click.argument("files", nargs=-1, required=True, type=TAPE)
 @click.option(
-    "--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the tape's name with .html]."
+    "--output", "-o", "target", type=click.Path(path_type=Path), help="The page [the first tape's name with .html]."
 )
 @click.option("--size", default="10MB", show_default=True, help="The largest size of the page.")
 @click.option(
@@ -203,9 +203,9 @@ Examples:
 def diff(left: Path, right: Path, rtol: float | None, atol: float | None, *, every: bool, json_: bool) -> None:
     """Find the first point where the values or gradients of two tapes differ, and by how much.
 
-    The number of points that were compared is printed. Points that only one of the tapes holds are counted, and shown
-    with --all. The exit code is 0 if nothing differs, 1 if something does, and 5 if almost nothing could be compared:
-    fewer than a tenth of the points of the smaller tape are on both.
+    The number of points that were compared is printed. A point that only one of the tapes has is a difference too;
+    --all shows these points. The exit code is 0 if nothing differs, 1 if something does, and 5 if almost nothing could
+    be compared: fewer than a tenth of the points of the smaller tape are on both.
     """
     with speaking():
         found = compare(read_tape(left), read_tape(right), Tolerance(rtol, atol))

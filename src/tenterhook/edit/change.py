@@ -70,10 +70,11 @@ def as_change(given: Any) -> Change:
         name = given.__name__.lower()
         raise EditError(f"th.{name} is a class and not an edit. Call it: th.{name}(...)")
     if not callable(given):
-        hint = " To replace the value with a tensor, use th.set(tensor)." if isinstance(given, Tensor) else ""
-        raise EditError(
-            f"an edit is a ready edit such as th.zero(), or a function; got a {type(given).__name__}.{hint}"
-        )
+        hint = ""
+        if isinstance(given, (Tensor, int, float)):
+            what = "tensor" if isinstance(given, Tensor) else given
+            hint = f" To replace the value with it, use th.set({what})."
+        raise EditError(f"an edit is a ready edit such as th.zero(), or a function; got {describe(given)}.{hint}")
     name = getattr(given, "__qualname__", type(given).__name__)
     return Change(given, takes_context=_takes_context(given, name))
 

@@ -290,8 +290,12 @@ def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits:
-        text = f"the value at {context.address!r} is {describe(old)}; th.{type(edit).__name__.lower()} got"
-        raise EditError(f"{text} {describe(new)}, which does not broadcast to it.")
+        where, hint = f"the value at {context.address!r}", ""
+        if edit.at is not None:
+            where = f"the part {written(edit.at)} of {where}"
+            hint = "\nWith at=, give a tensor with the shape of the part, or with the shape of the whole value."
+        text = f"{where} is {describe(old)}; th.{type(edit).__name__.lower()} got"
+        raise EditError(f"{text} {describe(new)}, which does not broadcast to it.{hint}")
     return new
 
 

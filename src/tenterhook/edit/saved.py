@@ -32,7 +32,7 @@ from tenterhook.edit.ready import Add, Clamp, Edit, Mean, Noise, Project, Scale,
 from tenterhook.edit.skip import Skip
 from tenterhook.errors import AddressError, EditFileError, TapeFileError
 
-__all__ = ["Edits", "load_edits", "save_edits"]
+__all__ = ["READY", "Edits", "load_edits", "save_edits"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.edits", 1
 READY: dict[str, type[Edit]] = {

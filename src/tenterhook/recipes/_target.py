@@ -105,7 +105,7 @@ class Score:
         classes = scores.shape[1]
         target = torch.as_tensor(self.target, device=scores.device)
         if target.is_floating_point() or target.dim() > 1 or (target.dim() and len(target) != self._examples):
-            text = f"{self._recipe}: target= has one class for each of the {self._examples} examples"
+            text = f"{self._recipe}: target= needs one class for each of the {self._examples} examples"
             raise th.RecipeError(f"{text}; got {list(target.shape)} of {target.dtype}")
         if int(target.max()) >= classes or int(target.min()) < 0:
             wrong = int(target.max()) if int(target.max()) >= classes else int(target.min())

@@ -117,7 +117,7 @@ def probe(
 
     wanted = torch.as_tensor(labels).cpu()
     if wanted.shape != (len(inputs),) or wanted.is_floating_point():
-        text = f"probe: labels= has one class for each of the {len(inputs)} examples"
+        text = f"probe: labels= needs one class for each of the {len(inputs)} examples"
         raise th.RecipeError(f"{text}; got {list(wanted.shape)} of {wanted.dtype}")
     fewest = int(wanted.unique(return_counts=True)[1].min())
     if len(wanted.unique()) < 2 or fewest < folds:  # noqa: PLR2004

@@ -252,7 +252,7 @@ class TapeView(Mapping[str, Any]):
         return NotRecorded("\n".join(lines))
 
     def _nothing(self, base: str) -> Exception:
-        return NotRecorded(f"{base!r} is selected, but it has not run yet.")
+        return NotRecorded(f"{base!r} is selected, but it has not run yet. Call the model while the session is open.")
 
 
 class Tape(Drawn, TapeView):

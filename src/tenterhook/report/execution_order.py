@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tenterhook.address.globs import name_regex, path_regex
 from tenterhook.address.grammar import Address, CallRange, Inner, parse
@@ -84,12 +85,22 @@ def chosen(tape: Tape, selectors: Sequence[str]) -> list[str]:
     for selector in selectors:
         wanted = parse(selector)
         fit = [address for address, parsed in addresses.items() if _fits(wanted, parsed)]
+        if isinstance(wanted.call, int) and wanted.call < 0:
+            fit = _from_the_end(fit, addresses, wanted.call)
         if not fit:
             near = nearest(selector, addresses)
             hint = f"Did you mean {listed(near)}?" if near else f"It has {listed(list(addresses)[:5])}."
             raise NotRecorded(f"{selector!r} matches nothing on this tape.\n{hint}")
         found |= dict.fromkeys(fit)
     return [address for address in addresses if address in found]
+
+
+def _from_the_end(fit: list[str], addresses: Mapping[str, Address], call: int) -> list[str]:
+    """Return, for each point among these addresses, the call with this negative number, if the tape has it."""
+    calls: dict[Address, list[str]] = {}
+    for address in fit:
+        calls.setdefault(replace(addresses[address], call=None), []).append(address)
+    return [made[call] for made in calls.values() if -call <= len(made)]
 
 
 def _fits(wanted: Address, parsed: Address) -> bool:
@@ -99,7 +110,7 @@ def _fits(wanted: Address, parsed: Address) -> bool:
     made = parsed.call if isinstance(parsed.call, int) else 0
     if isinstance(wanted.call, CallRange) and made not in wanted.call:
         return False
-    if isinstance(wanted.call, int) and made != wanted.call:
+    if isinstance(wanted.call, int) and wanted.call >= 0 and made != wanted.call:
         return False
     if not _meaning_fits(wanted, parsed):
         return False

@@ -32,7 +32,7 @@ from tenterhook.store.check import (
     integer,
     parsed,
 )
-from tenterhook.store.place import COMMITS, SHARDS, StorePlace
+from tenterhook.store.place import COMMITS, SHARDS, Directory, StorePlace
 from tenterhook.store.rows_file import DTYPES, Rows
 
 __all__ = [
@@ -130,12 +130,18 @@ def _checksum(body: dict[str, Any]) -> str:
     return "xxh3_128:" + xxhash.xxh3_128(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def _no_manifest(place: StorePlace) -> str:
+    if isinstance(place, Directory) and not place.root.exists():
+        return f"there is no directory {place}. Name the place that a harvest wrote to."
+    return f"{place} is not a store of harvested rows: it has no {MANIFEST}. Name the place that a harvest wrote to."
+
+
 def read_manifest(place: StorePlace) -> dict[str, Any]:
     """Read and check the manifest of a store."""
     try:
         data = place.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise StoreError(f"{place} is not a store of harvested rows: it has no {MANIFEST}.") from error
+        raise StoreError(_no_manifest(place)) from error
     except StoreError:
         raise
     except OSError as error:

@@ -82,6 +82,11 @@ class Loader:
         self.epoch, self.batch = -1, 0
         self._resume: int | None = None
 
+    def __repr__(self) -> str:
+        points = ", ".join(map(repr, self._columns))
+        order = f"shuffled, seed {self._seed}" if self._shuffle else "in the order of the store"
+        return f"<loader of {points}: {len(self):,} batches of {self._size:,} rows, {order}>"
+
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return self._total // self._size if self._drop else -(-self._total // self._size)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tenterhook._text import printable, printable_lines
+from tenterhook.address.tree import class_name
 from tenterhook.statistics.measure import COLUMNS, COUNT, NORM, ZEROS, Array, none_where_nothing_is_finite
 from tenterhook.statistics.sketch import even_bins
 from tenterhook.watch.finding_groups import grouped
@@ -97,7 +98,7 @@ class LiveUpdates:
         known = view.since >= 0
         with_names = not known or bool(view.order)
         answer: dict[str, Any] = {
-            "model": printable(type(watch.model).__name__),
+            "model": printable(class_name(watch.model)),
             "step": pages[-1].step if pages else -1,
             "steps": watch.steps,
             "of": [kind for kind in KINDS if kind in watch._options.of],

@@ -44,7 +44,7 @@ class NonFiniteReport:
     address: str
     call: int
     statistics: dict[str, float]
-    born: str | None = None
+    produced_by: str | None = None
     """the address of the call that produced it; None if unknown or outside of the model"""
     reason: str = ""
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -107,15 +107,15 @@ def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, la
             return report
         report.inputs, report.inputs_of = _inputs(call), _name(log, call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
-            report.born = _name(log, call)
-            _born_in(report, call, same=place == first, autocast=autocast, late=late)
+            report.produced_by = _name(log, call)
+            _produced_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
     report.reason = "The input of the model already contained it." if report.inputs else ""
     return report
 
 
-def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
-    what = "It was produced here" if same else f"It was produced inside {report.born!r}, between its modules"
+def _produced_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
+    what = "It was produced here" if same else f"It was produced inside {report.produced_by!r}, between its modules"
     report.reason = f"{what}: all arguments were finite."
     if late:
         report.note = LATE
@@ -146,12 +146,11 @@ def backward(
         known = True
         if not bool(torch.isfinite(gradient).all()):
             continue
-        report.born = _name(log, call)
-        report.reason = (
-            f"It was produced in the backward pass through {report.born!r}: the gradient of its output was finite."
-        )
+        report.produced_by = _name(log, call)
+        through = f"It was produced in the backward pass through {report.produced_by!r}"
+        report.reason = f"{through}: the gradient of its output was finite."
         report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
-        report.inputs_of = report.born
+        report.inputs_of = report.produced_by
         if late:
             report.note = LATE
         else:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tenterhook._draw import Drawn, Table
 from tenterhook.address.suggest import nearest
+from tenterhook.address.tree import class_name
 from tenterhook.errors import NotRecorded
 from tenterhook.watch.finding_groups import FindingGroup, grouped
 from tenterhook.watch.findings import Finding, Findings
@@ -144,4 +145,4 @@ class Results(Drawn):
 
 def about(model: nn.Module, options: WatchOptions) -> dict[str, Any]:
     """Return a description of a watch: the model, the interval and the kinds."""
-    return {"model": type(model).__name__, "every": options.every, "of": sorted(options.of)}
+    return {"model": class_name(model), "every": options.every, "of": sorted(options.of)}

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tenterhook._draw import Column, Row, Table, counted
+from tenterhook.address.tree import class_name
 
 if TYPE_CHECKING:
     from tenterhook.watch.results import Results
@@ -43,7 +44,7 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
         footer.insert(0, f"… and {len(values) + len(lone) - SHOWN} more")
     count = len(watch.findings)
     counts = ", ".join(counted(*each) for each in ((watch.steps, "step"), (len(rows), "row"), (count, "finding")))
-    title = f"{type(watch.model).__name__}: {counts}"
+    title = f"{class_name(watch.model)}: {counts}"
     return Table(title, COLUMNS, tuple(drawn), tuple(footer))
 
 
