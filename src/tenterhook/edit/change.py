@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tenterhook._tree import describe, tensors
@@ -47,7 +48,8 @@ class Change:
         try:
             new = self.call(value, context) if self.takes_context else self.call(value)
         except Exception as error:
-            error.add_note(f"in the edit {self.name} at {context.address!r}, call #{context.call}")
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and names the edit in its own way.
+                error.add_note(f"in the edit {self.name} at {context.address!r}, call #{context.call}")
             raise
         return value if new is None else new
 
