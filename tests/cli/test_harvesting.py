@@ -163,6 +163,13 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
     assert "Traceback" not in told.stderr
 
 
+def test_a_failing_model_has_the_same_exit_code_with_debug(call):
+    told = call("--debug", *({"rows_nets.py:Rows": "rows_nets.py:Broken", "2": "1"}.get(part, part) for part in ROWS))
+    assert told.exit_code == 3, told.output
+    assert "the model failed" in told.stderr
+    assert told.stderr.count("Traceback (most recent call last)") == 1
+
+
 def test_what_is_no_store_is_told(call):
     told = call("verify", "nowhere")
     assert told.exit_code == 4
