@@ -84,7 +84,7 @@ def test_damage_is_told_dropped_and_made_again(call, tmp_path):
     assert damaged["complete"] is False
     dropped = call("verify", "acts", "--drop")
     assert dropped.exit_code == 0
-    assert "dropped 1 shards" in dropped.stdout
+    assert "dropped 1 shard, which" in dropped.stdout
     assert json.loads(call(*ROWS, "--json").stdout)["made"] == 1
     whole = json.loads(call("verify", "acts", "--json").stdout)
     assert (whole["complete"], whole["rows"], whole["damaged"]) == (True, 100, [])

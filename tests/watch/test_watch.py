@@ -561,7 +561,7 @@ def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_th
         plain(x).backward()
     with th.watch(model, "one", "other", steps="manual") as w:
         model(x).backward()
-        with pytest.warns(th.TenterhookWarning, match="1 gradients were changed in place before they were measured"):
+        with pytest.warns(th.TenterhookWarning, match="1 gradient was changed in place before being measured"):
             w.step()
         model(x).backward()
         w.step()

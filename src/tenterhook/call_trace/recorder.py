@@ -14,7 +14,15 @@ from tenterhook.call_trace.dependencies import Dependencies
 from tenterhook.call_trace.digest import digest, version
 from tenterhook.call_trace.module_state import ModuleState, ambient, in_the_way
 from tenterhook.call_trace.randomness import Randomness
-from tenterhook.call_trace.trace import CallTrace, CopyKeeper, TracedCall, TracedRun, Unkeepable, storages
+from tenterhook.call_trace.trace import (
+    RETURNS_INPUT,
+    CallTrace,
+    CopyKeeper,
+    TracedCall,
+    TracedRun,
+    Unkeepable,
+    storages,
+)
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped
@@ -212,7 +220,7 @@ class RunRecorder:
         A recorded copy cannot replace such an output.
         """
         if out & storages(given):
-            return "it gives back its input, or a view of it"
+            return RETURNS_INPUT
         return "it gives back a parameter, or another tensor of the model" if out & self._held else ""
 
     def _inside(self, call: TracedCall) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tenterhook._text import counted
 from tenterhook.errors import StoreError
 from tenterhook.store.lock import Holder, NoLocks, held_by_note, held_folder
 from tenterhook.store.spool import Spool, remove_dead_spools
@@ -124,7 +125,7 @@ class Directory:
             path = self._file(name)
             if path.stat().st_size < nbytes:
                 raise StoreError(
-                    f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes; {nbytes:,} were written."
+                    f"{self}/{name} is damaged: it has {counted(path.stat().st_size, 'byte')}; {nbytes:,} were written."
                 )
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 

@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from tenterhook._draw import Column, Drawn, Row, Table
+from tenterhook._text import counted
 from tenterhook.errors import TapeFileError, TenterhookWarning
 from tenterhook.statistics.measure import COLUMNS, Array
 from tenterhook.watch.history import KINDS, StepStats
@@ -268,7 +269,9 @@ def _read(file: Path, opened: BinaryIO) -> Blackbox:
     start, size = opened.tell() + EVENT_ROOM, os.fstat(opened.fileno()).st_size
     room, steps = _room(len(names)), header["steps"]
     if size != start + steps * (SLOT.size + room * LINE):
-        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, which does not match its header.")
+        raise TapeFileError(
+            f"{file} is cut short or damaged: it has {counted(size, 'byte')}, which does not match its header."
+        )
     wrong = _events(opened.read(EVENT_ROOM))
     pages = [_page(slot, names) for slot in _slots(opened, start, steps, room)]
     return Blackbox(header, wrong, [page for page in pages if page is not None])

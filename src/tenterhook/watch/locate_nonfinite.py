@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
 from tenterhook.statistics.measure import COLUMNS, none_where_nothing_is_finite, whole
@@ -67,7 +67,7 @@ class NonFiniteReport:
             "updates": "the update",
         }
         count = int(self.statistics["count"])
-        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {count} elements."]
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {counted(count, 'element')}."]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:
