@@ -115,8 +115,8 @@ def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
     keys = before.keys() | after.keys()
     wrong = [key for key in keys if not _same(before.get(key, MISSING), after.get(key, MISSING))]
     if wrong:
-        told = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
-        shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in told)
+        changes = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
+        shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in changes)
         raise AssertionError(f"{counted(len(wrong), 'thing has', 'things have')} changed:\n{shown}")
 
 

@@ -59,7 +59,7 @@ def test_the_numbers_are_the_same(monkeypatch, arrives):
 def test_a_nan_that_is_found_late_is_explained_without_its_line(monkeypatch):
     late, _ = run(monkeypatch, arrives=True, bad=2)
     found = late.nonfinite
-    assert (found.step, found.address, found.born) == (2, "b", ":return")
+    assert (found.step, found.address, found.origin) == (2, "b", ":return")
     assert found.line is None
     assert 'on_nan="raise" finds it' in found.note
     assert found.inputs["0"]["nan"] == 0

@@ -55,7 +55,7 @@ def watched(model, *args, backward=True, **options):
 def test_a_value_is_located_with_its_line():
     w = watched(Model("log"), torch.ones(4, 4))
     found = w.nonfinite
-    assert (found.kind, found.address, found.step, found.born) == ("values", "b.last", 0, "b")
+    assert (found.kind, found.address, found.step, found.origin) == ("values", "b.last", 0, "b")
     assert found.statistics["nan"] == 16
     assert found.line.file == __file__
     assert found.line.line == line_of(Block.forward, "torch.log")
@@ -77,7 +77,7 @@ def test_it_is_first_in_the_order_of_execution_not_of_names():
 
     found = watched(Both(), torch.ones(2, 4)).nonfinite
     assert found.address == "first"
-    assert found.born == ":return"
+    assert found.origin == ":return"
     assert found.line.operation == "div"
 
 
@@ -87,7 +87,7 @@ def test_what_is_born_inside_a_module_of_pytorch_is_told_by_its_own_line():
         model[1].weight.fill_(3e38)
     found = watched(model, torch.full((1, 4), 1e3)).nonfinite
     assert found.address == "1"
-    assert found.born == "1"
+    assert found.origin == "1"
     assert "F.linear" in found.line.source
     assert found.line.file.endswith("linear.py")
     assert found.statistics["inf"] + found.statistics["nan"] == 4
@@ -98,7 +98,7 @@ def test_what_came_in_is_told_apart_from_what_was_born_there():
     x[1, 2] = float("nan")
     found = watched(Model("none"), x).nonfinite
     assert found.address == "a.first"
-    assert found.born is None
+    assert found.origin is None
     assert found.reason == "The input of the model already contained it."
     assert found.inputs["0"]["nan"] == 1
 
@@ -115,7 +115,7 @@ def test_a_poisoned_parameter_is_named():
 
 def test_a_mask_of_minus_infinity_is_not_blamed():
     found = watched(Model("mask"), torch.ones(4, 4)).nonfinite
-    assert found.born == "b"
+    assert found.origin == "b"
     assert found.line.line == line_of(Block.forward, "h.sum() * 0")
 
 
@@ -135,7 +135,7 @@ def test_the_line_may_be_in_a_function_that_forward_calls():
 def test_a_gradient_is_located_with_its_line():
     found = watched(Model("sqrt"), torch.ones(4, 4)).nonfinite
     assert (found.kind, found.address) == ("gradients", "b.first")
-    assert found.born == "b"
+    assert found.origin == "b"
     assert found.line.line == line_of(Block.forward, "torch.sqrt")
     assert "produced in the backward pass through 'b'" in found.reason
     assert found.inputs["gradient"]["nan"] == 0
@@ -365,6 +365,6 @@ class Hidden(nn.Module):
 def test_the_line_is_found_where_a_later_operation_hides_what_it_made():
     with th.watch(Hidden(), on_nan="record") as w:
         assert w.model(torch.full((2, 4), 2e9)).isfinite().all()
-    assert (w.nonfinite.address, w.nonfinite.born) == ("b", ":return")
+    assert (w.nonfinite.address, w.nonfinite.origin) == ("b", ":return")
     assert w.nonfinite.line.operation == "exp"
     assert "torch.exp" in w.nonfinite.line.source

@@ -67,8 +67,8 @@ class RunRecorder:
     calls.
     """
 
-    def __init__(self, script: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-        self.script, self._model = script, model
+    def __init__(self, call_trace: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self.call_trace, self._model = call_trace, model
         self.modules = dict.fromkeys(modules)
         self.digests = True  # True if digests of the weights are computed, for a replay to compare.
         # Modules at which open sessions have edits. Calls that contain them are not the model's own computation.
@@ -167,11 +167,11 @@ class RunRecorder:
         if self.digests:
             tensors = run.dependencies.tensors
             run.digests = dict(zip(tensors, digest(tensors), strict=True))
-            self.script.digest = digest([*self._model.parameters(), *self._model.buffers()])
+            self.call_trace.digest = digest([*self._model.parameters(), *self._model.buffers()])
         if root.given is not None:
-            self.script.runs.append(run)
+            self.call_trace.runs.append(run)
         else:
-            self.script.refused = root.why
+            self.call_trace.refused = root.why
 
     def _region(self, module: nn.Module) -> list[nn.Module]:
         """Return the module and the modules below it whose calls are not recorded separately."""

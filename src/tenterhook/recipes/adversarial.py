@@ -235,11 +235,11 @@ def feature_attack(  # noqa: PLR0913
     far = (features - own).norm(dim=1)
     near = far if aim is None else (features - aim).norm(dim=1)
     first = torch.zeros_like(far) if aim is None else (own - aim).norm(dim=1)
-    told = {"point": address, "norm": norm, "eps": eps, "steps": steps}
-    told |= {"features before": float(first.mean()), "features after": float(near.mean())}
+    settings = {"point": address, "norm": norm, "eps": eps, "steps": steps}
+    settings |= {"features before": float(first.mean()), "features after": float(near.mean())}
     success = after != before if aim is None else near < far
     moved = distance(found, images, norm)
-    return Attack("feature attack", images, found, success, moved, before, after, before, None, told)
+    return Attack("feature attack", images, found, success, moved, before, after, before, None, settings)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

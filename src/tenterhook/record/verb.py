@@ -403,15 +403,15 @@ class Recording(Session):
             stop_listening(self.model, self._generation)
             self._generation.close()
         super().on_close()
-        self.tape._let_go()
+        self.tape._release()
         if self._grad:
             self.tape.grad.end()
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._groups, self._bound = [], {}
         if self._outputs is not None:
-            self._outputs.let_go()
+            self._outputs.release()
 
     def _say_what_was_missed(self) -> None:
         super()._say_what_was_missed()

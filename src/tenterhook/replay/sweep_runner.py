@@ -436,4 +436,4 @@ def _quietly(session: Replay) -> Iterator[None]:
         yield
     finally:
         session._undo()
-        session._let_go()
+        session._release()

@@ -131,7 +131,7 @@ class Units:
         """True if there are counts that must be read at each step."""
         return bool(self._idle or self._near)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all tensors."""
         self._idle, self._near = {}, {}
 

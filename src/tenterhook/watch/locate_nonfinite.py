@@ -43,7 +43,7 @@ class NonFiniteReport:
     address: str
     call: int
     statistics: dict[str, float]
-    born: str | None = None
+    origin: str | None = None
     """the address of the call that produced it; None if unknown or outside of the model"""
     reason: str = ""
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -82,10 +82,10 @@ class NonFiniteReport:
         """Return the text for the gradient of the output, and for the arguments if the operation is not known."""
         shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
         gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
-        told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
+        lines = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
         if self.line is None:
-            told += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
-        return told
+            lines += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -103,7 +103,7 @@ def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, la
             return report
         report.inputs, report.inputs_of = _inputs(call), _name(log, call)
         if not any(_is_bad(numbers) for numbers in report.inputs.values()):
-            report.born = _name(log, call)
+            report.origin = _name(log, call)
             _born_in(report, call, same=place == first, autocast=autocast, late=late)
             return report
     report.reason = "The input of the model already contained it." if report.inputs else ""
@@ -111,7 +111,7 @@ def forward(log: Sequence[LogEntry], first: int, step: int, autocast: Any, *, la
 
 
 def _born_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocast: Any, late: bool) -> None:
-    what = "It was produced here" if same else f"It was produced inside {report.born!r}, between its modules"
+    what = "It was produced here" if same else f"It was produced inside {report.origin!r}, between its modules"
     report.reason = f"{what}: all arguments were finite."
     if late:
         report.note = LATE
@@ -142,12 +142,12 @@ def backward(
         known = True
         if not bool(torch.isfinite(gradient).all()):
             continue
-        report.born = _name(log, call)
+        report.origin = _name(log, call)
         report.reason = (
-            f"It was produced in the backward pass through {report.born!r}: the gradient of its output was finite."
+            f"It was produced in the backward pass through {report.origin!r}: the gradient of its output was finite."
         )
         report.inputs = {**_inputs(call), "gradient": _described(gradient, measured(gradient))}
-        report.inputs_of = report.born
+        report.inputs_of = report.origin
         if late:
             report.note = LATE
         else:
