@@ -10,7 +10,7 @@ import operator
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic
 
@@ -56,9 +56,11 @@ TOOLS = frozenset({
     "typing", "typing_extensions", "inspect", "dataclasses", "logging", "threading", "re", "abc", "enum", "pathlib",
     "datetime", "decimal", "fractions", "uuid", "warnings", "importlib", "ast", "packaging", "tenterhook",
 })  # fmt: skip
+NAMED_TUPLE_FIELD = type(namedtuple("Pair", ["left"]).left)  # type: ignore[attr-defined]  # noqa: PYI024
 DESCRIPTORS = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.MethodWrapperType, types.GenericAlias, types.UnionType,
+    NAMED_TUPLE_FIELD,
 )  # fmt: skip
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Size)
 ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, enum.Enum, types.ModuleType, BaseException)
