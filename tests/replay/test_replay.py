@@ -100,8 +100,14 @@ class Pairs(nn.Linear):
         return Pair(super().forward(x), x).left
 
 
-def test_a_call_that_reads_a_named_tuple_class_is_served():
-    model, x = nn.Sequential(Pairs(2, 2), nn.Linear(2, 2)).eval(), torch.ones(1, 2)
+class ByVersion(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if sys.version_info >= (3, 8) else x
+
+
+@pytest.mark.parametrize("kind", [Pairs, ByVersion])
+def test_a_call_that_reads_constants_of_python_is_served(kind):
+    model, x = nn.Sequential(kind(2, 2), nn.Linear(2, 2)).eval(), torch.ones(1, 2)
     with torch.no_grad():
         with th.record(model, replay=True) as tape:
             model(x)

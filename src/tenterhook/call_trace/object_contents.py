@@ -63,7 +63,8 @@ DESCRIPTORS = (
     NAMED_TUPLE_FIELD,
 )  # fmt: skip
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Size)
-ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, enum.Enum, types.ModuleType, BaseException)
+PYTHON_CONSTANTS = (type(sys.version_info), type(sys.flags), type(sys.float_info))
+ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, *PYTHON_CONSTANTS, enum.Enum, types.ModuleType, BaseException)
 FOLLOWED = (type, types.FunctionType, types.MethodType, Tensor, nn.Module)
 CACHED = type(functools.lru_cache(lambda: None))
 SEQUENCES = (list, tuple, set, frozenset, deque)
