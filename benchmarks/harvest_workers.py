@@ -27,7 +27,7 @@ SAMPLES, TOKENS, BATCH, PER_SHARD = 16_000, 32, 8, 40  # Samples for each worker
 POINT = "transformer.h.6"
 SLICE = 1.0  # Seconds for which one of the two runs, while the other is stopped.
 RUNNING = 6  # Shards per worker, after which all workers are known to run.
-PATIENCE = 120.0  # Time limit for that, in seconds.
+TIMEOUT = 120.0  # Time limit for that, in seconds.
 
 
 def data(workers: int) -> list[Tensor]:
@@ -65,10 +65,10 @@ class Contender:
 
     def start(self, workers: int) -> None:
         """Wait until all workers run, then stop the processes."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(self.commits()) < RUNNING * workers:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nothing came of {self.folder.name} in {PATIENCE:.0f} s")
+                raise RuntimeError(f"nothing came of {self.folder.name} in {TIMEOUT:.0f} s")
             time.sleep(0.05)
         self.send(signal.SIGSTOP)
 

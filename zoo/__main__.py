@@ -73,8 +73,8 @@ def _progress(source: str, names: list[tuple[str, str]]) -> Iterator[tuple[Step,
 
 
 def _say(name: str, result: dict[str, object]) -> None:
-    told = result.get("problems") or result.get("reason") or result.get("order") or ""
-    print(f"{result['status']:10}{name} {result['seconds']} s {told}", flush=True)
+    detail = result.get("problems") or result.get("reason") or result.get("order") or ""
+    print(f"{result['status']:10}{name} {result['seconds']} s {detail}", flush=True)
 
 
 def _options() -> argparse.Namespace:

@@ -104,30 +104,30 @@ def _recorded(
     """Compare a recorded run with the plain one and with plain hooks. Keep no reference to it after this call."""
     with th.record(case.model, *points, grad=case.backward, keep="all", copy=copy) as tape:
         found = run(case)
-    if copy == "auto" and _was_told(tape, reference):
-        counts["told"] = 1
+    if copy == "auto" and _is_refused(tape, reference):
+        counts["copied"] = 1
         del tape, found
         _recorded(case, plain, reference, problems, counts, copy="always", points=points)
         return
     if text := _run_difference(found, plain):
         problems.append(f"{CHANGED}: {text}")
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
 
-    def tell(kind: str, text: str) -> None:
-        told[kind] = told.get(kind, 0) + 1
-        if told[kind] <= SHOWN:
+    def report(kind: str, text: str) -> None:
+        reported[kind] = reported.get(kind, 0) + 1
+        if reported[kind] <= SHOWN:
             problems.append(f"{kind}: {text}")
 
     for address, wanted in reference.values.items():
         counts["values"] += len(wanted)
-        _compare_values(tape, address, wanted, tell)
+        _compare_values(tape, address, wanted, report)
     for (address, call), wanted in reference.grads.items():
         counts["gradients"] += 1
-        _compare_gradient(tape, f"{address}#{call}", wanted, tell)
-    problems += [f"{kind}: {count - SHOWN} more" for kind, count in told.items() if count > SHOWN]
+        _compare_gradient(tape, f"{address}#{call}", wanted, report)
+    problems += [f"{kind}: {count - SHOWN} more" for kind, count in reported.items() if count > SHOWN]
 
 
-def _was_told(tape: th.Tape, reference: Trace) -> bool:
+def _is_refused(tape: th.Tape, reference: Trace) -> bool:
     """Return whether the tape reports an unexpected in-place change, so that a copy must be requested."""
     for address in reference.values:
         try:
@@ -139,28 +139,28 @@ def _was_told(tape: th.Tape, reference: Trace) -> bool:
     return False
 
 
-def _compare_values(tape: th.Tape, address: str, wanted: list[Any], tell: Any) -> None:
+def _compare_values(tape: th.Tape, address: str, wanted: list[Any], report: Any) -> None:
     try:
         found = tape.calls(address)
     except th.TenterhookError as error:
-        tell("value", f"{address}: {type(error).__name__}: {error}")
+        report("value", f"{address}: {type(error).__name__}: {error}")
         return
     if len(found) != len(wanted):
-        tell("calls", f"{address}: {len(found)} for {len(wanted)}")
+        report("calls", f"{address}: {len(found)} for {len(wanted)}")
         return
     for call, pair in enumerate(zip(found, wanted, strict=True)):
         if text := difference(*pair, f"{address}#{call}"):
-            tell("value", text)
+            report("value", text)
 
 
-def _compare_gradient(tape: th.Tape, address: str, wanted: Tensor | None, tell: Any) -> None:
+def _compare_gradient(tape: th.Tape, address: str, wanted: Tensor | None, report: Any) -> None:
     try:
         found = tape.grad[address] if address in tape.grad else None  # noqa: SIM401 - get() would hide errors
     except th.TenterhookError as error:
-        tell("gradient", f"{address}: {type(error).__name__}: {error}")
+        report("gradient", f"{address}: {type(error).__name__}: {error}")
         return
     if text := difference(found, wanted, address):
-        tell("gradient", text)
+        report("gradient", text)
 
 
 def _size(case: Case) -> int:

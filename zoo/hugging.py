@@ -72,7 +72,7 @@ def build(name: str) -> Case:
         except NotRunnable as error:
             reasons.append(str(error))
         except Exception as error:  # noqa: BLE001 - a configuration may be refused in any way
-            reasons.append(f"does not build: {_told(error)}")
+            reasons.append(f"does not build: {_described(error)}")
         else:
             return case
     raise NotRunnable(reasons[0])
@@ -84,7 +84,7 @@ def _config_class(name: str) -> type[Any]:
     try:
         return CONFIG_MAPPING[name]
     except Exception as error:
-        raise NotRunnable(f"has no configuration: {_told(error)}") from error
+        raise NotRunnable(f"has no configuration: {_described(error)}") from error
 
 
 def _small(kind: type[Any], sizes: dict[str, int]) -> Any:
@@ -125,7 +125,7 @@ def _case(config: Any) -> Case:
                     torch.manual_seed(0)
                     model(**kwargs)
             except Exception as error:  # noqa: BLE001 - inputs are tried until some fit
-                reasons.append(f"no fitting input: {_told(error)}")
+                reasons.append(f"no fitting input: {_described(error)}")
             else:
                 return Case(model, (), kwargs)
     raise NotRunnable(reasons[0] if reasons else "no input is known")
@@ -138,7 +138,7 @@ def _model(kind: type[nn.Module], config: Any) -> nn.Module:
         torch.manual_seed(0)
         model = kind._from_config(config).eval() if size <= MOST else None
     except Exception as error:
-        raise NotRunnable(f"does not build: {_told(error)}") from error
+        raise NotRunnable(f"does not build: {_described(error)}") from error
     if model is None:
         raise NotRunnable(f"too large: more than {MOST:,} parameters")
     return model
@@ -164,7 +164,7 @@ def _classes(config: Any) -> Iterator[type[Any]]:
                 yield kind
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
 
 

@@ -62,7 +62,7 @@ def _child(source: Source, name: str, pipe: Connection) -> None:
     try:
         pipe.send(_result(source, name, pipe))
     except BaseException as error:  # noqa: BLE001 - the process ends here whatever it is
-        pipe.send({"status": "failed", "problems": [_told(error)]})
+        pipe.send({"status": "failed", "problems": [_described(error)]})
     os._exit(0)
 
 
@@ -77,7 +77,7 @@ def _result(source: Source, name: str, pipe: Connection) -> dict[str, Any]:
     return {"status": status, **found}
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))  # noqa: PTH119
     return f"{type(error).__name__}: {str(error)[:300]} ({where})"

@@ -47,7 +47,7 @@ def trace(case: Case) -> Trace:
     with contextlib.ExitStack() as stack:
         for path, module in case.model.named_modules():
             if type(module).forward is not nn.Module.forward or "forward" in vars(module):
-                stack.enter_context(_tapped(module, _Tap(path, module, found, outputs, seen)))
+                stack.enter_context(_recording(module, _ForwardRecorder(path, module, found, outputs, seen)))
         run(case)
     for address, call, tensor, version in outputs:
         if tensor._version != version:  # Otherwise the hook would see the gradient of another value, or none.
@@ -55,7 +55,7 @@ def trace(case: Case) -> Trace:
     return found
 
 
-class _Tap:
+class _ForwardRecorder:
     """The hooks and records of one module."""
 
     def __init__(
@@ -138,14 +138,14 @@ def _parameters(module: nn.Module) -> list[inspect.Parameter]:
 
 
 @contextlib.contextmanager
-def _tapped(module: nn.Module, tap: _Tap) -> Iterator[None]:
+def _recording(module: nn.Module, recorder: _ForwardRecorder) -> Iterator[None]:
     handles = (
-        module.register_forward_pre_hook(tap.before, with_kwargs=True),
-        module.register_forward_hook(tap.after),
+        module.register_forward_pre_hook(recorder.before, with_kwargs=True),
+        module.register_forward_hook(recorder.after),
     )
     own = vars(module).get("forward")
     if not isinstance(module, torch.jit.ScriptModule):
-        object.__setattr__(module, "forward", _wrapped(module.forward, tap))
+        object.__setattr__(module, "forward", _wrapped(module.forward, recorder))
     try:
         yield
     finally:
@@ -157,15 +157,15 @@ def _tapped(module: nn.Module, tap: _Tap) -> Iterator[None]:
             object.__delattr__(module, "forward")
 
 
-def _wrapped(forward: Callable[..., Any], tap: _Tap) -> Callable[..., Any]:
+def _wrapped(forward: Callable[..., Any], recorder: _ForwardRecorder) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if tap.hooked or graph_task() != -1:
-            tap.hooked = False
+        if recorder.hooked or graph_task() != -1:
+            recorder.hooked = False
             return forward(*args, **kwargs)
-        tap.enter(args, kwargs)
+        recorder.enter(args, kwargs)
         output = forward(*args, **kwargs)
-        tap.leave(output)
+        recorder.leave(output)
         return output
 
     return wrapper

@@ -19,7 +19,7 @@ import unicodedata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,15 +142,6 @@ def as_html(table: Table) -> str:
         f'<table style="{_TABLE_CSS}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
         f"{footer}</div>"
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the singular or the plural.
-
-    >>> counted(1, "step"), counted(2, "step")
-    ('1 step', '2 steps')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def short_number(number: int) -> str:

@@ -12,13 +12,25 @@ from __future__ import annotations
 import json
 import re
 
-__all__ = ["printable", "printable_json", "printable_lines", "printable_strings"]
+__all__ = ["SEE_POINTS", "counted", "printable", "printable_json", "printable_lines", "printable_strings"]
+
+SEE_POINTS = "Print tenterhook.points(model{selector}) to see {what}"
+"""Advice at the end of errors about addresses. The command line replaces it with a command to type."""
 
 _ASCII = "".join(map(chr, range(0x20, 0x7F)))
 _SUSPECT = re.compile(f"[^{re.escape(_ASCII)}]")
 _KEPT_LINES = "\n\t"
 _IN_JSON = re.compile(rf"\\u[0-9a-f]{{4}}|\\.|{_SUSPECT.pattern}")
 _KEPT_JSON = frozenset(("\\n", "\\t", '\\"', "\\\\", "\\/"))
+
+
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun, and its verb if one follows, in the singular or the plural.
+
+    >>> counted(1, "step"), counted(2_000, "step"), counted(1, "row is", "rows are")
+    ('1 step', '2,000 steps', '1 row is')
+    """
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -14,7 +14,7 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.grammar import CallRange
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import find
-from tenterhook.compiled.traced_features import Door, doors, several, traced
+from tenterhook.compiled.traced_features import FeaturePoint, feature_points, several, traced
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
@@ -79,20 +79,20 @@ class Features(nn.Module):
         self.points = dict(points)
         self.training = model.training
         self._found: tuple[Point, ...] | None = None
-        self._doors: list[Door] = []
+        self._feature_points: list[FeaturePoint] = []
         self._counted = all(point.call is not None for point in self._resolved())
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model with its own arguments up to the last feature, and return the features by name."""
-        if torch.compiler.is_compiling() and self._doors:
-            return traced(self.model, self._doors, self._taken, args, kwargs, stop=self._counted)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() and self._feature_points:
+            return traced(self.model, self._feature_points, self._taken, args, kwargs, stop=self._counted)  # type: ignore[no-any-return]
         return self._taken(args, kwargs)
 
     def _taken(self, args: Any, kwargs: Any) -> dict[str, Any]:
         # For the code around this call. A model that is compiled itself starts compiling again.
         compiling = stop_compiling()
         try:
-            session = _Taking(self.model, self._resolved(), stop=self._counted)
+            session = _FeatureSession(self.model, self._resolved(), stop=self._counted)
             try:
                 with session:
                     session.run(*args, **kwargs)
@@ -111,7 +111,7 @@ class Features(nn.Module):
     def _resolved(self) -> tuple[Point, ...]:
         if self._found is None or any(find(self.model, each.path) is not each.module for each in self._found):
             self._found = tuple(resolve(self.model, list(self.points)))
-            self._doors = doors(self._found, self.points)
+            self._feature_points = feature_points(self._found, self.points)
         return self._found
 
     # -- state of the model -------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Features(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may hold another model, so it resolves the points again by name.
-        return {**vars(self), "_found": None, "_doors": []}
+        return {**vars(self), "_found": None, "_feature_points": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -141,13 +141,13 @@ class Features(nn.Module):
 load_state_as(Features, lambda features: features.model)
 
 
-class _Taking(Session):
+class _FeatureSession(Session):
     """One run of a model that collects values together with their autograd graph."""
 
     verb = "features"
 
     def __init__(self, model: nn.Module, points: tuple[Point, ...], *, stop: bool) -> None:
-        self.patches = {str(point): _Tap(self, copy=facts(model).in_place) for point in points}
+        self.patches = {str(point): FeatureAction(self, copy=facts(model).in_place) for point in points}
         bindings = [Binding(point, self.patches[str(point)]) for point in points]
         super().__init__(model, bindings, [[binding] for binding in bindings])
         self._stop, self._left = stop, len(points)
@@ -199,13 +199,13 @@ class _Taking(Session):
         return patch.value
 
 
-class _Tap:
+class FeatureAction:
     """An action that collects a value, copied if a later operation of the model may change it in place."""
 
     observes = True
     again = False
 
-    def __init__(self, session: _Taking, *, copy: bool) -> None:
+    def __init__(self, session: _FeatureSession, *, copy: bool) -> None:
         self._session, self._copy = session, copy
         self.calls = 0
         self.value: Any = None

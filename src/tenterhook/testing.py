@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook._text import counted
 from tenterhook.pytorch.autograd import post_accumulate_hooks_of, tensor_hooks
 from tenterhook.pytorch.hook_tables import global_state
 from tenterhook.pytorch.module_calls import buffers_of, parameters_of
@@ -114,9 +115,9 @@ def untouched(model: nn.Module, *, rng: bool = True) -> Iterator[None]:
     keys = before.keys() | after.keys()
     wrong = [key for key in keys if not _same(before.get(key, MISSING), after.get(key, MISSING))]
     if wrong:
-        told = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
-        shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in told)
-        raise AssertionError(f"{len(wrong)} things have changed:\n{shown}")
+        changes = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(wrong)[:10]]
+        shown = "\n".join(f"  {key}: {old!r:.120} -> {new!r:.120}" for key, old, new in changes)
+        raise AssertionError(f"{counted(len(wrong), 'thing has', 'things have')} changed:\n{shown}")
 
 
 def state_of(model: nn.Module, *, rng: bool = True) -> dict[str, Any]:
@@ -246,4 +247,4 @@ def no_leak() -> Iterator[None]:
             gc.enable()
     if left:
         shown = ", ".join(f"{type(found).__name__}{list(found.shape)}" for found in left[:10])
-        raise AssertionError(f"{len(left)} tensors are still alive after the block: {shown}")
+        raise AssertionError(f"{counted(len(left), 'tensor is', 'tensors are')} still alive after the block: {shown}")

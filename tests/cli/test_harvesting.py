@@ -84,7 +84,7 @@ def test_damage_is_told_dropped_and_made_again(call, tmp_path):
     assert damaged["complete"] is False
     dropped = call("verify", "acts", "--drop")
     assert dropped.exit_code == 0
-    assert "dropped 1 shards" in dropped.stdout
+    assert "dropped 1 shard, which" in dropped.stdout
     assert json.loads(call(*ROWS, "--json").stdout)["made"] == 1
     whole = json.loads(call("verify", "acts", "--json").stdout)
     assert (whole["complete"], whole["rows"], whole["damaged"]) == (True, 100, [])
@@ -161,6 +161,13 @@ def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, sai
     assert told.exit_code == code, told.output
     assert said in told.stderr
     assert "Traceback" not in told.stderr
+
+
+def test_a_failing_model_has_the_same_exit_code_with_debug(call):
+    told = call("--debug", *({"rows_nets.py:Rows": "rows_nets.py:Broken", "2": "1"}.get(part, part) for part in ROWS))
+    assert told.exit_code == 3, told.output
+    assert "the model failed" in told.stderr
+    assert told.stderr.count("Traceback (most recent call last)") == 1
 
 
 def test_what_is_no_store_is_told(call):

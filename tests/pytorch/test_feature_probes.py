@@ -24,7 +24,7 @@ from tenterhook import hooks
 from tenterhook.pytorch import support
 from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.pytorch.support import FEATURES, ProbeFailed, Status
-from tenterhook.testing import state_of, untouched
+from tenterhook.testing import no_leak, state_of, untouched
 
 # The probe of compiled models takes a second, and the first call of that of make_fx too.
 LIGHT = [
@@ -73,6 +73,17 @@ def test_every_feature_works_the_fast_way_as_often_as_it_is_probed(name):
         return
     for _ in range(3):
         assert outcome(name) == (Status.FAST, "")
+
+
+# PyTorch itself makes reference cycles in these: graphs of torch.fx, and the classes of parametrized modules.
+CYCLES_OF_PYTORCH = {"make_fx", "weights computed from parameters"}
+
+
+@pytest.mark.parametrize("name", [name for name in LIGHT if name not in CYCLES_OF_PYTORCH])
+def test_a_probe_keeps_no_tensor_alive(name):
+    thread = support._ProbeThread()  # A new one: state of the thread is made by the first probe that needs it.
+    with no_leak():
+        thread.run(FEATURES[name].probe)
 
 
 @pytest.mark.parametrize("name", LIGHT)

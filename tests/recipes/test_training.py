@@ -1,5 +1,7 @@
 """Training helpers, compared with the same written by hand."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +106,24 @@ def test_a_gradient_of_several_tensors_is_clipped_one_by_one():
     out, (h, _) = model.lstm(x)
     (out.sum() + h.sum()).backward()
     torch.testing.assert_close(clipped, x.grad)
+
+
+class Halves(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Split(nn.Module):
+    def forward(self, x):
+        return Halves(x[:2] * 1, x[2:] * 1)
+
+
+def test_a_gradient_of_a_named_tuple_is_clipped():
+    model, x = Split(), torch.ones(4, requires_grad=True)
+    with th.recipes.clip_gradient(model, ":return", value=1.0):
+        found = model(x)
+        (3 * found.left.sum() + 0.5 * found.right.sum()).backward()
+    assert x.grad.tolist() == [1.0, 1.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

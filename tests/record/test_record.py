@@ -449,3 +449,39 @@ def test_a_tape_shows_its_shapes_in_the_tree():
     with th.record(model, "**") as tape:
         model(STEPS)
     assert "5" in str(th.points(model, tape=tape))
+
+
+# --- attention weights that a fused kernel does not compute -----------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention that gives its weights, like that of transformers, only without the fused kernel."""
+
+    def __init__(self, *, fused):
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, x):
+        attn_weights = None if self.fused else torch.softmax(x @ x.mT, -1)
+        return nn.functional.scaled_dot_product_attention(x, x, x) if self.fused else attn_weights @ x
+
+
+def test_attention_weights_that_are_never_computed_are_reported_once():
+    model = nn.Sequential(Attention(fused=True), Attention(fused=True))
+    with (
+        pytest.warns(th.TenterhookWarning, match=r"'0:attn_weights' was None at .*, as at 1 other .*\"eager\"") as seen,
+        th.record(model, "*:attn_weights") as tape,
+    ):
+        model(X)
+        model(X)
+    assert len(seen) == 1
+    assert tape["0:attn_weights#0"] is None
+
+
+def test_attention_weights_that_are_computed_somewhere_need_no_warning():
+    model = nn.Sequential(Attention(fused=False), Attention(fused=False))
+    with th.record(model, "*:attn_weights") as tape:
+        model(X)
+        model[0].fused = True
+        model(X)
+    assert tape["0:attn_weights#1"] is None

@@ -119,7 +119,7 @@ def test_a_comparison_names_the_first_module_that_ran_with_another_weight(seed):
         tapes.append(tape)
         with torch.no_grad():
             model.get_submodule(changed).bias.add_(1)
-    first = next(each for each in compare(*tapes) if each.parts)
+    first = next(each for each in compare(*tapes) if each.differs)
     address = first.address if "#" in first.address else f"{first.address}#0"
     assert address == next(each for each in called if each.partition("#")[0] == changed)
 

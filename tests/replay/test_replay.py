@@ -1,5 +1,6 @@
 """Replay on real models: what comes out is what a whole run gives, to the last bit, and only what has to run runs."""
 
+import collections
 import sys
 import threading
 
@@ -89,6 +90,30 @@ def test_an_edited_run_is_the_same_replayed_and_whole(make, address):
     assert not torch.equal(replayed, plain)
     if "wte" not in address:
         assert len(session.served) > 0
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+
+
+class Pairs(nn.Linear):
+    def forward(self, x):
+        return Pair(super().forward(x), x).left
+
+
+class ByVersion(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if sys.version_info >= (3, 8) else x
+
+
+@pytest.mark.parametrize("kind", [Pairs, ByVersion])
+def test_a_call_that_reads_constants_of_python_is_served(kind):
+    model, x = nn.Sequential(kind(2, 2), nn.Linear(2, 2)).eval(), torch.ones(1, 2)
+    with torch.no_grad():
+        with th.record(model, replay=True) as tape:
+            model(x)
+        with th.replay(model, tape) as session, th.edit(model, {"1": doubled}):
+            model(x)
+    assert "0" in session.served.calls
 
 
 def modules_that_run(function):

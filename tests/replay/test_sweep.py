@@ -450,18 +450,18 @@ def test_groups_whose_values_are_added_to_what_was_there_before_have_batches_of_
 
 
 def test_what_comes_out_otherwise_for_those_that_joined_is_run_again(monkeypatch):
-    from tenterhook.replay import growing_batch as joining
+    from tenterhook.replay import growing_batch
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(1, 4)
     cases = [{str(layer): th.scale(float(factor))} for layer in range(3) for factor in range(1, 5)]
-    true = joining.GrowingBatch.__call__
+    true = growing_batch.GrowingBatch.__call__
 
     def wrong(self, value, context):
         joined = true(self, value, context)
         joined[value.shape[0] :] += 1
         return joined
 
-    monkeypatch.setattr(joining.GrowingBatch, "__call__", wrong)
+    monkeypatch.setattr(growing_batch.GrowingBatch, "__call__", wrong)
     found = th.sweep(model, cases, lambda output: output.sum(), x)
     for case, value in zip(cases, found.values, strict=True):
         with torch.no_grad(), th.edit(model, case):

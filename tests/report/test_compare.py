@@ -24,16 +24,16 @@ def test_values_come_in_the_order_of_the_run_and_gradients_the_other_way():
     assert [(each.address, each.gradient) for each in found] == [
         ("0", False), ("1", False), (":return", False), (":return", True), ("1", True), ("0", True),
     ]  # fmt: skip
-    assert not any(each.parts for each in found)
+    assert not any(each.differs for each in found)
 
 
 def test_how_far_two_values_are_apart():
     found = difference("x", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), Tolerance())
-    assert (found.parts, found.largest, found.relative) == (True, 0.5, pytest.approx(0.1))
+    assert (found.differs, found.largest, found.relative) == (True, 0.5, pytest.approx(0.1))
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "parts"),
+    ("left", "right", "differs"),
     [
         (torch.tensor([math.nan]), torch.tensor([math.nan]), False),
         (torch.tensor([math.inf]), torch.tensor([math.inf]), False),
@@ -45,8 +45,8 @@ def test_how_far_two_values_are_apart():
         (torch.zeros(0), torch.zeros(0), False),
     ],
 )
-def test_what_counts_as_a_difference(left, right, parts):
-    assert difference("x", left, right, Tolerance()).parts is parts
+def test_what_counts_as_a_difference(left, right, differs):
+    assert difference("x", left, right, Tolerance()).differs is differs
 
 
 def test_what_only_one_of_them_has_is_a_difference():
@@ -54,4 +54,4 @@ def test_what_only_one_of_them_has_is_a_difference():
     with th.record(model, "0") as part:
         model(x)
     found = compare(part, tape_of(model, x))
-    assert [(each.address, each.why) for each in found if each.parts] == [(":return", "only in the second")]
+    assert [(each.address, each.why) for each in found if each.differs] == [(":return", "only in the second")]

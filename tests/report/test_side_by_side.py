@@ -164,7 +164,7 @@ def test_tapes_of_gradients_alone_are_compared():
             (factor * model(x)).sum().backward()
         tapes.append(tape)
     found = compare(*tapes)
-    assert [(each.address, each.gradient, each.parts) for each in found] == [
+    assert [(each.address, each.gradient, each.differs) for each in found] == [
         (":return", True, True), ("1", True, True), ("0", True, True),
     ]  # fmt: skip
 
@@ -188,5 +188,5 @@ def test_calls_are_paired_by_their_number_whichever_tape_has_more():
             model(torch.ones(1, 2))
         tapes.append(tape)
     for pair in (tapes, tapes[::-1]):
-        found = {each.address: (each.parts, each.compared) for each in compare(*pair)}
+        found = {each.address: (each.differs, each.compared) for each in compare(*pair)}
         assert found == {"fc#0": (False, True), "fc#1": (True, False), "fc#2": (True, False)}

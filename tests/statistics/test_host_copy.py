@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tenterhook.statistics import fused
-from tenterhook.statistics import host_copy as slips
+from tenterhook.statistics import fused, host_copy
 from tenterhook.statistics.host_copy import HostCopies, PinnedArray
 from tenterhook.statistics.measure import COLUMNS, MEAN, Workspace, measure, whole
 
@@ -39,10 +38,10 @@ def stands_in(monkeypatch):
     def not_pinned(*args, pin_memory=False, **kwargs):
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(slips.torch, "empty", not_pinned)
+    monkeypatch.setattr(host_copy.torch, "empty", not_pinned)
     monkeypatch.setattr(Event, "waited", [])
-    monkeypatch.setattr(slips.torch.cuda, "Event", Event)
-    monkeypatch.setattr(slips.torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(host_copy.torch.cuda, "Event", Event)
+    monkeypatch.setattr(host_copy.torch.cuda, "current_stream", lambda _device: None)
 
 
 @pytest.mark.usefixtures("stands_in")
@@ -82,10 +81,10 @@ def test_memory_that_was_first_needed_in_inference_mode_is_written_outside_it():
 def test_memory_is_not_kept_for_every_shape_that_ever_was():
     post = HostCopies()
     late = post.send(torch.arange(7.0))
-    for count in range(1, 5 * slips.KINDS):
+    for count in range(1, 5 * host_copy.KINDS):
         letter = post.send(torch.full((count,), float(count)))
         assert letter.read().tolist() == [count] * count
-        assert len(post._free) <= slips.KINDS
+        assert len(post._free) <= host_copy.KINDS
     assert late.read().tolist() == list(range(7))
 
 
@@ -94,11 +93,14 @@ def test_addresses_are_written_where_the_ones_before_have_been_read(monkeypatch)
     waited = Event.waited
     addresses = fused._Addresses(torch.device("cuda"))
     monkeypatch.setattr(fused, "to_device", lambda _device, numbers: torch.from_numpy(numbers.copy()))
-    each = [[torch.zeros(16), torch.ones(16)] for _ in range(2 * fused.SLIPS)]
+    each = [[torch.zeros(16), torch.ones(16)] for _ in range(2 * fused.PINNED_BUFFERS)]
     for tensors in each:
         assert addresses(tensors).tolist() == [tensor.data_ptr() for tensor in tensors]
     assert len(waited) == len(each) - 1  # The first of all is copied as it comes.
-    assert waited[: fused.SLIPS] == waited[fused.SLIPS :] + waited[fused.SLIPS - 1 : fused.SLIPS]
+    assert (
+        waited[: fused.PINNED_BUFFERS]
+        == waited[fused.PINNED_BUFFERS :] + waited[fused.PINNED_BUFFERS - 1 : fused.PINNED_BUFFERS]
+    )
     count = len(waited)
     assert addresses(each[-1]).tolist() == [tensor.data_ptr() for tensor in each[-1]]
     assert len(waited) == count  # The same as the last time: nothing is sent.

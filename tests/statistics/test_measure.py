@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenterhook.statistics import sketch as sketch_module
-from tenterhook.statistics import stacked_reductions as stacks
+from tenterhook.statistics import stacked_reductions
 from tenterhook.statistics.measure import COLUMNS, Measured, MeasurePlan, RowNumbers, Workspace, measure, whole
 from tenterhook.statistics.sampling import spacing
 from tenterhook.statistics.sketch import BinPlaces, Sketch, edges, histogram, quantiles
@@ -71,7 +71,7 @@ def test_a_quick_measure_says_where_it_could_not_tell():
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("chunk", [2**8, 2**12, 2**18])
 def test_tensors_of_several_shapes_share_matrices_and_each_has_its_own_numbers(monkeypatch, chunk, quick):
-    monkeypatch.setattr(stacks, "CHUNK", chunk)
+    monkeypatch.setattr(stacked_reductions, "CHUNK", chunk)
     torch.manual_seed(0)
     shapes = [(4, 16), (4, 16), (128,), (12, 16), (1,), (7,), (3, 300), (64,), (0,), (1,), (256, 2)]
     tensors = [torch.randn(shape) * (i + 1) + i for i, shape in enumerate(shapes)]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tenterhook.pytorch import modes
-from tenterhook.statistics import tensor_signature as likeness
-from tenterhook.statistics.tensor_signature import LESSONS, TensorSignature
+from tenterhook.statistics import tensor_signature
+from tenterhook.statistics.tensor_signature import MOST_GUARDS, TensorSignature
 
 
 def some():
@@ -24,7 +24,7 @@ def changed(place, tensor):
 @pytest.fixture(params=["at once", "one by one"])
 def like(request, monkeypatch):
     if request.param == "one by one":
-        monkeypatch.setattr(likeness, "tensor_guard", lambda _tensors: None)
+        monkeypatch.setattr(tensor_signature, "tensor_guard", lambda _tensors: None)
     found = TensorSignature(some())
     assert found.fits(some())
     assert (found._check is not None) == (request.param == "at once")
@@ -68,7 +68,7 @@ def test_what_is_of_another_kind_is_not(like, other):
     ids=["strides", "gradient", "expanded"],
 )
 def test_what_only_lies_in_memory_in_another_way_is(like, other):
-    for _ in range(LESSONS + 2):
+    for _ in range(MOST_GUARDS + 2):
         assert like.fits(other)
         assert like.fits(some())
 
@@ -83,7 +83,7 @@ def test_what_is_known_to_be_contiguous_is():
     for _ in range(3):
         assert like.fits(odd)
         assert not like.in_a_row
-    for _ in range(LESSONS * 2):  # Those that differ each time are not learnt for ever.
+    for _ in range(MOST_GUARDS * 2):  # Those that differ each time are not learnt for ever.
         assert like.fits(some())
         assert like.fits(odd)
         assert not like.in_a_row

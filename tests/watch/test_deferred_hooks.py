@@ -10,9 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.pytorch.autograd import new_backward_id as passes
-from tenterhook.watch import measured_batch as parcel
-from tenterhook.watch import observers as observe
-from tenterhook.watch import step_events as turns
+from tenterhook.watch import measured_batch, observers, step_events
 
 
 class Force(nn.Module):
@@ -51,8 +49,8 @@ def gradient_norm(model, x):
 
 @pytest.fixture(params=[0, 2**15], ids=["by hooks", "by autograd"])
 def _way(request, monkeypatch):
-    monkeypatch.setattr(turns, "PATIENT", {"cpu"})  # As it is for a GPU.
-    monkeypatch.setattr(observe, "SMALL", request.param)
+    monkeypatch.setattr(step_events, "DEFERRED_ON", {"cpu"})  # As it is for a GPU.
+    monkeypatch.setattr(observers, "SMALL", request.param)
 
 
 @pytest.mark.usefixtures("_way")
@@ -114,7 +112,7 @@ def test_passes_of_another_model_in_every_step_are_no_surprise():
 def test_where_there_are_no_others_a_pass_is_made_to_ask_in_the_first_steps_alone(monkeypatch):
     model, x, asked = Force(), torch.randn(5, 3), []
     model.derives = False
-    monkeypatch.setattr(turns, "new_backward_id", lambda: asked.append(1) or passes())
+    monkeypatch.setattr(step_events, "new_backward_id", lambda: asked.append(1) or passes())
     with th.watch(model, steps="manual", of=("values", "gradients")) as watch:
         for _ in range(6):
             model(leaf(x)).backward()
@@ -340,8 +338,8 @@ def test_what_a_model_returns_in_a_structure_is_measured_once(monkeypatch):
         asked.extend([tensor.data_ptr() for tensor in wanted.tensors] for wanted in each)
         return measure_together(each, *args)
 
-    measure_together = parcel.measure_together
-    monkeypatch.setattr(parcel, "measure_together", spied)
+    measure_together = measured_batch.measure_together
+    monkeypatch.setattr(measured_batch, "measure_together", spied)
     with th.watch(model, of=("values", "gradients")) as watch:
         for _ in range(3):
             output = model(ids, labels=ids)

@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
-from tenterhook.watch import measuring
-from tenterhook.watch import observers as observe
-from tenterhook.watch import step_events as turns
+from tenterhook.watch import measuring, observers, step_events
 from tenterhook.watch.gradient_holders import HeldGradient
 from tenterhook.watch.session import Watch
 
@@ -35,7 +33,7 @@ def no_long_way(monkeypatch):
     def never(*_):
         raise AssertionError("a gradient was caught by a hook of its own")
 
-    monkeypatch.setattr(observe, "_caught", never)
+    monkeypatch.setattr(observers, "_caught", never)
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def one_by_one(monkeypatch):
 @pytest.mark.parametrize("patient", [False, True], ids=["at once", "when the model returns"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_a_transformer_returns_has_its_values_and_its_gradients(monkeypatch, every, patient, one_by_one):
-    monkeypatch.setattr(turns, "PATIENT", {"cpu"} if patient else frozenset())
+    monkeypatch.setattr(step_events, "DEFERRED_ON", {"cpu"} if patient else frozenset())
     model, ids = small_gpt2(), torch.arange(6).unsqueeze(0)
     out = model(ids, labels=ids, output_hidden_states=True)
     asked = (out.loss, out.logits, *out.hidden_states)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.watch import live_server as serve
-from tenterhook.watch import live_updates as live
+from tenterhook.watch import live_server, live_updates
 
 
 def get(url, **headers):
@@ -169,7 +168,7 @@ def test_the_sixty_fifth_connection_is_refused_in_words_and_one_that_ends_makes_
 
 
 def test_a_silent_reader_is_hung_up_on(monkeypatch):
-    monkeypatch.setattr(serve._Handler, "timeout", 0.2)
+    monkeypatch.setattr(live_server._Handler, "timeout", 0.2)
     with (
         th.watch(nn.Linear(2, 2)) as w,
         socket.create_connection(("127.0.0.1", port_of(w.serve())), timeout=10) as idle,
@@ -239,8 +238,8 @@ def test_nothing_is_published_for_a_page_that_nobody_asks_for():
 
 def test_readers_of_the_same_rows_share_one_answer(monkeypatch):
     made = []
-    whole = live.LiveUpdates._made
-    monkeypatch.setattr(live.LiveUpdates, "_made", lambda self, view: made.append(view) or whole(self, view))
+    whole = live_updates.LiveUpdates._made
+    monkeypatch.setattr(live_updates.LiveUpdates, "_made", lambda self, view: made.append(view) or whole(self, view))
     with th.watch(nn.Linear(2, 2)) as w:
         url = w.serve()
         answers = {get(f"{url}numbers?since=3&count=40") for _ in range(5)}

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.testing import Attention, Cell, Mixed, Residual, no_leak, untouched
-from tenterhook.watch import observers as observe
+from tenterhook.watch import observers
 
 STATISTICS = ("count", "mean", "std", "min", "max", "norm", "zeros", "nan", "inf")
 
@@ -523,7 +523,7 @@ class Hooking(nn.Module):
 
 @pytest.mark.parametrize("small", [0, 2**15])
 def test_a_gradient_is_what_the_last_hook_lets_through(monkeypatch, small):
-    monkeypatch.setattr(observe, "SMALL", small)
+    monkeypatch.setattr(observers, "SMALL", small)
     x, plain, model = torch.randn(3, 4), Hooking(), Hooking(one=lambda gradient: gradient * 3)
     with th.record(plain, "one", grad=True) as tape:
         plain(x).backward()
@@ -559,7 +559,7 @@ def test_autograd_copies_small_gradients_only_where_every_step_is_watched(every,
 
 
 def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_then_on(monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", 0)
+    monkeypatch.setattr(observers, "SMALL", 0)
 
     def change(gradient):
         gradient.mul_(2)  # It is also the gradient of the other part, which has it already, or will have.
@@ -569,7 +569,7 @@ def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_th
         plain(x).backward()
     with th.watch(model, "one", "other", steps="manual") as w:
         model(x).backward()
-        with pytest.warns(th.TenterhookWarning, match="1 gradients were changed in place before they were measured"):
+        with pytest.warns(th.TenterhookWarning, match="1 gradient was changed in place before being measured"):
             w.step()
         model(x).backward()
         w.step()
@@ -579,7 +579,7 @@ def test_a_gradient_that_is_changed_in_place_later_is_noticed_and_copied_from_th
 
 
 def test_points_whose_gradients_are_one_tensor_have_each_their_row(monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", 0)
+    monkeypatch.setattr(observers, "SMALL", 0)
 
     class Adds(nn.Module):
         def __init__(self):
@@ -605,7 +605,7 @@ def test_points_whose_gradients_are_one_tensor_have_each_their_row(monkeypatch):
 
 @pytest.mark.parametrize("small", [0, 2**15])
 def test_a_second_pass_through_a_graph_is_added_whoever_holds_the_gradient(monkeypatch, small):
-    monkeypatch.setattr(observe, "SMALL", small)
+    monkeypatch.setattr(observers, "SMALL", small)
     x, model = torch.randn(3, 4), Hooking()
     with th.record(model, "one", grad=True) as tape:
         model(x).backward()
@@ -619,7 +619,7 @@ def test_a_second_pass_through_a_graph_is_added_whoever_holds_the_gradient(monke
 
 
 def test_a_graph_that_outlives_the_watch_holds_no_gradient(monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", 0)
+    monkeypatch.setattr(observers, "SMALL", 0)
     seen = []
     model = Hooking(one=lambda gradient: seen.append(weakref.ref(gradient)))
     with th.watch(model, steps="manual") as w:
@@ -654,7 +654,7 @@ class Hooked(nn.Module):
 
 
 def test_points_that_share_a_tensor_with_hooks_of_its_own_hold_nothing_in_the_end(monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", 0)
+    monkeypatch.setattr(observers, "SMALL", 0)
     seen = []
     model = Inside(seen)
     with th.watch(model, steps="manual") as w:

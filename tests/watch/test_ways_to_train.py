@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.watch import observers as observe
-from tenterhook.watch import step_events as turns
+from tenterhook.watch import observers, step_events
 from tenterhook.watch.parameters import Parameters
 
 
@@ -396,8 +395,8 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize("small", [0, 2**15], ids=["by hooks", "by autograd"])
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_gradient_is_told_as_it_flows_on_after_the_hooks_of_others(small, patient, monkeypatch):
-    monkeypatch.setattr(observe, "SMALL", small)
-    monkeypatch.setattr(turns, "PATIENT", {"cpu"} if patient else frozenset())
+    monkeypatch.setattr(observers, "SMALL", small)
+    monkeypatch.setattr(step_events, "DEFERRED_ON", {"cpu"} if patient else frozenset())
     model = Hooked()
     with th.watch(model, of=("values", "gradients"), steps="manual") as w:
         for _ in range(4):

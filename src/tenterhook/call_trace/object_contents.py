@@ -10,9 +10,9 @@ import operator
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import torch
 import xxhash
@@ -57,21 +57,15 @@ TOOLS = frozenset({
     "typing", "typing_extensions", "inspect", "dataclasses", "logging", "threading", "re", "abc", "enum", "pathlib",
     "datetime", "decimal", "fractions", "uuid", "warnings", "importlib", "ast", "packaging", "tenterhook",
 })  # fmt: skip
-
-
-class _Named(NamedTuple):
-    """A class with the descriptor of a named field, whose type has no public name."""
-
-    field: int = 0
-
-
+NAMED_TUPLE_FIELD = type(namedtuple("Pair", ["left"]).left)  # type: ignore[attr-defined]  # noqa: PYI024
 DESCRIPTORS = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.MethodWrapperType, types.GenericAlias, types.UnionType,
-    type(_Named.__dict__["field"]),
+    NAMED_TUPLE_FIELD,
 )  # fmt: skip
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Size)
-ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, enum.Enum, types.ModuleType, BaseException)
+PYTHON_CONSTANTS = (type(sys.version_info), type(sys.flags), type(sys.float_info))
+ALWAYS = (*DESCRIPTORS, *TORCH_CONSTANTS, *PYTHON_CONSTANTS, enum.Enum, types.ModuleType, BaseException)
 FOLLOWED = (type, types.FunctionType, types.MethodType, Tensor, nn.Module)
 CACHED = type(functools.lru_cache(lambda: None))
 SEQUENCES = (list, tuple, set, frozenset, deque)

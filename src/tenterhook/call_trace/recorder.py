@@ -14,7 +14,15 @@ from tenterhook.call_trace.dependencies import Dependencies
 from tenterhook.call_trace.digest import digest, version
 from tenterhook.call_trace.module_state import ModuleState, ambient, in_the_way
 from tenterhook.call_trace.randomness import Randomness
-from tenterhook.call_trace.trace import CallTrace, CopyKeeper, TracedCall, TracedRun, Unkeepable, storages
+from tenterhook.call_trace.trace import (
+    RETURNS_INPUT,
+    CallTrace,
+    CopyKeeper,
+    TracedCall,
+    TracedRun,
+    Unkeepable,
+    storages,
+)
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped
@@ -59,8 +67,8 @@ class RunRecorder:
     calls.
     """
 
-    def __init__(self, script: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-        self.script, self._model = script, model
+    def __init__(self, call_trace: CallTrace, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self.call_trace, self._model = call_trace, model
         self.modules = dict.fromkeys(modules)
         self.digests = True  # True if digests of the weights are computed, for a replay to compare.
         # Modules at which open sessions have edits. Calls that contain them are not the model's own computation.
@@ -159,11 +167,11 @@ class RunRecorder:
         if self.digests:
             tensors = run.dependencies.tensors
             run.digests = dict(zip(tensors, digest(tensors), strict=True))
-            self.script.digest = digest([*self._model.parameters(), *self._model.buffers()])
+            self.call_trace.digest = digest([*self._model.parameters(), *self._model.buffers()])
         if root.given is not None:
-            self.script.runs.append(run)
+            self.call_trace.runs.append(run)
         else:
-            self.script.refused = root.why
+            self.call_trace.refused = root.why
 
     def _region(self, module: nn.Module) -> list[nn.Module]:
         """Return the module and the modules below it whose calls are not recorded separately."""
@@ -212,7 +220,7 @@ class RunRecorder:
         A recorded copy cannot replace such an output.
         """
         if out & storages(given):
-            return "it gives back its input, or a view of it"
+            return RETURNS_INPUT
         return "it gives back a parameter, or another tensor of the model" if out & self._held else ""
 
     def _inside(self, call: TracedCall) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook._text import counted
 from tenterhook._tree import PLAIN, map_tensors, parts_of, tensors
 from tenterhook.call_trace.dependencies import Dependencies
 from tenterhook.call_trace.digest import version
 from tenterhook.call_trace.module_state import ModuleState, SubtreeState
 
 __all__ = [
+    "RETURNS_INPUT",
     "CallTrace",
     "CopyKeeper",
     "KeptStructure",
@@ -34,6 +36,8 @@ __all__ = [
 
 # Arguments that a call cannot change, besides structures of tensors.
 FIXED = (FunctionType, BuiltinFunctionType, type, enum.Enum)
+RETURNS_INPUT = "it gives back its input, or a view of it"
+"""The reason why a call is computed that costs nothing: a copy cannot replace its output."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -195,8 +199,8 @@ class CallTrace:
     def __repr__(self) -> str:
         calls = [call for run in self.runs for call in run.calls.values()]
         ready = sum(not call.why for call in calls)
-        served = f"{ready} of {len(calls)} calls can be served"
-        return f"<call trace of {len(self.runs)} run(s): {served}, {self.nbytes:,} bytes>"
+        served = f"{ready} of {counted(len(calls), 'call')} can be served"
+        return f"<call trace of {counted(len(self.runs), 'run')}: {served}, {counted(self.nbytes, 'byte')}>"
 
 
 def of_one_kind(one: Tensor, other: Tensor) -> bool:

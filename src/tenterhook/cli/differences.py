@@ -68,8 +68,8 @@ def difference_table(found: Sequence[Difference], first: Difference | None, *, e
     shown = list(found) if every else _around(shared, first)
     rows = [
         Row(
-            ("✗" if each.parts else "", _called(each), _number(each.largest), _number(each.relative), each.why),
-            style="strong" if each.parts else "dim",
+            ("✗" if each.differs else "", _called(each), _number(each.largest), _number(each.relative), each.why),
+            style="strong" if each.differs else "dim",
         )
         for each in shown
     ]
@@ -91,7 +91,7 @@ def _title(found: Sequence[Difference], shared: Sequence[Difference], first: Dif
 
 
 def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Sequence[Difference]) -> tuple[str, ...]:
-    differing = [each for each in shared if each.parts]
+    differing = [each for each in shared if each.differs]
     rest = len(shared) - sum(each.compared for each in shown)
     hidden = f"; {rest} not shown (--all)" if rest else ""
     verb = "differs" if len(differing) == 1 else "differ"
@@ -104,7 +104,7 @@ def _footer(found: Sequence[Difference], shared: Sequence[Difference], shown: Se
 def _counted(found: Sequence[Difference]) -> str:
     """Return the number of values, and of gradients if there are any, as text.
 
-    >>> _counted([Difference("fc", parts=False), Difference("fc", parts=False, gradient=True)])
+    >>> _counted([Difference("fc", differs=False), Difference("fc", differs=False, gradient=True)])
     '1 value and 1 gradient'
     """
     numbers = {noun: sum(each.gradient is gradient for each in found) for gradient, noun in NOUNS.items()}

@@ -105,11 +105,11 @@ def speaking(what: str = "", *, debug: bool | None = None, kind: type[CommandErr
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise
     except (Exception, SystemExit) as error:
+        if not what and not isinstance(error, TenterhookError | OSError) and not _of_object_store(error):
+            raise  # An error of the model, which `calling` converts, or a bug in tenterhook. Both print the traceback.
         show_traceback = _debug() if debug is None else debug
         if show_traceback:
             show_debug()
-        elif not what and not isinstance(error, TenterhookError | OSError) and not _of_object_store(error):
-            raise  # Not an expected error: a bug in tenterhook.
         unreadable = not what and (isinstance(error, OSError) or _of_object_store(error))
         raise (Unreadable if unreadable else kind)(_words(error, what, more=not show_traceback)) from error
 

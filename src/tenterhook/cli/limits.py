@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
+from tenterhook._text import counted
 from tenterhook.cli.errors import Unreadable
 
 __all__ = ["check_archive", "check_array", "check_bytes", "check_file", "memory"]
@@ -77,4 +78,4 @@ def _check_header(name: str, opened: IO[bytes], size: int) -> None:
         return  # numpy raises its own error for pickled objects.
     needed, there = math.prod(shape) * dtype.itemsize, size - opened.tell()
     if needed != there:
-        raise Unreadable(f"{name} is damaged: its header declares {needed:,} bytes, but it has {there:,}.")
+        raise Unreadable(f"{name} is damaged: its header declares {counted(needed, 'byte')}, but it has {there:,}.")

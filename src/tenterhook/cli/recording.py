@@ -12,6 +12,7 @@ import click
 
 from tenterhook._draw import short_number
 from tenterhook._look.progress import bar
+from tenterhook._text import counted
 from tenterhook.address import resolve
 from tenterhook.cli.edits import edits_of_files, read_edits
 from tenterhook.cli.errors import FAILED, WRONG, CommandError, say
@@ -132,7 +133,7 @@ def _tell(tape: Tape, file: Path, *, json_: bool) -> None:
         print_json({"tape": str(file), **counts, "failure": tape.notes.get("failure")})
         return
     size = short_number(counts["bytes"]).replace("k", " k").replace("M", " M").replace("B", " G")
-    say(f"{file}: {len(tape)} values, {len(tape.grad)} gradients, {size}B")
+    say(f"{file}: {counted(len(tape), 'value')}, {counted(len(tape.grad), 'gradient')}, {size}B")
     _tell_failure(tape)
 
 

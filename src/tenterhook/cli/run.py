@@ -110,12 +110,12 @@ def calling(model: nn.Module) -> Iterator[None]:
         # th.points raises a SessionError for an error of the model, with the model's error as its cause.
         if not isinstance(raised, SessionError) or error is None or isinstance(error, TenterhookError):
             raise
-        raise _told(model, error) from raised
+        raise _model_failed(model, error) from raised
     except Exception as error:
-        raise _told(model, error) from error
+        raise _model_failed(model, error) from error
 
 
-def _told(model: nn.Module, error: BaseException) -> ModelFailed:
+def _model_failed(model: nn.Module, error: BaseException) -> ModelFailed:
     show_debug()
     found = failure(model, error) or _elsewhere(error)
     return ModelFailed("\n".join(["the model failed", *failure_lines(found)]))

@@ -7,12 +7,17 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from tenterhook._text import SEE_POINTS
 from tenterhook.cli.errors import CommandError, show_debug
 from tenterhook.errors import AddressError
 
 __all__ = ["for_a_shell"]
 
-SEE = re.compile(r"Print tenterhook\.points\(model(?:, '(?P<selector>.*)')?\) to see (?P<what>.*)")
+SEE = re.compile(
+    re.escape(SEE_POINTS)
+    .replace(re.escape("{selector}"), r"(?:, '(?P<selector>.*)')?")
+    .replace(re.escape("{what}"), r"(?P<what>.*)")
+)
 
 
 @contextlib.contextmanager

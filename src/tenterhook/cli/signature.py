@@ -6,6 +6,7 @@ import inspect
 
 from torch import nn
 
+from tenterhook._text import counted
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.cli.errors import CommandError
 from tenterhook.cli.inputs import Inputs
@@ -63,9 +64,8 @@ def _too_many(signature: inspect.Signature, inputs: Inputs) -> list[str]:
     positional, kinds = _positional(signature), {each.kind for each in signature.parameters.values()}
     lines = []
     if len(inputs.args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        lines.append(
-            f"Got {len(inputs.args)} inputs without a name, but it takes {len(positional)}; leave out the rest."
-        )
+        got = counted(len(inputs.args), "input")
+        lines.append(f"Got {got} without a name, but it takes {len(positional)}; leave out the rest.")
     lines += [f"{name} is given twice: without a name, and as {name}=." for name in _twice(signature, inputs)]
     for name in inputs.kwargs if inspect.Parameter.VAR_KEYWORD not in kinds else ():
         if name not in signature.parameters:

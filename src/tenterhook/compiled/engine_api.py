@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "dressed", "end", "explained", "told", "waiting"]
+__all__ = ["begin", "compile_counts", "end", "explained", "waiting", "with_traced_forward"]
 
 
 def begin(session: Session) -> None:
@@ -51,7 +51,7 @@ def waiting(session: Session, points: Any) -> None:
         session.graph_outputs.wait_for(tuple(str(point) for point in points))
 
 
-def dressed(patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
+def with_traced_forward(patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
     """Return a forward of the engine that carries the function for Dynamo to trace instead."""
     from tenterhook.compiled.entry_points import entry
     from tenterhook.compiled.trace_plan import is_uncompilable, traced_forward
@@ -83,7 +83,7 @@ def _uncompiled(patch: ForwardPatch, engine: Callable[..., Any]) -> Any:
 
 def end(session: Session) -> Compiled:
     """End a session and return its counts."""
-    graph_outputs, found = session.graph_outputs, told(session)
+    graph_outputs, found = session.graph_outputs, compile_counts(session)
     if graph_outputs is not None:
         graph_outputs.close()
     return found
@@ -98,7 +98,7 @@ def explained(session: Session, error: BaseException) -> BaseException | None:
     return explained(session, error)
 
 
-def told(session: Session) -> Compiled:
+def compile_counts(session: Session) -> Compiled:
     """Return the counts of a session so far."""
     graph_outputs = session.graph_outputs
     if graph_outputs is None:

@@ -120,7 +120,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
     """Return a forward for a module at which compiled code may begin. Outside the compiler, it runs the engine."""
     known: Any = None
     run: Callable[..., Any] = _run
-    reels: tuple[Any, ...] = ()
+    packed_for: tuple[Any, ...] = ()
     hooks = forward_hooks_of(patch.module)
     hooked = (
         trace.refused(reason_at(FOREIGN, patch), eager)
@@ -130,7 +130,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
     guards: Any = [actions.guard for actions in patch.action_sets if hasattr(actions.guard, "prepare")]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal known, run, reels
+        nonlocal known, run, packed_for
         callback = current_callback()
         if not callable(callback) or self is not patch.module:
             return eager(self, *args, **kwargs)
@@ -141,8 +141,8 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
                 for actions in patch.action_sets
                 if actions.session.graph_outputs is not None
             ]
-            reels = tuple(found) if uses_cuda_graphs(callback) else ()
-            run = without_compiling(_copy, patch, packs=bool(reels))
+            packed_for = tuple(found) if uses_cuda_graphs(callback) else ()
+            run = without_compiling(_copy, patch, packs=bool(packed_for))
         me = current.token
         for actions in patch.action_sets:
             if actions.owner == me:
@@ -152,32 +152,32 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
         # Dynamo does not guard on hooks that were added after the session.
         body = hooked if hooks or GLOBAL_FORWARD_HOOKS else inlined
         if not guards:
-            return _ran(patch, run, body, reels, args, kwargs)
-        return _between(guards, patch, body, reels, args, kwargs)
+            return _ran(patch, run, body, packed_for, args, kwargs)
+        return _between(guards, patch, body, packed_for, args, kwargs)
 
     return forward
 
 
-def _between(guards: Any, patch: ForwardPatch, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+def _between(guards: Any, patch: ForwardPatch, body: Any, packed_for: Any, args: Any, kwargs: Any) -> Any:
     """Run the model between its guards: prepare them before the run and call ``after`` when it ends."""
     value: Any = MISSING
-    told = 0
+    prepared = 0
     try:
         for guard in guards:
-            told += 1
+            prepared += 1
             without_compiling(guard.prepare, args, kwargs)
         # The prepared values are part of the plan, so the copy is chosen after ``prepare``.
-        run = without_compiling(_copy, patch, packs=bool(reels))
-        value = _ran(patch, run, body, reels, args, kwargs)
+        run = without_compiling(_copy, patch, packs=bool(packed_for))
+        value = _ran(patch, run, body, packed_for, args, kwargs)
     finally:
-        for guard in reversed(guards[:told]):
+        for guard in reversed(guards[:prepared]):
             without_compiling(guard.after, patch.module, value)
     return value
 
 
-def _ran(patch: ForwardPatch, run: Any, body: Any, reels: Any, args: Any, kwargs: Any) -> Any:
+def _ran(patch: ForwardPatch, run: Any, body: Any, packed_for: Any, args: Any, kwargs: Any) -> Any:
     try:
-        value = run(patch.module, body, reels, args, kwargs)
+        value = run(patch.module, body, packed_for, args, kwargs)
     except DynamoError as error:
         named = next(filter(None, (explained(actions.session, error) for actions in patch.action_sets)), None)
         if named is None:
@@ -194,7 +194,7 @@ def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any)
     return eager(module, *args, **kwargs)
 
 
-def _run(self: nn.Module, inlined: Callable[..., Any], reels: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+def _run(self: nn.Module, inlined: Callable[..., Any], packed_for: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
     """Run the compiled body; each plan has its own copy of this function.
 
     The module is an argument, because Dynamo's guards on a module are cheapest on an argument.
@@ -203,7 +203,7 @@ def _run(self: nn.Module, inlined: Callable[..., Any], reels: tuple[Any, ...], a
         value = inlined(self, *args, **kwargs)
     except Stopped:
         value = STOPPED
-    for graph_outputs in reels:
+    for graph_outputs in packed_for:
         pack(graph_outputs)
     return value
 

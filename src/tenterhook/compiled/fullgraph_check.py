@@ -72,7 +72,7 @@ def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
         part = part_of(actions)
     except Untraceable as error:
         return str(error)
-    if actions.guard is not None and part.cue is None:
+    if actions.guard is not None and part.serve_spec is None:
         return WRITTEN
     if (actions.edits_out or actions.looks_out) and (forward_hooks_of(actions.module) or GLOBAL_FORWARD_HOOKS):
         return FOREIGN

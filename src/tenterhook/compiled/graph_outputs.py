@@ -5,8 +5,8 @@ assignments run after the graph. So traced code assigns to a :class:`GraphOutput
 
 The values must be read before the next call, but none of our code runs at that time. An assignment drops the object
 that was there before. That object is a :class:`GraphDoneSignal`: its ``__del__`` shows that a graph has run and that
-its values are stored. Traced code only writes to ``bell``, so Dynamo puts no guard on it, and ``__slots__`` hide it
-from Dynamo.
+its values are stored. Traced code only writes to ``done_signal``, so Dynamo puts no guard on it, and ``__slots__`` hide
+it from Dynamo.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _NO_TOKEN = torch.zeros((), dtype=torch.int64, device="cpu")
 class GraphDoneSignal:
     """An object that signals the end of a graph when it is deleted."""
 
-    __slots__ = ("_reel",)
+    __slots__ = ("_graph_outputs",)
 
     def __init__(self, graph_outputs: GraphOutputs) -> None:
-        self._reel = weakref.ref(graph_outputs)
+        self._graph_outputs = weakref.ref(graph_outputs)
 
     def __del__(self) -> None:
-        graph_outputs = self._reel()
+        graph_outputs = self._graph_outputs()
         if graph_outputs is not None and graph_outputs.session is not None:
             _rung(graph_outputs)
 
@@ -67,8 +67,21 @@ class GraphOutputs:
     """
 
     __slots__ = (
-        "__weakref__", "bell", "calls", "chain", "error", "left", "parts", "recompiled", "route", "seen",
-        "session", "since", "strangers", "swaps", "token",
+        "__weakref__",
+        "calls",
+        "chain",
+        "done_signal",
+        "error",
+        "left",
+        "parts",
+        "recompiled",
+        "route",
+        "seen",
+        "session",
+        "since",
+        "strangers",
+        "swaps",
+        "token",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -83,7 +96,7 @@ class GraphOutputs:
         self.swaps: dict[int, Any] = {}
         self.since = graphs_and_breaks()
         self.seen = self.since[0]
-        self.bell: GraphDoneSignal | None = GraphDoneSignal(self)
+        self.done_signal: GraphDoneSignal | None = GraphDoneSignal(self)
 
     def wait_for(self, left: tuple[str, ...]) -> None:
         """Set the points that a stop waits for."""
@@ -105,7 +118,7 @@ class GraphOutputs:
     def take(self) -> None:
         """Pass the values of a finished graph to the session's actions."""
         chain, self.chain = self.chain, ()
-        self.bell = GraphDoneSignal(self)
+        self.done_signal = GraphDoneSignal(self)
         if not chain:
             return
         self.calls += 1
@@ -154,7 +167,7 @@ class GraphOutputs:
         self.swaps.clear()
         self.parts.clear()
         self.route = (None, None)
-        self.chain, self.bell, self.left, self.token = (), None, (), _NO_TOKEN
+        self.chain, self.done_signal, self.left, self.token = (), None, (), _NO_TOKEN
 
 
 def _rung(graph_outputs: GraphOutputs) -> None:
@@ -249,12 +262,12 @@ def _exchanged(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG0
 
 def _served(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
     """Note that a call was served. It counts only if the comparison of its arguments succeeds."""
-    part.actions.guard.ahead.was_served(part.cue.path, values)  # type: ignore[union-attr]
+    part.actions.guard.ahead.was_served(part.serve_spec.path, values)  # type: ignore[union-attr]
 
 
 def _computed(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
     """Note the reason why a call could not be served."""
-    part.actions.guard.ahead.was_computed(part.cue.path, values)  # type: ignore[union-attr]
+    part.actions.guard.ahead.was_computed(part.serve_spec.path, values)  # type: ignore[union-attr]
 
 
 def _nothing(part: TracedPart, values: Any, token: int) -> None:

@@ -78,8 +78,8 @@ def _made(node: RewrittenFunction, steps: dict[Any, Any]) -> Any:
         place: tuple([(child.function, _made(child, steps)) for child in children.values()])
         for place, children in node._below.items()
     }
-    hands = TracedNode(places, below)
-    return rewritten(node.function, frozenset(node._tapped), frozenset(node._entered), hands)
+    callbacks = TracedNode(places, below)
+    return rewritten(node.function, frozenset(node._tapped), frozenset(node._entered), callbacks)
 
 
 def _never(_actions_of: Any) -> None:

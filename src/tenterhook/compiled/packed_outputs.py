@@ -91,20 +91,20 @@ class PackedValues:
 class LateValue:
     """A tape entry whose value is computed when it is read; see :class:`tenterhook.record.kept_value.KeptValue`."""
 
-    __slots__ = ("_place", "_strip")
+    __slots__ = ("_packed_values", "_place")
 
-    def __init__(self, strip: PackedValues, place: int) -> None:
-        self._strip, self._place = strip, place
+    def __init__(self, packed_values: PackedValues, place: int) -> None:
+        self._packed_values, self._place = packed_values, place
 
     @property
     def value(self) -> Tensor:
         """The recorded value."""
-        return self._strip.part(self._place)[0]
+        return self._packed_values.part(self._place)[0]
 
     @property
     def watched(self) -> list[tuple[Tensor, int]]:
         """The recorded value with its version."""
-        entry = self._strip.part(self._place)
+        entry = self._packed_values.part(self._place)
         return [] if entry[0].is_inference() else [entry]
 
 
@@ -127,30 +127,30 @@ def route(items: Any, parts: dict[str, TracedPart]) -> Route | None:
 
 def follow(found: Route, packs: Any) -> None:
     """Store packed values on their tapes."""
-    strips = [PackedValues(whole, number) for whole, number in packs]
+    packed_groups = [PackedValues(whole, number) for whole, number in packs]
     for keep_under, next_key, group, place in found:
-        keep_under(next_key(), LateValue(strips[group], place))
+        keep_under(next_key(), LateValue(packed_groups[group], place))
 
 
 def unpacked(items: Any, packs: Any) -> list[Any]:
     """Return the unpacked items. Values that a replay would overwrite are copied."""
-    strips = [PackedValues(whole, number) for whole, number in packs]
-    return [(key, phase, _found(values, strips)) for key, phase, values in items]
+    packed_groups = [PackedValues(whole, number) for whole, number in packs]
+    return [(key, phase, _found(values, packed_groups)) for key, phase, values in items]
 
 
 def _is_mark(values: Any) -> bool:
     return type(values) is tuple and len(values) == 3 and type(values[0]) is str and values[0] == PACKED  # noqa: PLR2004
 
 
-def _found(values: Any, strips: list[PackedValues]) -> Any:
+def _found(values: Any, packed_groups: list[PackedValues]) -> Any:
     kind = type(values)
     if kind is tuple:
         if _is_mark(values):
-            return strips[values[1]].part(values[2])[0]
-        return tuple([_found(part, strips) for part in values])
+            return packed_groups[values[1]].part(values[2])[0]
+        return tuple([_found(part, packed_groups) for part in values])
     if kind is list:
-        return [_found(part, strips) for part in values]
+        return [_found(part, packed_groups) for part in values]
     if kind is dict:
-        return {key: _found(part, strips) for key, part in values.items()}
+        return {key: _found(part, packed_groups) for key, part in values.items()}
     # Values that were too large to pack, or not contiguous.
     return map_tensors(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, values)

@@ -26,18 +26,18 @@ __all__ = ["UNDECIDED", "served"]
 UNDECIDED = "tenterhook: whether a call is served is decided in Python at each call"
 
 
-def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callable[..., Any]:
+def served(part: TracedPart, serve_spec: ServeSpec, body: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that serves the calls that can be served, and runs the others. This is traced."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if cue.serves is None:
+        if serve_spec.serves is None:
             graph_break(msg=UNDECIDED)
-        number = cue.count
-        cue.count = number + 1
-        pair = cue.calls[number] if cue.serves and number < len(cue.calls) else None
+        number = serve_spec.count
+        serve_spec.count = number + 1
+        pair = serve_spec.calls[number] if serve_spec.serves and number < len(serve_spec.calls) else None
         if pair is None:
             return body(*args, **kwargs)
-        if not cue.constant and any_gradient((args, kwargs)):
+        if not serve_spec.constant and any_gradient((args, kwargs)):
             emit(part, "computed", GRADIENTS)
             return body(*args, **kwargs)
         found: list[Any] = []
@@ -45,7 +45,7 @@ def served(part: TracedPart, cue: ServeSpec, body: Callable[..., Any]) -> Callab
             emit(part, "computed", UNLIKE)
             return body(*args, **kwargs)
         emit(part, "served", tuple(found))
-        return own(pair[1]) if cue.copies else pair[1]
+        return own(pair[1]) if serve_spec.copies else pair[1]
 
     return forward
 

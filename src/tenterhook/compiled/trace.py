@@ -87,7 +87,7 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
         value = call(module, *args, **kwargs)
         chain = graph_outputs.chain
         graph_outputs.chain = (chain, key, "one", own_copy(value), counted(chain))
-        graph_outputs.bell = None
+        graph_outputs.done_signal = None
         return value
 
     return forward
@@ -236,7 +236,7 @@ def emit(part: TracedPart, phase: str, values: Any, more: int = 0) -> None:
     """
     graph_outputs = part.graph_outputs
     graph_outputs.chain = (graph_outputs.chain, part.key, phase, values, counted(graph_outputs.chain) + more)
-    graph_outputs.bell = None
+    graph_outputs.done_signal = None
 
 
 def counted(chain: Any) -> int:

@@ -128,7 +128,6 @@ class TracedPart:
     __slots__ = (
         "actions",
         "bound",
-        "cue",
         "edits_in",
         "edits_out",
         "graph_outputs",
@@ -138,13 +137,14 @@ class TracedPart:
         "looks_out",
         "recorder",
         "running",
+        "serve_spec",
         "swaps",
     )  # fmt: skip
 
     def __init__(self, actions: ModuleActions, graph_outputs: GraphOutputs) -> None:
         self.graph_outputs, self.actions, self.bound = graph_outputs, actions, Bound(actions)
         ahead = getattr(actions.guard, "ahead", None)
-        self.cue = ahead.cues.get(actions.module) if ahead is not None else None
+        self.serve_spec = ahead.serve_specs.get(actions.module) if ahead is not None else None
         self.running: list[int] = []
         self.edits_in = tuple([(place, Step(binding, actions)) for place, binding in actions.edits_in])
         self.looks_in = tuple([(place, Step(binding, actions)) for place, binding in actions.looks_in])
@@ -160,12 +160,12 @@ class TracedPart:
     def empty(self) -> bool:
         """True if there is nothing to do."""
         edits = self.edits_in or self.edits_out or self.swaps
-        return not (edits or self.looks_in or self.inner or self.looks_out or self.cue)
+        return not (edits or self.looks_in or self.inner or self.looks_out or self.serve_spec)
 
     @property
     def only_output(self) -> bool:
         """True if the only step records the plain output of every call."""
-        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.cue is not None:
+        if self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps or self.serve_spec is not None:
             return False
         if len(self.looks_out) != 1:
             return False
@@ -226,12 +226,12 @@ def reason_at(reason: Untraceable | str, patch: ForwardPatch) -> str:
 def _served(patch: ForwardPatch, body: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
     """Return the module's forward, or one that serves the calls of replays."""
     for actions in patch.action_sets:
-        guard, cue = actions.guard, actions.part.cue
+        guard, serve_spec = actions.guard, actions.part.serve_spec
         if guard is None:
             continue
-        if cue is None or (hasattr(guard, "prepare") and not begins):
+        if serve_spec is None or (hasattr(guard, "prepare") and not begins):
             raise Untraceable(UNDECIDED)
-        body = served(actions.part, cue, body)
+        body = served(actions.part, serve_spec, body)
     return body
 
 

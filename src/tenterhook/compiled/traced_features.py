@@ -21,9 +21,9 @@ from tenterhook.errors import AmbiguousCall, NeverReached
 from tenterhook.pytorch.dynamo import inline_only
 from tenterhook.pytorch.module_calls import forward_hooks_of, replace_forward_hooks, with_forward_hook
 
-__all__ = ["Door", "doors", "several", "traced"]
+__all__ = ["FeaturePoint", "feature_points", "several", "traced"]
 
-Door = tuple[str, str, nn.Module, Any, int | None]
+FeaturePoint = tuple[str, str, nn.Module, Any, int | None]
 """The name and address of a feature, its module, that module's dict of forward hooks, and the call index."""
 
 Otherwise = Callable[[Any, Any], dict[str, Any]]
@@ -35,7 +35,7 @@ SEVERAL = (
 )
 
 
-def doors(points: Iterable[Point], names: Mapping[str, str]) -> list[Door]:
+def feature_points(points: Iterable[Point], names: Mapping[str, str]) -> list[FeaturePoint]:
     """Return where each feature is taken, or an empty list if a point is not a module's output and needs a session."""
     found = list(points)
     if any(point.site is not Site.RETURN for point in found):
@@ -59,7 +59,9 @@ class _Done(BaseException):
     """The last feature was taken. It is not an ``Exception``, so that no model catches it as its own error."""
 
 
-def traced(model: nn.Module, taken: list[Door], otherwise: Otherwise, args: Any, kwargs: Any, *, stop: bool) -> Any:
+def traced(
+    model: nn.Module, taken: list[FeaturePoint], otherwise: Otherwise, args: Any, kwargs: Any, *, stop: bool
+) -> Any:
     """Run the model up to the last feature, or to its end without gradients and in evaluation mode from there.
 
     After a graph break, Dynamo calls this function outside any graph; it then returns ``otherwise(args, kwargs)``.
@@ -86,7 +88,7 @@ inline_only(traced)
 class _Run:
     """One run: the recorded values, and the changes to undo after it."""
 
-    def __init__(self, model: nn.Module, taken: list[Door], *, stop: bool) -> None:
+    def __init__(self, model: nn.Module, taken: list[FeaturePoint], *, stop: bool) -> None:
         self.model, self.stop, self.left = model, stop, len(taken)
         self.kept: dict[str, Any] = {}
         self.times = {name: 0 for name, *_ in taken}

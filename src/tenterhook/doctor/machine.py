@@ -17,7 +17,7 @@ from tenterhook.pytorch.release import why_untested
 
 __all__ = ["Gpu", "Python", "Torch", "python", "torch_build"]
 
-PATIENCE = 10  # seconds to wait for nvidia-smi, which is slow if its daemon does not run
+TIMEOUT = 10  # seconds to wait for nvidia-smi, which is slow if its daemon does not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _names_by_nvidia_smi() -> list[str]:
     try:
         found = subprocess.run(  # noqa: S603 - a fixed command without a shell
             [command, "--query-gpu=name", "--format=csv,noheader"],
-            check=True, capture_output=True, text=True, timeout=PATIENCE,
+            check=True, capture_output=True, text=True, timeout=TIMEOUT,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return []

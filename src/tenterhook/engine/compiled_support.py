@@ -20,7 +20,7 @@ class CompiledSupport(Protocol):
     def begin(self, session: Session) -> None:
         """Prepare a session after its actions are planned."""
 
-    def dressed(self, patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
+    def with_traced_forward(self, patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
         """Return a patched forward that carries the function for Dynamo to trace in its place."""
 
     def end(self, session: Session) -> Compiled:
@@ -29,7 +29,7 @@ class CompiledSupport(Protocol):
     def explained(self, session: Session, error: BaseException) -> BaseException | None:
         """Return a clearer error to raise instead of this one, or None to keep it."""
 
-    def told(self, session: Session) -> Compiled:
+    def compile_counts(self, session: Session) -> Compiled:
         """Return the counts of an open session."""
 
 

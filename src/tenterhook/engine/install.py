@@ -124,7 +124,7 @@ class ForwardPatch:
         short: Any = self._short()
         function: Any = general(self) if short is None else short
         if compiles:
-            function = compiled_support().dressed(self, function, general)
+            function = compiled_support().with_traced_forward(self, function, general)
         # Callers such as transformers read the signature of a forward; inspect.signature follows __wrapped__.
         function.__wrapped__ = getattr(self.original, "__func__", self.original)
         if function.__wrapped__ is self.original:
@@ -224,9 +224,9 @@ class ForwardPatch:
 
     def unbound(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a copy of the module. The copy has this patch because the original had it."""
-        return self.let_go(module)(*args, **kwargs)
+        return self.remove_from_copy(module)(*args, **kwargs)
 
-    def let_go(self, module: nn.Module) -> Any:
+    def remove_from_copy(self, module: nn.Module) -> Any:
         """Remove this patch from a copy of the module. Return the forward that the copy has without a session."""
         state = module.__dict__
         carries = getattr(getattr(state.get("forward"), "__func__", None), "patch", None) is self
@@ -325,7 +325,7 @@ def _patch_of(module: nn.Module) -> ForwardPatch | None:
     if not isinstance(patch, ForwardPatch):
         return None
     if patch.module is not module:
-        patch.let_go(module)
+        patch.remove_from_copy(module)
         return None
     return patch if forward is patch.method else None
 

@@ -149,7 +149,7 @@ class ModuleActions:
         self.inner, self.skips, self.guard, self.part = (), (), None, None
         if self.direct is not None:
             set_free_variable(self.direct, "entries", {})
-            set_free_variable(self.direct, "watch", _hand_on)
+            set_free_variable(self.direct, "watch", _return_value)
             self.direct = None
 
     def _part_from_tape(self) -> None:
@@ -185,5 +185,5 @@ class ModuleActions:
         return (first, watch) if getattr(first, "direct", False) and watch is not None else None
 
 
-def _hand_on(value: Any, *_: Any) -> Any:
+def _return_value(value: Any, *_: Any) -> Any:
     return value

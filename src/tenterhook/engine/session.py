@@ -111,7 +111,7 @@ class Session:
         self.graph_outputs: Any = None
         self.entries: dict[nn.Module, str] = {}
         self.plan_key: tuple[Any, ...] = ()
-        self._told = Compiled()
+        self._compile_counts = Compiled()
         self._rest: Self | None = None
         self._runs = runs
 
@@ -138,7 +138,7 @@ class Session:
             self._neighbours.append(self)
         except BaseException:
             self._undo()
-            self._let_go()
+            self._release()
             raise
         return self
 
@@ -311,10 +311,10 @@ class Session:
                 self._say_what_was_replaced(replaced)
                 self._say_what_was_missed()
             finally:
-                self._let_go()
+                self._release()
         self._state = "closed"
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Drop the references to this session, so that it and its tape are freed without the garbage collector."""
         self._action_sets, self.bindings, self.required, self.entries, self.graph_outputs = {}, [], [], {}, None
         self._shared_forwards, self._readers, self._swaps = None, None, []
@@ -337,7 +337,7 @@ class Session:
                 swap.put_back()
             self.on_close()
         if self.graph_outputs is not None:
-            self._told = compiled_support().end(self)
+            self._compile_counts = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
@@ -395,7 +395,7 @@ class Session:
         else:
             named = compiled_support().explained(self, error)
             replaced = self._undo()
-            self._let_go()
+            self._release()
             self._say_what_was_replaced(replaced)
             if named is not None:
                 raise named from error
@@ -408,7 +408,7 @@ class Session:
             self._undo()
         except BaseException:  # noqa: BLE001  A second interrupt. Steps that are done are not repeated.
             self._undo()
-        self._let_go()
+        self._release()
 
     # -- asked by actions ---------------------------------------------------------------------------------------------
 
@@ -420,7 +420,7 @@ class Session:
     @property
     def compiled(self) -> Compiled:
         """Counts of what torch.compile did while the session was open: calls, graphs, breaks and recompilations."""
-        return compiled_support().told(self) if self.is_open else self._told
+        return compiled_support().compile_counts(self) if self.is_open else self._compile_counts
 
     def without_tape(self) -> Self:
         """Return a stand-in for this closed session, without its tape, for recomputations of calls that ran in it."""

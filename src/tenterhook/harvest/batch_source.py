@@ -219,7 +219,7 @@ def size_of(batch: Any) -> int:
     for _, tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise HarvestError(f"a batch has no tensor with samples along its first dimension; got {_told(batch)}")
+    raise HarvestError(f"a batch has no tensor with samples along its first dimension; got {_described(batch)}")
 
 
 class Digest:
@@ -270,5 +270,5 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield from _leaves(part, (*path, key))
 
 
-def _told(batch: Any) -> str:
+def _described(batch: Any) -> str:
     return f"{batch!r:.60}" if isinstance(batch, int | float | str | bytes) else f"a {type(batch).__name__}"

@@ -31,7 +31,7 @@ class Progress:
         self.spent: dict[str, float] = {}  # seconds of all workers together; shared with the writer, which updates them
         self._workers, self._began = workers, time.perf_counter()
         self._move: Move | None = None
-        self._told = 0.0
+        self._last_shown = 0.0
 
     def passed(self, made: Batch) -> None:
         """Count a batch whose rows were passed to the writer."""
@@ -40,14 +40,14 @@ class Progress:
     def add(self, batches: int, rows: int, nbytes: int) -> None:
         """Add to the counters, and update the bar from time to time."""
         self.batches, self.rows, self.nbytes = self.batches + batches, self.rows + rows, self.nbytes + nbytes
-        if self._move is not None and self.seconds - self._told > OFTEN:
+        if self._move is not None and self.seconds - self._last_shown > OFTEN:
             self.tell()
 
     def tell(self) -> None:
         """Update the bar, if there is one."""
         if self._move is not None:
             self._move(self.batches, note=self.text())
-            self._told = self.seconds
+            self._last_shown = self.seconds
 
     @property
     def seconds(self) -> float:

@@ -47,7 +47,7 @@ def compare(place: StorePlace, manifest: dict[str, Any], identity: Identity, *, 
         if (where in {"shard_rows", "shard_bytes"} and new is None) or _is_below(where, changes):
             continue
         code |= where.endswith(".code")
-        lines.append(f"  {where}: the store has {_told(where, old)}, this call has {_told(where, new)}")
+        lines.append(f"  {where}: the store has {_shown(where, old)}, this call has {_shown(where, new)}")
     if lines:
         python = manifest["versions"].get("python", "") if isinstance(manifest.get("versions"), dict) else ""
         now = platform.python_version()
@@ -64,7 +64,7 @@ def _as_in_the_old_format(then: dict[str, Any], identity: Identity) -> dict[str,
     return {**now, "model": {**now["model"], **model}, **{key: then.get(key) for key in OLD_KEYS}}
 
 
-def _told(where: str, value: Any) -> str:
+def _shown(where: str, value: Any) -> str:
     """Format a value for the error. A description is already a text."""
     return f"{value:.100}" if isinstance(value, str) and where.partition(".")[0] in DESCRIBED else f"{value!r:.100}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tenterhook._text import counted
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.batch_source import BatchSource, Digest, size_of
 from tenterhook.harvest.harvest_plan import HarvestPlan
@@ -116,7 +117,8 @@ def _exactly(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
         count += 1
         yield batch
     if count < stop:
-        raise HarvestError(f"the data ended after {count} batches, but its length is {stop} or more. Has it shrunk?")
+        found = counted(count, "batch", "batches")
+        raise HarvestError(f"the data ended after {found}, but its length is {stop} or more. Has it shrunk?")
 
 
 def _in_passing(
@@ -140,7 +142,7 @@ def _in_passing(
         if stream.batches - first_batch < plan.per_shard:
             break
     if plan.batches is not None and stream.batches != plan.batches:
-        text = f"the data ended after {stream.batches} batches, but its length is {plan.batches}."
+        text = f"the data ended after {counted(stream.batches, 'batch', 'batches')}, but its length is {plan.batches}."
         raise HarvestError(f"{text} Has it shrunk?")
     check_end(place, stream.batches)
 

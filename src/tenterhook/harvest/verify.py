@@ -14,6 +14,7 @@ import xxhash
 
 from tenterhook._draw import Column as Shown
 from tenterhook._draw import Drawn, Row, Table
+from tenterhook._text import counted
 from tenterhook.errors import StoreError
 from tenterhook.store.check import head_fault
 from tenterhook.store.format import (
@@ -66,11 +67,15 @@ class Report(Drawn):
         """Return a table with one row for each fault."""
         rows = tuple(Row((str(shard) if shard >= 0 else "", file, what)) for shard, file, what in self.damaged)
         state = "nothing is damaged" if not rows else f"{len(rows)} damaged"
-        planned = "" if self.planned is None else f" of {self.planned}"
-        title = f"{self.path}: {self.shards}{planned} shards, {self.rows:,} rows, {self.nbytes / GIGA:.3f} GB; {state}"
-        footer = [f"{len(self.stray)} files of shards that are not committed"] if self.stray else []
+        shards = (
+            counted(self.shards, "shard")
+            if self.planned is None
+            else f"{self.shards} of {counted(self.planned, 'shard')}"
+        )
+        title = f"{self.path}: {shards}, {counted(self.rows, 'row')}, {self.nbytes / GIGA:.3f} GB; {state}"
+        footer = [f"{counted(len(self.stray), 'file')} of shards that are not committed"] if self.stray else []
         if self.dropped:
-            footer.append(f"dropped {len(self.dropped)} shards; the same harvest makes them again")
+            footer.append(f"dropped {counted(len(self.dropped), 'shard')}, which the same harvest makes again")
         columns = (Shown("shard", right=True), Shown("file"), Shown("what")) if rows else ()
         return Table(title, columns, rows, tuple(footer))
 
@@ -195,7 +200,7 @@ def _faults(place: StorePlace, column: StoredColumn, name: str, record: dict[str
         yield "it is missing"
         return
     if size != record["bytes"]:
-        yield f"it has {size:,} bytes; {record['bytes']:,} were written"
+        yield f"it has {counted(size, 'byte')}; {record['bytes']:,} were written"
         return
     what = head_fault(bytes(place.read_range(name, 0, record["head"])), column.rows, record)
     if what:

@@ -53,7 +53,7 @@ class Steps:
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Resolve the points once, before the first step."""
         del trainer
-        self._sampled = Sampled(module, *self._points, every=self._every, then=self._hand_on, **self._options)
+        self._sampled = Sampled(module, *self._points, every=self._every, then=self._pass_on, **self._options)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
@@ -74,7 +74,7 @@ class Steps:
         if self._sampled is not None:
             self._sampled.end(exception)
 
-    def _hand_on(self, _count: int, tape: th.Tape) -> None:
+    def _pass_on(self, _count: int, tape: th.Tape) -> None:
         self._then(self._step, tape)
 
 

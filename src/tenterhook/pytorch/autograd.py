@@ -79,17 +79,17 @@ class _CountingPass(threading.local):
 _counting = _CountingPass()
 
 
-def new_backward_id() -> int:
+def new_backward_id(counting: _CountingPass = _counting) -> int:
     """Return the number of a new, empty backward pass.
 
     The engine counts its passes, and only code inside a pass can read the number.
     """
-    leaf = (_counting.leaf,)
+    leaf = (counting.leaf,)
     if _run_backward is None:
-        torch.autograd.grad(leaf, leaf, (_counting.one,))
+        torch.autograd.grad(leaf, leaf, (counting.one,))
     else:  # Like torch.autograd.grad, without its checks, which take longer than the pass.
-        _run_backward(leaf, (_counting.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)
-    return _counting.numbers.pop()
+        _run_backward(leaf, (counting.one,), False, False, leaf, allow_unreachable=False, accumulate_grad=False)
+    return counting.numbers.pop()
 
 
 find("torch.autograd.graph._engine_run_backward")
@@ -427,5 +427,6 @@ def _probe_end() -> None:
     check(ended == [True, True], "no function can be called at the end of a backward pass")
     known = [True, keeps_graph is _assume_kept]
     check(kept == known, "it is unknown whether a backward pass keeps its graph")
-    one, other = new_backward_id(), new_backward_id()
+    counting = _CountingPass()  # The probe's thread never ends, so `_counting` would keep its tensors for that thread.
+    one, other = new_backward_id(counting), new_backward_id(counting)
     check(0 <= one < other, "backward passes are not numbered in order")

@@ -65,8 +65,8 @@ class Attack(Pictured):
         return figure
 
     def _title(self) -> str:
-        told = ", ".join(f"{name} {_short(value)}" for name, value in self.settings.items())
-        return f"{self.method} ({told}): {int(self.success.sum())} of {len(self.success)}"
+        settings = ", ".join(f"{name} {_short(value)}" for name, value in self.settings.items())
+        return f"{self.method} ({settings}): {int(self.success.sum())} of {len(self.success)}"
 
     def __repr__(self) -> str:
         was, now = self.accuracy

@@ -195,8 +195,8 @@ def differentiable(given: Given, what: str = "the input") -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            told = str(error)
-            if "does not require grad" in told or "appears to not have been used" in told:
+            message = str(error)
+            if "does not require grad" in message or "appears to not have been used" in message:
                 raise th.RecipeError(NO_GRADIENT.format(recipe=given.recipe, what=what)) from error
             raise
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tenterhook as th
+from tenterhook._text import counted
 from tenterhook.recipes import _inputs as given
 from tenterhook.recipes._attack import Attack
 from tenterhook.recipes._norm_ball import Ball, Norm, distance
@@ -70,7 +71,7 @@ def bim(  # noqa: PLR0913
     """
     ball = Ball(images, eps, norm, bounds)
     case = _Case(model, images, labels, target, loss, bounds)
-    size = eps / _counted(steps) if step is None else step
+    size = eps / _positive_steps(steps) if step is None else step
     found = _climb(case.uphill, ball, images, steps, size)
     return case.attack("bim", found, norm, {"norm": norm, "eps": eps, "steps": steps, "step": size})
 
@@ -125,7 +126,7 @@ def pgd(  # noqa: PLR0913
         raise th.RecipeError(f'start= is "random" or "image"; got {start!r}')
     ball = Ball(images, eps, norm, bounds)
     case = _Case(model, images, labels, target, loss, bounds)
-    size = 2.5 * eps / _counted(steps) if step is None else step
+    size = 2.5 * eps / _positive_steps(steps) if step is None else step
     first = ball.random(seed) if start == "random" else images
     found = _climb(case.uphill, ball, first, steps, size)
     settings = {"norm": norm, "eps": eps, "steps": steps, "step": size, "start": start, "seed": seed}
@@ -159,7 +160,7 @@ def deepfool(
     case = _Case(model, images, labels, None, F.cross_entropy, bounds)
     found, low, high = images.clone(), *bounds
     open_ = torch.ones(len(images), dtype=torch.bool, device=images.device)
-    for _ in range(_counted(steps)):
+    for _ in range(_positive_steps(steps)):
         scores, slopes = case.slopes(found[open_])
         still = scores.argmax(1) == case.labels[open_]
         open_[open_.clone()] = still
@@ -225,7 +226,7 @@ def feature_attack(  # noqa: PLR0913
             value = sign * (features - centre).square().sum()
         return _gradient(value, leaf, f"the value at {address!r}")
 
-    size = 2.5 * eps / _counted(steps) if step is None else step
+    size = 2.5 * eps / _positive_steps(steps) if step is None else step
     # At the image itself the gradient of the distance is zero, so the attack starts at a random place.
     found = _climb(uphill, ball, ball.random(seed) if aim is None else images, steps, size)
     with torch.no_grad():
@@ -234,11 +235,11 @@ def feature_attack(  # noqa: PLR0913
     far = (features - own).norm(dim=1)
     near = far if aim is None else (features - aim).norm(dim=1)
     first = torch.zeros_like(far) if aim is None else (own - aim).norm(dim=1)
-    told = {"point": address, "norm": norm, "eps": eps, "steps": steps}
-    told |= {"features before": float(first.mean()), "features after": float(near.mean())}
+    settings = {"point": address, "norm": norm, "eps": eps, "steps": steps}
+    settings |= {"features before": float(first.mean()), "features after": float(near.mean())}
     success = after != before if aim is None else near < far
     moved = distance(found, images, norm)
-    return Attack("feature attack", images, found, success, moved, before, after, before, None, told)
+    return Attack("feature attack", images, found, success, moved, before, after, before, None, settings)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -274,7 +275,8 @@ class _Case:
             raise th.RecipeError(f"{name}= are class indices, as integers; got {found.dtype}")
         found = found.expand(len(self.images)) if not found.dim() and name == "target" else found
         if found.shape != (len(self.images),):
-            text = f"{name}= has the shape {list(found.shape)}; there are {len(self.images)} images"
+            images = counted(len(self.images), "image is", "images are")
+            text = f"{name}= has the shape {list(found.shape)}; {images} given"
             raise th.RecipeError(f"{text}, and each has one class: [{len(self.images)}]")
         wrong = found[(found < 0) | (found >= self.classes)]
         if len(wrong):
@@ -317,7 +319,7 @@ class _Case:
 
 def _climb(uphill: Callable[[Tensor], Tensor], ball: Ball, start: Tensor, steps: int, size: float) -> Tensor:
     found = start
-    for _ in range(_counted(steps)):
+    for _ in range(_positive_steps(steps)):
         found = ball.step(found, uphill(found), size)
     return found
 
@@ -353,7 +355,7 @@ def _gradient(value: Tensor, leaf: Tensor, what: str, *, retain_graph: bool = Fa
     )
 
 
-def _counted(steps: int) -> int:
+def _positive_steps(steps: int) -> int:
     if type(steps) is not int or steps < 1:
         raise th.RecipeError(f"steps= is the number of steps, 1 or more; got {steps!r}")
     return steps

@@ -149,8 +149,8 @@ def causal_trace(  # noqa: PLR0913
             f"the noise at {where!r}, positions {list(drowned)}, changes nothing: no difference to trace"
         )
     found = th.sweep(model, th.grid(edits, point=addresses, place=places), metric, *many[0], batch=batch, **many[1])
-    told = {"noise": noise, "samples": samples, "window": window, "seed": seed, "embedding": where}
-    return Trace(addresses, places, found.grid.reshape(len(addresses), -1), whole, corrupt, drowned, told)
+    settings = {"noise": noise, "samples": samples, "window": window, "seed": seed, "embedding": where}
+    return Trace(addresses, places, found.grid.reshape(len(addresses), -1), whole, corrupt, drowned, settings)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

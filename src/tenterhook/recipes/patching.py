@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook.recipes._figures import Pictured, heatmap
 from tenterhook.recipes._inputs import arguments, lone, tensors_of
 from tenterhook.recipes._inputs import selected as addresses_of
@@ -97,12 +97,14 @@ class Patching(Pictured):
         )
 
     def __repr__(self) -> str:
-        lines = [f"{'estimated ' if self.estimated else ''}patching ({self.mode}), {len(self.values)} pair(s)"]
+        lines = [f"{'estimated ' if self.estimated else ''}patching ({self.mode}), {counted(len(self.values), 'pair')}"]
         lines += [f"  {printable(point):<24} {place:<10} {effect:+.3f}" for point, place, effect in self.best()]
         lines += [f"  … and {self.effect.numel() - 5} more"] if self.effect.numel() > 5 else []  # noqa: PLR2004
         if self.agreement is not None:
             found = self.agreement
-            lines.append(f"  agrees with true patching: r = {found.correlation:.3f} over {found.cases} cases")
+            lines.append(
+                f"  agrees with true patching: r = {found.correlation:.3f} over {counted(found.cases, 'case')}"
+            )
         return "\n".join([*lines, *(f"  {printable(line)}" for line in self.how)])
 
 

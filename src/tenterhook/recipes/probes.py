@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._inputs import lone
 
@@ -59,7 +59,9 @@ class Probes(Pictured):
         points = list(map(printable, self.points))
         width = max(map(len, points))
         for point, folds, size in zip(points, self.accuracy, self.widths, strict=True):
-            lines.append(f"  {point:<{width}}  {float(folds.mean()):.1%} ± {float(folds.std()):.1%}  ({size} numbers)")
+            lines.append(
+                f"  {point:<{width}}  {float(folds.mean()):.1%} ± {float(folds.std()):.1%}  ({counted(size, 'number')})"
+            )
         return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 import tenterhook as th
+from tenterhook._text import counted
 from tenterhook.recipes import _inputs as given
 from tenterhook.recipes._figures import Pictured, new_figure
 from tenterhook.recipes._layers import BATCH_NORMS
@@ -51,13 +52,15 @@ class SampleGradients(Pictured):
         figure = new_figure(4.6, 3.2)
         axes = figure.add_subplot()
         axes.scatter(self.losses.tolist(), self.norms.tolist(), s=8)
-        axes.set(xlabel="loss", ylabel="length of the gradient", title=f"{len(self.losses)} examples")
+        axes.set(xlabel="loss", ylabel="length of the gradient", title=counted(len(self.losses), "example"))
         return figure
 
     def __repr__(self) -> str:
         norms = self.norms
         size = f"length {float(norms.min()):.3g} to {float(norms.max()):.3g}"
-        return f"gradients of {len(self.losses)} examples, {len(self.grads)} parameters each, {size}"
+        return (
+            f"gradients of {counted(len(self.losses), 'example')}, {counted(len(self.grads), 'parameter')} each, {size}"
+        )
 
 
 def per_sample_gradients(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]) -> SampleGradients:

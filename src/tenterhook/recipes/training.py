@@ -6,7 +6,7 @@ Each is a session: ``with th.recipes.freeze(model, "encoder"): …``. The model 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -50,8 +50,8 @@ def clip_gradient(
         raise th.RecipeError("give norm=, the largest norm, or value=, the largest absolute value: one of them")
     limit = _positive(norm if norm is not None else value, "norm" if norm is not None else "value")
 
-    def clip(grad: Any) -> Any:
-        return _mapped(grad, lambda g: g.clamp(-limit, limit) if norm is None else _shortened(g, limit, per_example))
+    def clip(grad: Tensor) -> Tensor:  # An edit of gradients is called for one tensor at a time.
+        return grad.clamp(-limit, limit) if norm is None else _shortened(grad, limit, per_example)
 
     return th.edit(model, grad=given.everywhere(points, clip))
 
@@ -215,16 +215,6 @@ def _parameters_in(model: nn.Module, point: Any) -> list[str]:
     found = th.points(model, glob)
     alone = all(each.site.value == "parameter" and isinstance(each.tensor, nn.Parameter) for each in found)
     return [glob] if alone else [f"{prefix}{name}" for name in names]
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(part, function) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(part, function) for part in value)
-    return value
 
 
 def _shortened(grad: Tensor, limit: float, per_example: bool) -> Tensor:  # noqa: FBT001

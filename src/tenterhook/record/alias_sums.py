@@ -268,14 +268,14 @@ def _as_it_came(size: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Any
     of its base, the gradient stays as autograd computed it.
     """
 
-    def handed_on(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
+    def passed_on(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> Any:
         base = given[0]
         if base is None or base.shape != size or base.stride() != stride:
             return None
         new = [came[0] if _is_laid_anew(each, came[0]) else each for each in given]
         return None if all(map(operator.is_, new, given)) else tuple(new)
 
-    return handed_on
+    return passed_on
 
 
 def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:

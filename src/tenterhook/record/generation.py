@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook._text import counted
 from tenterhook.errors import TapeError
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.record.tape_log import SPAN
@@ -28,8 +29,8 @@ NONE_RECORDED = (
     "this tape holds no generation. Open the session on the model whose generate() is called: with th.record(model, "
     "'h.3') as tape: model.generate(ids)"
 )
-NOT_HELD = "{address!r}: only {held} of the {steps} steps are held. Record with keep='all', without a range of calls."
-SEVERAL = "{address!r} was called {calls} times in {steps} steps; a sequence needs one call for each step."
+NOT_HELD = "{address!r} has values for only {held} of {steps}. Record with keep='all', without a range of calls."
+SEVERAL = "{address!r} was called {calls} times in {steps}; a sequence needs one call for each step."
 SHAPE = (
     "{address!r} has no token dimension to join: at step {step} it is {shape}, and {batch} rows of {tokens} tokens "
     "were read. A sequence needs a tensor [batch, tokens, ...]."
@@ -156,7 +157,7 @@ def run_of(tape: Tape, run: int) -> dict[str, Any]:
     try:
         found: dict[str, Any] = runs[run]
     except IndexError:
-        raise TapeError(f"run={run}: this tape holds {len(runs)} calls of generate()") from None
+        raise TapeError(f"run={run}: this tape holds {counted(len(runs), 'call')} of generate()") from None
     if "refused" in found:
         raise TapeError(f"the steps of this generation cannot be joined: {found['refused']}.")
     return found
@@ -167,7 +168,9 @@ def joined(address: str, calls: list[Any], run: Mapping[str, Any]) -> Tensor:
     steps, rows = run["steps"], len(run["tokens"])
     if len(calls) != len(steps):
         text = NOT_HELD if len(calls) < len(steps) else SEVERAL
-        raise TapeError(text.format(address=address, held=len(calls), calls=len(calls), steps=len(steps)))
+        raise TapeError(
+            text.format(address=address, held=len(calls), calls=len(calls), steps=counted(len(steps), "step"))
+        )
     values = [_tensor(value) for value in calls]
     for step, (value, (_, length)) in enumerate(zip(values, steps, strict=True)):
         if value is None or value.dim() < 2 or value.shape[:2] != (rows, length):  # noqa: PLR2004

@@ -57,7 +57,7 @@ CHANGED = (
 )
 
 
-def let_free(gradient: Tensor) -> Tensor:
+def copy_if_layout_sensitive(gradient: Tensor) -> Tensor:
     """Return the gradient to keep: itself, or a copy if holding a reference to it would change the run.
 
     Autograd adds the next gradient in place if nothing else refers to the first one. Otherwise it allocates a new
@@ -159,7 +159,7 @@ class GradientSlot:
         if self.whole:
             gradient = gathered(gradient)
         if 1 in gradient.shape:
-            gradient = let_free(gradient)
+            gradient = copy_if_layout_sensitive(gradient)
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
@@ -213,7 +213,7 @@ def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor |
     ):  # fmt: skip
         return _caught(slot, gradient)
     if slot.lone and gradient.stride()[0] != slot.lone:
-        gradient = let_free(gradient)
+        gradient = copy_if_layout_sensitive(gradient)
     slot.first, slot.version = gradient, gradient._version
     if kept is not None and slot.base is not None and not slot.spent:
         slot.base = (current_backward_id(),)

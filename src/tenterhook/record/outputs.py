@@ -245,7 +245,7 @@ class Outputs:
             return lambda point: self._base(point.module) in bases
         return lambda point: point.module in self._gradients and self._gradients[point.module].reached
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop all references to modules at the end of the session."""
         self.keys.clear()  # A forward that other code has kept looks its module up here.
         self.points, self._gradients = (), {}

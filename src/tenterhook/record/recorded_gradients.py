@@ -86,7 +86,7 @@ WHY = sites.WHY | {
         "Record with copy='always' to avoid this."
     ),
 }
-new_cell = GradientSlot.__new__
+new_slot = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
 SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
@@ -331,13 +331,13 @@ class OutputGradient(_Gradient):
         node: Any = tensor.grad_fn
         if node is None or self._whole or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
             return None
-        handed_on = existed_before(node, since)
-        if handed_on:
+        existed = existed_before(node, since)
+        if existed:
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         slot: Any = self._spare
-        if slot is None or handed_on or getrefcount(slot.hooks) != ALONE or len(slot.hooks) != 1:
-            slot = new_cell(GradientSlot)
+        if slot is None or existed or getrefcount(slot.hooks) != ALONE or len(slot.hooks) != 1:
+            slot = new_slot(GradientSlot)
             slot.hooks = None
         else:
             self._spare = None
@@ -353,7 +353,7 @@ class OutputGradient(_Gradient):
         if type(value) is tuple:
             slot.shape, slot.path = (None,) * len(value), (0,)
         self.entries[call] = slot
-        if handed_on:
+        if existed:
             note(slot, self._of)
         self._latest = call
         if call >= self.keep:

@@ -377,7 +377,7 @@ class Tape(Drawn, TapeView):
         kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
         return sum(_nbytes(tensor) for held in (*kept, *self.grad.values()) for _, tensor in tensors(held))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release all autograd graphs at the end of the session."""
         self.log.end()
 

@@ -115,9 +115,9 @@ def _numbers(tensor: Tensor) -> tuple[str, ...]:
     if found is None or not found.count:
         return ("",) * 6
     odd = [f"{count:,} {name}" for count, name in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    told = (found.mean, found.std, found.low, found.high)
+    numbers = (found.mean, found.std, found.low, found.high)
     zeros = f"{found.zeros / found.count:.0%}" if found.zeros else ""
-    return (*(_number(number) for number in told), zeros, ", ".join(odd))
+    return (*(_number(number) for number in numbers), zeros, ", ".join(odd))
 
 
 def _norm(gradient: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from tenterhook._text import counted
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.found_outputs import FoundOutputs
 from tenterhook.address.match import merged, outputs_found, outputs_now
@@ -28,7 +29,7 @@ from tenterhook.record.alias_sums import number_for
 from tenterhook.record.failure import failure
 from tenterhook.record.generation import GenerationNotes
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, watch_parameter
-from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder
+from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder, value
 from tenterhook.record.outputs import Outputs
 from tenterhook.record.recorded_gradients import (
     InputGradient,
@@ -49,6 +50,11 @@ Keep = Literal["all", "last"] | int
 PIPELINE = (
     "stop=True has no effect in a pipeline stage: the other stages would wait forever for the output of this one. The "
     "run continues, and values are still recorded. To stop, call the stage's module by itself."
+)
+ATTENTION_WEIGHTS = frozenset(("attention_probs", "attention_weights", "attn_probs", "attn_weights"))
+NO_ATTENTION_WEIGHTS = (
+    "{address!r} was None at every call{more}. The fused attention kernel computes no attention weights; a model of "
+    'transformers computes them when it is loaded with attn_implementation="eager".'
 )
 RETURN = Site.RETURN
 NOTHING = "values=False records gradients only, and needs grad=: th.record(model, ..., grad=True, values=False)"
@@ -400,15 +406,15 @@ class Recording(Session):
             stop_listening(self.model, self._generation)
             self._generation.close()
         super().on_close()
-        self.tape._let_go()
+        self.tape._release()
         if self._grad:
             self.tape.grad.end()
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._groups, self._bound = [], {}
         if self._outputs is not None:
-            self._outputs.let_go()
+            self._outputs.release()
 
     def _say_what_was_missed(self) -> None:
         super()._say_what_was_missed()
@@ -416,6 +422,18 @@ class Recording(Session):
             shown = listed([str(point) for point in self._waiting])
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
+        absent = [point.address for point in self._bound if self._is_absent_attention(point)]
+        if absent:
+            more = f", as at {counted(len(absent) - 1, 'other point')}" if len(absent) > 1 else ""
+            text = NO_ATTENTION_WEIGHTS.format(address=absent[0], more=more)
+            warnings.warn(text, TenterhookWarning, stacklevel=4)
+
+    def _is_absent_attention(self, point: Point) -> bool:
+        """Return whether a point is a variable for attention weights, and every recorded value of it is None."""
+        if point.name not in ATTENTION_WEIGHTS or point.site is not Site.VARIABLE or not self._values:
+            return False
+        entries = self.tape._tracks[point.address].entries
+        return bool(entries) and all(value(entry) is None for entry in entries.values())
 
     def reached(self, point: Point) -> None:
         """Mark a point as reached. After the last point that ``stop=True`` waits for, stop the run."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._draw import Column, Drawn, Row, Table
+from tenterhook._text import counted
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.call_trace.digest import digest, version
 from tenterhook.call_trace.module_state import OTHER_STATE
@@ -66,7 +67,8 @@ class ServedCall(Drawn):
             rows += [Row((path, "", str(count), why), style="dim") for why, count in reasons.items()]
         columns = (Column("module"), Column("served", right=True), Column("computed", right=True), Column("because"))
         computed = sum(reasons.total() for reasons in self._computed.values())
-        title = f"replay: {self.runs} run(s), {len(self)} calls served, {computed} computed before the first edit"
+        served = f"{counted(self.runs, 'run')}, {counted(len(self), 'call')} served"
+        title = f"replay: {served}, {computed} computed before the first edit"
         return Table(title, columns, tuple(rows))
 
 

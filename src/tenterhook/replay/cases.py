@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import CallRange
 from tenterhook.edit.change import Change, as_change
@@ -69,7 +69,7 @@ class Grid(Sequence[Case]):
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name} ({len(values)})" for name, values in self.axes.items())
-        return printable(f"<grid of {len(self)} cases: {axes}>")
+        return printable(f"<grid of {counted(len(self), 'case')}: {axes}>")
 
 
 def grid(make: Callable[..., Edits], /, **axes: Iterable[Any]) -> Grid:

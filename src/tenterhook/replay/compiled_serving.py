@@ -34,12 +34,12 @@ class CompiledServing:
 
     def __init__(self, server: CallServer, model: nn.Module, *, copies: bool) -> None:
         self._server, self._model, self._copies = server, model, copies
-        self.cues: dict[nn.Module, ServeSpec] = {}
+        self.serve_specs: dict[nn.Module, ServeSpec] = {}
         self._found: list[tuple[str, Any]] = []
 
-    def cue(self, module: nn.Module, path: str) -> None:
+    def add_module(self, module: nn.Module, path: str) -> None:
         """Create the ServeSpec that compiled code reads at this module."""
-        self.cues[module] = ServeSpec(path, copies=self._copies)
+        self.serve_specs[module] = ServeSpec(path, copies=self._copies)
 
     def decide(self, modules: Iterable[nn.Module], limit: float) -> None:
         """Decide which calls of these modules to serve: those that end before ``limit`` in the recorded run."""
@@ -47,18 +47,20 @@ class CompiledServing:
         # If the run drew random numbers or changed something, arguments of its calls are only known when they run.
         known = run is not None and run.pure and self._server.times == 1
         for module in modules:
-            cue = self.cues[module]
-            cue.constant = not self._server.minds_gradients
+            serve_spec = self.serve_specs[module]
+            serve_spec.constant = not self._server.minds_gradients
             if known and run is not None:
-                cue.calls = tuple([self._pair(call) if call.end <= limit else None for call in _calls(run, module)])
-                cue.serves = any(call is not None for call in cue.calls)
+                serve_spec.calls = tuple(
+                    [self._pair(call) if call.end <= limit else None for call in _calls(run, module)]
+                )
+                serve_spec.serves = any(call is not None for call in serve_spec.calls)
             elif module is not self._model:
-                cue.serves = None
+                serve_spec.serves = None
 
     def reset(self, *, serves: bool | None) -> None:
         """Reset all decisions before a run or after it."""
-        for cue in self.cues.values():
-            cue.serves, cue.calls, cue.count = serves, (), 0
+        for serve_spec in self.serve_specs.values():
+            serve_spec.serves, serve_spec.calls, serve_spec.count = serves, (), 0
 
     def _pair(self, call: TracedCall) -> tuple[Any, Any] | None:
         why = call.why or self._server.obstacle(call)

@@ -183,7 +183,7 @@ class Replay(Session):
             self._leave([module for module in self.action_sets if module not in found or module not in stands])
             for module, path in found.items():
                 if module is not self.model:
-                    self.server.ahead.cue(module, path)
+                    self.server.ahead.add_module(module, path)
                 if module is not self.model and module not in stands:
                     self._guard(module, path, self.server)
             self._standing = found
@@ -223,7 +223,7 @@ class _Root:
     def __init__(self, session: Replay) -> None:
         self._session, self._depth = session, 0
         self.ahead = session.server.ahead
-        self.ahead.cue(session.model, "")
+        self.ahead.add_module(session.model, "")
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare a run of compiled code."""
@@ -236,8 +236,8 @@ class _Root:
         if self._depth > 1:
             return MISSING
         ahead = any(module is not self._session.model for module in self._session.entries)
-        scribed = self._session.begin(args, kwargs, ahead=ahead)
-        return self._session.serve(args, kwargs) if scribed is MISSING else scribed
+        value = self._session.begin(args, kwargs, ahead=ahead)
+        return self._session.serve(args, kwargs) if value is MISSING else value
 
     def after(self, _module: nn.Module, value: Any) -> None:
         self._depth -= 1

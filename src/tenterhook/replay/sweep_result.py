@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tenterhook._draw import Column, Drawn, Row, Table
+from tenterhook._text import counted
 from tenterhook.errors import SweepError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Sweep(Drawn):
             rows.append(Row((*cells, shown), style="dim" if error is not None else ""))
         more = [f"… and {len(self.cases) - SHOWN} more"] if len(self.cases) > SHOWN else []
         base = f", unedited {_shown(self.base)}" if self.base is not None else ""
-        title = f"sweep: {len(self._found)} of {len(self.cases)} cases{base}"
+        title = f"sweep: {len(self._found)} of {counted(len(self.cases), 'case')}{base}"
         columns = (*[Column(name) for name in names], Column("value", right=True))
         return Table(title, columns, tuple(rows), (*more, *self.how))
 

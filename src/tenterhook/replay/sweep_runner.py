@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._look.progress import bar
+from tenterhook._text import counted
 from tenterhook._tree import tensors
 from tenterhook.address import Point
 from tenterhook.call_trace.digest import digest
+from tenterhook.call_trace.trace import RETURNS_INPUT
 from tenterhook.edit.change import Change
 from tenterhook.edit.verb import value_binding
 from tenterhook.engine.action import Binding
@@ -359,26 +361,25 @@ class Runner:
             if isinstance(error, UnsupportedTorch):
                 raise error
         index, error = next(iter(failed.items()))
-        text = f"{len(failed)} of {len(self.cases)} cases failed. Case {index} ({self.cases[index].case}): {error!r}"
+        text = f"{len(failed)} of {counted(len(self.cases), 'case')} failed"
+        text = f"{text}. Case {index} ({self.cases[index].case}): {error!r}"
         if len(failed) == len(self.cases):
             raise SweepError(text) from error
         warnings.warn(f"{text}\nTheir rows are NaN; .failed has the errors.", TenterhookWarning, stacklevel=4)
 
     def _how(self) -> list[str]:
         served = self.result.served
-        calls = "1 call was" if len(served) == 1 else f"{len(served)} calls were"
-        runs = "1 run" if served.runs == 1 else f"{served.runs} runs"
-        lines = [f"{calls} served from the unedited run, in {runs} of the model"]
+        calls = counted(len(served), "call was", "calls were")
+        lines = [f"{calls} served from the unedited run, in {counted(served.runs, 'run')} of the model"]
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
-            alone = self._checks_served.runs
-            text = "1 row" if alone == 1 else f"{alone} rows"
-            same = f"the unedited input, and {text} that also ran alone, gave the same results"
+            alone = counted(self._checks_served.runs, "row")
+            same = f"the unedited input, and {alone} that also ran alone, gave the same results"
             lines.append(f"cases ran in batches; {same}")
             if self._joined:
                 lines.append("cases with later edits joined a running batch")
-        reasons = {why: path for path, why in served.computed.items() if "gives back its input" not in why}
+        reasons = {why: path for path, why in served.computed.items() if why != RETURNS_INPUT}
         lines += [f"{path} was computed, not served: {why}" for why, path in reasons.items()]
         return lines
 
@@ -435,4 +436,4 @@ def _quietly(session: Replay) -> Iterator[None]:
         yield
     finally:
         session._undo()
-        session._let_go()
+        session._release()

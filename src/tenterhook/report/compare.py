@@ -65,7 +65,7 @@ class Difference:
     """The difference of two values at one address. ``largest`` is absolute, ``relative`` to the norm of the first."""
 
     address: str
-    parts: bool
+    differs: bool
     """True if the difference is larger than the tolerance"""
     largest: float = 0.0
     relative: float = 0.0
@@ -99,7 +99,7 @@ def compare(left: Tape, right: Tape, tolerance: Tolerance | None = None) -> list
 
 def first_difference(found: Iterable[Difference]) -> Difference | None:
     """Return the first difference, preferably at a point that both tapes have."""
-    differing = [each for each in found if each.parts]
+    differing = [each for each in found if each.differs]
     return next((each for each in differing if each.compared), differing[0] if differing else None)
 
 
@@ -130,9 +130,9 @@ def _paired(
     for key in keys:
         # A tape may have the value under another name of the same module.
         held = [own.get(key) or (key if own and key in view else None) for own, view in zip(names, views, strict=True)]
-        told = [name for name in held if name is not None]
-        if told:
-            numbered = key if any(name == key for name in told) else told[0]
+        recorded = [name for name in held if name is not None]
+        if recorded:
+            numbered = key if any(name == key for name in recorded) else recorded[0]
             yield Pair(key, numbered, held[0], held[1], gradient)
 
 
@@ -140,20 +140,20 @@ def differences(left: Tape, right: Tape, pair: Pair, tolerance: Tolerance) -> li
     """Compare one pair. Return a difference for each tensor, and for each other part that is not equal."""
     if pair.left is None or pair.right is None:
         why = ONLY_SECOND if pair.left is None else ONLY_FIRST
-        return [Difference(pair.address, parts=True, why=why, gradient=pair.gradient, compared=False)]
+        return [Difference(pair.address, differs=True, why=why, gradient=pair.gradient, compared=False)]
     try:
         views = (left.grad, right.grad) if pair.gradient else (left, right)
         mine, other = views[0][pair.left], views[1][pair.right]
     except TenterhookError as error:
         why = f"unreadable: {type(error).__name__}"
-        return [Difference(pair.address, parts=True, why=why, gradient=pair.gradient, compared=False)]
+        return [Difference(pair.address, differs=True, why=why, gradient=pair.gradient, compared=False)]
     return _both(pair.address, mine, other, tolerance, gradient=pair.gradient)
 
 
 def _both(address: str, left: Any, right: Any, tolerance: Tolerance, *, gradient: bool) -> list[Difference]:
     mine, other = dict(tensors(left)), dict(tensors(right))
     if mine.keys() != other.keys():
-        return [Difference(address, parts=True, why=_two(left, right), gradient=gradient)]
+        return [Difference(address, differs=True, why=_two(left, right), gradient=gradient)]
     found = [
         difference(address + show_path(path), tensor, other[path], tolerance, gradient=gradient)
         for path, tensor in mine.items()
@@ -162,8 +162,8 @@ def _both(address: str, left: Any, right: Any, tolerance: Tolerance, *, gradient
     for path in dict.fromkeys((*constants, *others)):
         given = [each.get(path, Opaque("nothing")) for each in (constants, others)]
         if not _same(*given):
-            found.append(Difference(address + show_path(path), parts=True, why=_two(*given), gradient=gradient))
-    return found or [Difference(address, parts=False, gradient=gradient)]
+            found.append(Difference(address + show_path(path), differs=True, why=_two(*given), gradient=gradient))
+    return found or [Difference(address, differs=False, gradient=gradient)]
 
 
 def _two(left: Any, right: Any) -> str:
@@ -195,23 +195,23 @@ def difference(
     0.5
     """
     if _shape(left) != _shape(right):
-        return Difference(address, parts=True, why=_two(left, right), gradient=gradient)
+        return Difference(address, differs=True, why=_two(left, right), gradient=gradient)
     try:
         a, b = _numbers(left), _numbers(right)
     except LACKING as error:
         why = f"not comparable: {type(error).__name__}"
-        return Difference(address, parts=False, why=why, gradient=gradient, compared=False)
+        return Difference(address, differs=False, why=why, gradient=gradient, compared=False)
     if a is None or b is None:
-        return Difference(address, parts=False, why="no values", gradient=gradient, compared=False)
+        return Difference(address, differs=False, why="no values", gradient=gradient, compared=False)
     if not a.numel():
-        return Difference(address, parts=False, gradient=gradient)
-    parts, apart = _apart(a, b, *tolerance.of(left, right))
+        return Difference(address, differs=False, gradient=gradient)
+    differs, apart = _apart(a, b, *tolerance.of(left, right))
     if not bool(apart.isfinite().all()):
-        return Difference(address, parts=True, largest=math.inf, relative=math.inf, gradient=gradient)
+        return Difference(address, differs=True, largest=math.inf, relative=math.inf, gradient=gradient)
     size = float(torch.linalg.vector_norm(a.abs().double().nan_to_num(0.0, 0.0, 0.0)))
     off = float(torch.linalg.vector_norm(apart))
     share = off / size if size else (math.inf if off else 0.0)
-    return Difference(address, parts, float(apart.max()), share, gradient=gradient)
+    return Difference(address, differs, float(apart.max()), share, gradient=gradient)
 
 
 def _shape(tensor: Tensor) -> Any:
@@ -246,5 +246,5 @@ def _apart(a: Tensor, b: Tensor, relative: float, absolute: float) -> tuple[bool
         return bool((apart > absolute + relative * b.double().abs()).any()), apart
     kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float64)
     a, b = a.to(kind), b.to(kind)
-    parts = not torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
-    return parts, (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    differs = not torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
+    return differs, (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)

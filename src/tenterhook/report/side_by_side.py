@@ -57,13 +57,13 @@ def _call(row: dict[str, Any] | None, number: int) -> dict[str, Any] | None:
 def _summary(found: Sequence[Difference], names: Sequence[str]) -> dict[str, Any]:
     """Return what a page shows of one value, or gradient, of two tapes."""
     numbers = [each.relative for each in found if each.compared and not each.why]
-    worst = next((each for each in found if each.parts), None)
+    worst = next((each for each in found if each.differs), None)
     largest = max(numbers, default=math.nan)
     summary: dict[str, Any] = {"apart": short(largest), "differs": worst is not None}
     if worst is not None and not worst.compared and worst.why.startswith("only"):
         summary["text"] = f"only in {names[0 if worst.why.endswith('first') else 1]}"
     elif worst is not None:
-        summary["text"] = _how(max(found, key=lambda each: (each.parts, bool(each.why), each.relative)))
+        summary["text"] = _how(max(found, key=lambda each: (each.differs, bool(each.why), each.relative)))
     elif not all(each.compared for each in found):
         summary["text"] = f"not compared: {next(each.why for each in found if not each.compared)}"
     elif numbers and largest:
@@ -92,7 +92,7 @@ def _counts(found: Sequence[Difference]) -> str:
         kind = [each for each in found if each.gradient is gradient]
         both = [each for each in kind if each.compared]
         alone = len(kind) - len(both)
-        said = f"{sum(each.parts for each in both):,} of {len(both):,} {noun} differ"
+        said = f"{sum(each.differs for each in both):,} of {len(both):,} {noun} differ"
         if kind:
             texts.append(f"{said}, {counted(alone, noun.removesuffix('s'))} could not be compared" if alone else said)
     return "compared: " + ("; ".join(texts) or "nothing, because the tapes are empty")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tenterhook._text import counted
 from tenterhook.errors import HookError
 
 __all__ = [
@@ -73,7 +74,7 @@ def checked(new: Any, length: int, what: str, hook: Hook) -> Gradients:
     """Return the result of a hook as a tuple, or raise :class:`HookError` if its length is wrong."""
     gradients = as_tuple(new)
     if len(gradients) != length:
-        text = f"the backward hook {name_of(hook)} returned {len(gradients)} gradients for {what}"
+        text = f"the backward hook {name_of(hook)} returned {counted(len(gradients), 'gradient')} for {what}"
         raise HookError(f"{text}, which has {length}")
     return gradients
 

@@ -30,7 +30,7 @@ DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 ALIGNED = 16  # Bytes that a thread reads at a time.
 WARPS = 4
 ROW = 8  # Statistics of one tensor: mean, std, min, max, norm, zeros, NaN, Inf, in the order of COLUMNS.
-SLIPS = 3  # Address arrays that may be in transfer to the device at the same time.
+PINNED_BUFFERS = 3  # Address arrays that may be in transfer to the device at the same time.
 
 wanted = True
 """False disables the Triton kernels. Benchmarks set it to measure the difference."""
@@ -219,7 +219,7 @@ class _Addresses:
         self._last: list[int] = []
         self.array: Tensor | None = None
         self._copies: list[Tensor] = []
-        self._slips: Iterator[PinnedArray] = iter(())
+        self._buffers: Iterator[PinnedArray] = iter(())
 
     def __call__(self, tensors: Sequence[Tensor], *, in_a_row: bool = False) -> Tensor:
         if in_a_row:
@@ -243,12 +243,14 @@ class _Addresses:
             return to_device(self._device, numbers)
         if self.array is None:
             self.array = to_device(self._device, numbers)
-            self._slips = itertools.cycle([PinnedArray(self.array.shape, self.array.dtype) for _ in range(SLIPS)])
+            self._buffers = itertools.cycle(
+                [PinnedArray(self.array.shape, self.array.dtype) for _ in range(PINNED_BUFFERS)]
+            )
             return self.array
-        slip = next(self._slips)
-        slip.event.synchronize()  # Rarely waits: this buffer was last used several copies ago.
-        slip.array[:] = numbers
-        slip.copy(self.array, slip.memory)
+        buffer = next(self._buffers)
+        buffer.event.synchronize()  # Rarely waits: this buffer was last used several copies ago.
+        buffer.array[:] = numbers
+        buffer.copy(self.array, buffer.memory)
         return self.array
 
 

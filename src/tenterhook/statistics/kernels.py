@@ -84,14 +84,14 @@ def _nothing_yet():
 @jit
 def _piece(base, begin, end, out, MASKED: tl.constexpr):
     """Measure the elements of a tensor from ``begin`` on. Some may be beyond the end, NaN or Inf."""
-    actions = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, MASKED)
     apart, square, low, high = _nothing_yet()
     tally = tl.zeros((TILE,), tl.int32)  # Counts of finite elements, zeros and NaN, in ten bits each.
     for group in range(TILES // AT_ONCE):
         for part in tl.static_range(0, AT_ONCE):
             place = begin + (group * AT_ONCE + part) * TILE
-            x, finite, there = _tile(base, place + actions, end, MASKED)
+            x, finite, there = _tile(base, place + offsets, end, MASKED)
             off = tl.where(finite, x * scale - shift, 0.0)
             apart += off
             square += off * off
@@ -108,13 +108,13 @@ def _piece(base, begin, end, out, MASKED: tl.constexpr):
 @jit
 def _full_piece(base, begin, end, out):
     """Measure a complete piece. This takes half the work per element if all elements are finite."""
-    actions = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     scale, shift = _shift(base, begin, end, False)
     apart, square, low, high = _nothing_yet()
     zeros = tl.zeros((TILE,), tl.int32)
     for group in range(TILES // AT_ONCE):
         for part in tl.static_range(0, AT_ONCE):
-            x = tl.load(base + (begin + (group * AT_ONCE + part) * TILE + actions)).to(tl.float32)
+            x = tl.load(base + (begin + (group * AT_ONCE + part) * TILE + offsets)).to(tl.float32)
             off = x * scale - shift
             apart += off
             square += off * off
@@ -163,7 +163,7 @@ def put_together(
     """Combine the pieces of one tensor: ``first[which]`` up to, but not including, ``last[which]``."""
     which = tl.program_id(0)
     begin, end = tl.load(first + which), tl.load(last + which)
-    actions = tl.arange(0, MANY)
+    offsets = tl.arange(0, MANY)
     count = tl.zeros((MANY,), tl.float64)
     total = tl.zeros((MANY,), tl.float64)
     zeros = tl.zeros((MANY,), tl.float64)
@@ -171,8 +171,8 @@ def put_together(
     low = tl.full((MANY,), float("inf"), tl.float64)
     high = tl.full((MANY,), float("-inf"), tl.float64)
     for start in range(begin, end, MANY):
-        there = start + actions < end
-        at = found + (start + actions) * FIELDS
+        there = start + offsets < end
+        at = found + (start + offsets) * FIELDS
         number = tl.load(at, mask=there, other=0.0)
         count += number
         total += number * tl.load(at + 1, mask=there, other=0.0)
@@ -185,8 +185,8 @@ def put_together(
     mean = tl.sum(total, 0) / some
     square = tl.zeros((MANY,), tl.float64)
     for start in range(begin, end, MANY):
-        there = start + actions < end
-        at = found + (start + actions) * FIELDS
+        there = start + offsets < end
+        at = found + (start + offsets) * FIELDS
         off = tl.load(at + 1, mask=there, other=0.0) - mean
         square += tl.load(at + 2, mask=there, other=0.0) + tl.load(at, mask=there, other=0.0) * off * off
     spread = tl.sum(square, 0)
@@ -216,10 +216,10 @@ def bins(
 ):
     """Count a sample of one tensor in the bins of its row of a sketch. ``members`` lists the tensors of this dtype."""
     which = tl.load(members + tl.program_id(0))
-    actions = tl.arange(0, SAMPLE_)
-    there = actions < tl.load(takes + which)
+    offsets = tl.arange(0, SAMPLE_)
+    there = offsets < tl.load(takes + which)
     base = tl.load(addresses + which).to(tl.pointer_type(DTYPE))
-    places = phase % tl.load(rooms + which) + actions * tl.load(steps + which)
+    places = phase % tl.load(rooms + which) + offsets * tl.load(steps + which)
     x = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     there = there & ((bits & 0x7FFFFFFF) < INFINITE_)

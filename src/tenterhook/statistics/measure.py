@@ -103,7 +103,7 @@ class RowNumbers:
     """Measured numbers on a device, in transfer to the host, or on the host. Several results may share them."""
 
     def __init__(self, found: Tensor | PendingCopy) -> None:
-        self._letter = found if isinstance(found, PendingCopy) else None
+        self._pending = found if isinstance(found, PendingCopy) else None
         self._tensor = None if isinstance(found, PendingCopy) else found
         self._array: Array | None = None
         self._finite: bool | None = None
@@ -111,19 +111,19 @@ class RowNumbers:
 
     def send(self, post: HostCopies) -> None:
         """Start to copy the numbers to the host, without waiting. Later calls do nothing."""
-        if self._tensor is not None and self._tensor.is_cuda and self._letter is None:
-            self._letter = post.send(self._tensor)
+        if self._tensor is not None and self._tensor.is_cuda and self._pending is None:
+            self._pending = post.send(self._tensor)
 
     @property
     def arrived(self) -> bool:
         """True if the numbers are on the host, or need no transfer."""
-        return self._letter is None or self._letter.arrived
+        return self._pending is None or self._pending.arrived
 
     def host(self) -> Tensor:
         """Return the numbers on the host. Wait for a transfer that is not finished."""
-        found = self._tensor if self._letter is None else self._letter.read()
+        found = self._tensor if self._pending is None else self._pending.read()
         assert found is not None  # noqa: S101 - always one of the two
-        self._tensor, self._letter = found if found.is_cpu else found.cpu(), None
+        self._tensor, self._pending = found if found.is_cpu else found.cpu(), None
         return self._tensor
 
     def array(self) -> Array:
@@ -373,9 +373,9 @@ def none_where_nothing_is_finite(lines: Array) -> Array:
     empty = (lines[..., COUNT] > 0) & (lines[..., NAN] + lines[..., INF] >= lines[..., COUNT])
     if not empty.any():
         return lines
-    told = lines.copy()
-    told[..., MEAN : NORM + 1][empty] = np.nan
-    return told
+    shown = lines.copy()
+    shown[..., MEAN : NORM + 1][empty] = np.nan
+    return shown
 
 
 def whole(tensor: Tensor) -> Array:

@@ -20,7 +20,7 @@ from tenterhook.statistics.stacked_reductions import KEPT
 __all__ = ["TensorSignature", "are_plain", "is_plain", "plain"]
 
 # Maximum number of new guards. The compiler's guard checks more properties, which may differ in every step.
-LESSONS = 4
+MOST_GUARDS = 4
 USUAL = frozenset([*KEPT, torch.float16, torch.bfloat16])
 
 
@@ -70,7 +70,7 @@ class TensorSignature:
         """True if the tensors of the last successful :meth:`fits` are known to be contiguous"""
         self._check: Any = None
         self._contiguous = False
-        self._lessons = 0
+        self._guards = 0
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Return True if these are plain strided tensors with the same shapes, dtypes and devices."""
@@ -84,8 +84,8 @@ class TensorSignature:
         return True
 
     def _learn(self, tensors: Sequence[Tensor]) -> None:
-        if self._lessons < LESSONS:
-            self._lessons += 1
+        if self._guards < MOST_GUARDS:
+            self._guards += 1
             check = tensor_guard(tensors)
             if check is not None:
                 self._check = check

@@ -12,6 +12,7 @@ import math
 import re
 from typing import Any
 
+from tenterhook._text import counted
 from tenterhook.errors import StoreError
 from tenterhook.store import rows_file as shards_file
 from tenterhook.store.rows_file import DTYPES, Rows
@@ -189,7 +190,8 @@ def _check_shape(fields: Fields, dtype: str) -> None:
 def _check_ranges(ranges: list[Any], per_shard: int, batches: int | None, where: str) -> None:
     """Check that the batches and samples of every shard follow from the plan."""
     if batches is None or len(ranges) != -(-batches // per_shard):
-        raise StoreError(f"{where} is damaged: it has {len(ranges):,} shards for {batches} batches.")
+        planned = "an unknown number of batches" if batches is None else counted(batches, "batch", "batches")
+        raise StoreError(f"{where} is damaged: it has {counted(len(ranges), 'shard')} for {planned}.")
     before = 0
     for shard, each in enumerate(ranges):
         fields = Fields(each, f"{where} shard {shard},")
@@ -245,7 +247,7 @@ def _check_data(fields: Fields, commit: dict[str, Any]) -> None:
         start, stop = commit["batches"]
         each = data.listed("each", stop - start)
         if len(each) != stop - start or not all(isinstance(one, str) and BLOCK_DIGEST.fullmatch(one) for one in each):
-            raise data.wrong("each", f"{stop - start:,} digests, one for each batch")
+            raise data.wrong("each", f"{counted(stop - start, 'digest')}, one for each batch")
 
 
 def _check_record(record: Fields, rows: Rows, count: int) -> None:
@@ -258,11 +260,11 @@ def _check_record(record: Fields, rows: Rows, count: int) -> None:
         raise record.wrong("head", f"a multiple of {shards_file.PAGE:,}")
     size = record.integer("bytes")
     if size != head + count * rows.nbytes:
-        raise record.wrong("bytes", f"{head + count * rows.nbytes:,}: the header and {count:,} rows")
+        raise record.wrong("bytes", f"{head + count * rows.nbytes:,}: the header and {counted(count, 'row')}")
     wanted = -(-count * rows.nbytes // shards_file.BLOCK)
     blocks = record.listed("blocks", wanted)
     if len(blocks) != wanted or not all(isinstance(each, str) and BLOCK_DIGEST.fullmatch(each) for each in blocks):
-        raise record.wrong("blocks", f"{wanted:,} checksums")
+        raise record.wrong("blocks", f"{counted(wanted, 'checksum')}")
     record.text("checksum", FILE_DIGEST)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tenterhook._text import counted
 from tenterhook.errors import StoreError
 from tenterhook.store.lock import Holder, NoLocks, held_by_note, held_folder
 from tenterhook.store.spool import Spool, remove_dead_spools
@@ -109,7 +110,7 @@ class Directory:
 
     def read(self, name: str, most: int = MOST) -> bytes:
         """Read a whole file of at most ``most`` bytes."""
-        with self._told(name), self._file(name).open("rb") as file:
+        with self._named_errors(name), self._file(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > most:
                 raise StoreError(TOO_LONG.format(place=self, name=name, size=size, most=most))
@@ -120,16 +121,16 @@ class Directory:
 
         There is no copy and no open descriptor, and writes do not reach the file.
         """
-        with self._told(name):
+        with self._named_errors(name):
             path = self._file(name)
             if path.stat().st_size < nbytes:
                 raise StoreError(
-                    f"{self}/{name} is damaged: it has {path.stat().st_size:,} bytes; {nbytes:,} were written."
+                    f"{self}/{name} is damaged: it has {counted(path.stat().st_size, 'byte')}; {nbytes:,} were written."
                 )
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 
     def read_range(self, name: str, start: int, stop: int) -> bytearray:
-        with self._told(name), self._file(name).open("rb") as file:
+        with self._named_errors(name), self._file(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = bytearray(max(0, min(stop, size) - start))
             file.seek(start)
@@ -137,14 +138,14 @@ class Directory:
         return data[:count]
 
     def size(self, name: str) -> int | None:
-        with self._told(name):
+        with self._named_errors(name):
             try:
                 return self._file(name).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _named_errors(self, name: str) -> Iterator[None]:
         """Convert read errors to ``StoreError``, except ``FileNotFoundError``."""
         try:
             yield
@@ -291,7 +292,7 @@ class ObjectStore:
     def read(self, name: str, most: int = MOST) -> bytes:
         import obstore
 
-        with self._told(name):
+        with self._named_errors(name):
             found = obstore.get(self.store, name)
             if found.meta["size"] > most:
                 raise StoreError(TOO_LONG.format(place=self, name=name, size=found.meta["size"], most=most))
@@ -305,20 +306,20 @@ class ObjectStore:
 
         if start == stop:
             return bytearray()
-        with self._told(name):  # A copy: tensors that share this memory must be writable.
+        with self._named_errors(name):  # A copy: tensors that share this memory must be writable.
             return bytearray(obstore.get_range(self.store, name, start=start, end=stop))
 
     def size(self, name: str) -> int | None:
         import obstore
 
-        with self._told(name):
+        with self._named_errors(name):
             try:
                 return int(obstore.head(self.store, name)["size"])
             except FileNotFoundError:
                 return None
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _named_errors(self, name: str) -> Iterator[None]:
         """Convert errors to ``StoreError``, except ``FileNotFoundError``."""
         from obstore.exceptions import BaseError, NotFoundError
 
@@ -334,14 +335,14 @@ class ObjectStore:
     def names(self, folder: str) -> list[str]:
         import obstore
 
-        with self._told(folder):
+        with self._named_errors(folder):
             found = [entry["path"] for page in obstore.list(self.store, folder or None) for entry in page]
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def write(self, name: str, data: bytes) -> None:
         import obstore
 
-        with self._told(name):
+        with self._named_errors(name):
             obstore.put(self.store, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -369,14 +370,14 @@ class ObjectStore:
         import obstore
 
         for name, path in spooled.items():
-            with self._told(name):
+            with self._named_errors(name):
                 obstore.put(self.store, name, path)
             path.unlink()
 
     def delete(self, name: str) -> None:
         import obstore
 
-        with self._told(name), contextlib.suppress(FileNotFoundError):
+        with self._named_errors(name), contextlib.suppress(FileNotFoundError):
             obstore.delete(self.store, name)
 
     def clear(self, name: str) -> None:
@@ -389,7 +390,7 @@ class ObjectStore:
         """Return the objects of a folder with their modification times."""
         import obstore
 
-        with self._told(folder):
+        with self._named_errors(folder):
             found = [entry for page in obstore.list(self.store, folder) for entry in page]
         return {entry["path"]: entry["last_modified"].timestamp() for entry in found}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tenterhook._draw import Column as Shown
 from tenterhook._draw import Drawn, Row, Table, short_number
+from tenterhook._text import counted
 from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import NotRecorded, StoreError
 from tenterhook.store.check import head_fault
@@ -71,7 +72,7 @@ class StoredRows:
         if isinstance(index, int | np.integer):
             row = int(index) + (len(self) if index < 0 else 0)
             if not 0 <= row < len(self):
-                raise IndexError(f"row {index} is out of range for {len(self):,} rows")
+                raise IndexError(f"row {index} is out of range for {counted(len(self), 'row')}")
             return self._range(row, row + 1)[0]
         chosen = torch.as_tensor(index)
         if chosen.dtype == torch.bool:
@@ -109,7 +110,7 @@ class StoredRows:
         rows = torch.where(rows < 0, rows + len(self), rows)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise IndexError(
-                f"rows from {int(rows.min())} to {int(rows.max())} are out of range for {len(self):,} rows"
+                f"rows from {int(rows.min())} to {int(rows.max())} are out of range for {counted(len(self), 'row')}"
             )
         out = torch.empty(len(rows), *self._column.shape, dtype=self.dtype)
         places = np.searchsorted(self._store.starts, rows.numpy(), side="right") - 1
@@ -169,7 +170,7 @@ class StoredRows:
         if size is None:
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what="it is missing"))
         if size != record["bytes"]:
-            what = f"it has {size:,} bytes; {record['bytes']:,} were written"
+            what = f"it has {counted(size, 'byte')}; {record['bytes']:,} were written"
             raise StoreError(DAMAGED.format(place=self._store.place, name=name, what=what))
         what = head_fault(bytes(self._store.place.read_range(name, 0, record["head"])), self._column.rows, record)
         if what:
@@ -218,7 +219,7 @@ class StoredRows:
         return found
 
     def __repr__(self) -> str:
-        return f"<{self._column.key!r}: {len(self):,} rows of {list(self._column.shape)}, {self.dtype}>"
+        return f"<{self._column.key!r}: {counted(len(self), 'row')} of {list(self._column.shape)}, {self.dtype}>"
 
 
 class Store(Drawn):
@@ -335,7 +336,8 @@ class Store(Drawn):
             for size in [column.rows.nbytes * len(self)]
         )
         state = "complete" if self.complete else "not complete"
-        title = f"{self.place}: {short_number(len(self))} rows in {len(self.shards)} shards, {state}"
+        count = "1 row" if len(self) == 1 else f"{short_number(len(self))} rows"
+        title = f"{self.place}: {count} in {counted(len(self.shards), 'shard')}, {state}"
         return Table(title, columns, rows)
 
 

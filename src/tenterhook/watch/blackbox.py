@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from tenterhook._draw import Column, Drawn, Row, Table
+from tenterhook._text import counted
 from tenterhook.errors import TapeFileError, TenterhookWarning
 from tenterhook.statistics.measure import COLUMNS, Array
 from tenterhook.watch.history import KINDS, StepStats
@@ -74,12 +75,12 @@ class RingFile:
     def say(self, text: str) -> None:
         """Write an event, such as an error, to the file. A file with events is kept on close."""
         self.wrong.append(text)
-        while len(told := json.dumps(self.wrong).encode()) > EVENT_ROOM - EVENTS.size:
+        while len(encoded := json.dumps(self.wrong).encode()) > EVENT_ROOM - EVENTS.size:
             del self.wrong[0]
         if self._file >= 0:
             with self._warning():
-                head = EVENTS.pack(len(told), xxhash.xxh3_64_intdigest(told))
-                _write_at(self._file, head + told, self._start - EVENT_ROOM)
+                head = EVENTS.pack(len(encoded), xxhash.xxh3_64_intdigest(encoded))
+                _write_at(self._file, head + encoded, self._start - EVENT_ROOM)
 
     def close(self) -> Path | None:
         """Close the file. Return its path if the file is kept."""
@@ -268,7 +269,9 @@ def _read(file: Path, opened: BinaryIO) -> Blackbox:
     start, size = opened.tell() + EVENT_ROOM, os.fstat(opened.fileno()).st_size
     room, steps = _room(len(names)), header["steps"]
     if size != start + steps * (SLOT.size + room * LINE):
-        raise TapeFileError(f"{file} is cut short or damaged: it has {size:,} bytes, which does not match its header.")
+        raise TapeFileError(
+            f"{file} is cut short or damaged: it has {counted(size, 'byte')}, which does not match its header."
+        )
     wrong = _events(opened.read(EVENT_ROOM))
     pages = [_page(slot, names) for slot in _slots(opened, start, steps, room)]
     return Blackbox(header, wrong, [page for page in pages if page is not None])
@@ -307,10 +310,10 @@ def _events(area: bytes) -> list[str]:
     length, checksum = EVENTS.unpack_from(area)
     if not length:
         return []
-    told = area[EVENTS.size : EVENTS.size + length]
-    if len(told) != length or xxhash.xxh3_64_intdigest(told) != checksum:
+    encoded = area[EVENTS.size : EVENTS.size + length]
+    if len(encoded) != length or xxhash.xxh3_64_intdigest(encoded) != checksum:
         return ["a problem was recorded, but its text is damaged"]
-    found = json.loads(told)
+    found = json.loads(encoded)
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise TypeError("its events are not a list of strings")
     return found

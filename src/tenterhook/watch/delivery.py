@@ -44,88 +44,88 @@ class Delivery(Results):
     _sinks: list[Any]
     _slots: list[PointSlot]
 
-    _parcels: list[MeasuredBatch]
+    _batches: list[MeasuredBatch]
     """batches of the current step"""
     _coming: list[tuple[int, list[MeasuredBatch]]]
     """steps whose numbers are in transfer"""
     _ready: list[tuple[int, list[MeasuredBatch]]]
     """steps whose numbers have arrived, to be published with later ones"""
 
-    def _take(self, *parcels: MeasuredBatch) -> None:
+    def _take(self, *batches: MeasuredBatch) -> None:
         """Process measured batches now, or start their transfer; see :mod:`tenterhook.watch.measured_batch`."""
-        for parcel in parcels:
+        for batch in batches:
             if self._late:
-                parcel.send(self._history.workspace.post)
-                self._parcels.append(parcel)
+                batch.send(self._history.workspace.post)
+                self._batches.append(batch)
             else:
-                self._look_at(parcel)
+                self._look_at(batch)
 
-    def _look_at(self, parcel: MeasuredBatch) -> None:
+    def _look_at(self, batch: MeasuredBatch) -> None:
         """Process a batch whose numbers have arrived. Keep it until the end of the step if all numbers are finite."""
-        if parcel.settle():
-            self._parcels.append(parcel)
+        if batch.settle():
+            self._batches.append(batch)
             return
         self._publish_ready()
-        for before in self._parcels:
+        for before in self._batches:
             self._open(before)
-        self._parcels = []
-        self._check(self._open(parcel), self.steps)
+        self._batches = []
+        self._check(self._open(batch), self.steps)
 
     def _lighten(self) -> None:
         """Free the tensors of earlier calls in this step, because the model is called again."""
-        before, self._parcels = self._parcels, []
-        for parcel in before:
-            if parcel.arrived and not self._coming:  # Earlier steps must be processed first.
-                self._look_at(parcel)
+        before, self._batches = self._batches, []
+        for batch in before:
+            if batch.arrived and not self._coming:  # Earlier steps must be processed first.
+                self._look_at(batch)
             else:
-                parcel.let_go()
-                self._parcels.append(parcel)
+                batch.release()
+                self._batches.append(batch)
 
-    def _open(self, parcel: MeasuredBatch) -> NonFiniteReport | None:
+    def _open(self, batch: MeasuredBatch) -> NonFiniteReport | None:
         self._ledger.on, self._looking = False, True
         try:
-            return parcel.open(self._history)
+            return batch.open(self._history)
         finally:
             self._ledger.on, self._looking = self._attached, False
 
     def _hand_in(self) -> None:
         """Finish the step. It is published when its numbers have arrived, usually together with others."""
-        self._coming.append((self.steps, self._parcels))
-        self._parcels = []
+        self._coming.append((self.steps, self._batches))
+        self._batches = []
         if self._measuring.odd:
             self._measuring.odd = False
             heal(self._slots)
-        self._drain(let_go=False)
+        self._drain(release=False)
 
-    def _drain(self, *, wait: bool = False, let_go: bool = True) -> None:
+    def _drain(self, *, wait: bool = False, release: bool = True) -> None:
         """Process the numbers that have arrived, and free the tensors of those that have not."""
         while self._coming:
-            step, parcels = self._coming[0]
-            if not wait and len(self._coming) <= MOST_WAITING and not all(parcel.arrived for parcel in parcels):
+            step, batches = self._coming[0]
+            if not wait and len(self._coming) <= MOST_WAITING and not all(batch.arrived for batch in batches):
                 break
             del self._coming[0]
-            self._ready.append((step, parcels))
-            if not all([parcel.settle() for parcel in parcels]) or len(self._ready) >= self._at_once:  # noqa: C419
+            self._ready.append((step, batches))
+            if not all([batch.settle() for batch in batches]) or len(self._ready) >= self._at_once:  # noqa: C419
                 self._publish_ready()
-        if let_go:
-            for _, parcels in self._coming:
-                for parcel in parcels:
-                    parcel.let_go()
+        if release:
+            for _, batches in self._coming:
+                for batch in batches:
+                    batch.release()
 
     @property
     def _at_once(self) -> int:
         """Number of steps that may wait. It is 1 if a sink, a file or a page needs each step at once."""
-        told = self._sinks or self._ring is not None
-        if told or self.steps < AT_ONCE or self._findings.units.looking:
+        has_readers = self._sinks or self._ring is not None
+        if has_readers or self.steps < AT_ONCE or self._findings.units.looking:
             return 1
         return 1 if self._server is not None and self._server.due() else AT_ONCE
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
-        read_together(parcel for _, parcels in ready for parcel in parcels)
-        for step, parcels in ready:
-            for parcel in parcels:
-                self._check(self._open(parcel), step)
+        read_together(batch for _, batches in ready for batch in batches)
+        for step, batches in ready:
+            for batch in batches:
+                self._check(self._open(batch), step)
             self._publish(step)
 
     def _check(self, found: NonFiniteReport | None, step: int) -> None:
@@ -178,7 +178,7 @@ class Delivery(Results):
 
     def _settle(self, *, wait: bool = True) -> None:
         if current.token == self.owner:  # Other threads see only published steps.
-            self._drain(wait=wait, let_go=wait)
+            self._drain(wait=wait, release=wait)
             self._publish_ready()
 
 

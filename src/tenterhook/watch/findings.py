@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook.pytorch.layers import DROPOUTS
 from tenterhook.statistics.measure import COUNT, NORM, ZEROS, Array
 from tenterhook.watch.history import ORDERS, StepStats
@@ -131,7 +131,7 @@ class Units:
         """True if there are counts that must be read at each step."""
         return bool(self._idle or self._near)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all tensors."""
         self._idle, self._near = {}, {}
 
@@ -235,8 +235,8 @@ class Findings:
         dead, full = self.units.read(int(self.limits["dead_steps"]))
         for slot, (idle, units) in dead.items():
             if idle and idle >= share * units:
-                steps = f"{self.limits['dead_steps']:.0f} watched steps"
-                text = f"{idle} of its {units} units gave only zeros for {steps}."
+                steps = counted(int(self.limits["dead_steps"]), "watched step")
+                text = f"{idle} of its {counted(units, 'unit')} gave only zeros for {steps}."
                 evidence = {"dead": idle, "units": units}
                 self._note("dead units", slot.address, page.step, idle / units, "dead_units", text, evidence)
         for slot, part in full.items():

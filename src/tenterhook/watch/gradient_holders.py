@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tenterhook.record.gradient_slot import let_free
+from tenterhook.record.gradient_slot import copy_if_layout_sensitive
 
 if TYPE_CHECKING:
     from tenterhook.watch.observers import PointSlot
@@ -33,7 +33,7 @@ class HeldGradient:
             if self.copies:
                 gradient = gradient.clone()
             elif 1 in gradient.shape:  # Most gradients have no such dimension, so the call is skipped.
-                gradient = let_free(gradient)
+                gradient = copy_if_layout_sensitive(gradient)
             if self.gradient is not None:  # A second backward pass through the same graph.
                 gradient = self.gradient + gradient
             self.gradient, self.version = gradient, gradient._version

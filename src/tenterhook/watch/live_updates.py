@@ -154,11 +154,11 @@ def _findings(watch: Results, view: LiveView) -> dict[str, Any]:
     elif view.spread and first == len(every):
         first = 0
     some = every[first : first + MOST_FINDINGS]
-    told = [
+    findings = [
         [first + place, each.kind, printable(each.address), printable(each.text)] for place, each in enumerate(some)
     ]
     groups = [[group.kind, printable(group.title)] for group in grouped(every)]
-    return {"findings": told, "found": len(every), "groups": groups}
+    return {"findings": findings, "found": len(every), "groups": groups}
 
 
 def _history(pages: list[Any], shown: Array, count: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook._text import printable
+from tenterhook._text import counted, printable
 from tenterhook._tree import show_path, tensors
 from tenterhook.address import Point, Site
 from tenterhook.statistics.measure import COLUMNS, none_where_nothing_is_finite, whole
@@ -71,7 +71,7 @@ class NonFiniteReport:
             "updates": "the update",
         }
         count = int(self.statistics["count"])
-        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {count} elements."]
+        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {counted(count, 'element')}."]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:
@@ -86,10 +86,10 @@ class NonFiniteReport:
         """Return the text for the gradient of the output, and for the arguments if the operation is not known."""
         shown = {name: _shown(numbers) for name, numbers in self.inputs.items()}
         gradient = shown.pop("gradient", None) if self.kind == "gradients" else None
-        told = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
+        lines = [] if gradient is None else [f"gradient of the output of {self.inputs_of!r}: {gradient}"]
         if self.line is None:
-            told += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
-        return told
+            lines += [f"argument {name} of {self.inputs_of!r}: {text}" for name, text in shown.items()]
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""

@@ -84,18 +84,18 @@ class MeasureRequest(NamedTuple):
     """True if it replaces what the same step measured for these rows before"""
 
 
-def measured(drafts: Sequence[MeasureRequest], history: History) -> list[MeasuredBatch]:
+def measured(requests: Sequence[MeasureRequest], history: History) -> list[MeasuredBatch]:
     """Measure the requested tensors together, and return a batch for each request."""
-    if not drafts:
+    if not requests:
         return []
-    found = measure_together([draft.wanted for draft in drafts], history.sketch, history.workspace)
-    parcels = []
-    for draft, numbers in zip(drafts, found, strict=True):
-        draft.layout.plan = numbers.plan
-        parcels.append(
-            MeasuredBatch(draft.layout, numbers, draft.wanted.tensors, draft.explain, replaces=draft.replaces)
+    found = measure_together([request.wanted for request in requests], history.sketch, history.workspace)
+    batches = []
+    for request, numbers in zip(requests, found, strict=True):
+        request.layout.plan = numbers.plan
+        batches.append(
+            MeasuredBatch(request.layout, numbers, request.wanted.tensors, request.explain, replaces=request.replaces)
         )
-    return parcels
+    return batches
 
 
 class MeasuredBatch:
@@ -130,7 +130,7 @@ class MeasuredBatch:
         """True if all numbers have arrived."""
         return all(numbers.arrived for numbers in self._measured.numbers)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the tensors of the model. A NaN that is found later is not explained."""
         self._tensors = self._explain = None
 
@@ -140,7 +140,7 @@ class MeasuredBatch:
             return False
         if self._tensors is not None and self._measured.may_drown():
             self._table = self._read()
-        self.let_go()
+        self.release()
         return True
 
     def _read(self) -> Array:
@@ -189,12 +189,12 @@ class MeasuredBatch:
         return found
 
 
-def read_together(parcels: Iterable[MeasuredBatch]) -> None:
+def read_together(batches: Iterable[MeasuredBatch]) -> None:
     """Read the numbers of several settled batches, with one call for those of the same tensors in different steps."""
     alike: dict[tuple[RowLayout, MeasurePlan], list[MeasuredBatch]] = {}
-    for parcel in parcels:
-        if parcel._tensors is None and parcel._table is None:
-            alike.setdefault((parcel._layout, parcel._measured.plan), []).append(parcel)
+    for batch in batches:
+        if batch._tensors is None and batch._table is None:
+            alike.setdefault((batch._layout, batch._measured.plan), []).append(batch)
     for few in alike.values():
-        for parcel, table in zip(few, hosts([parcel._measured for parcel in few]), strict=True):
-            parcel._table = table
+        for batch, table in zip(few, hosts([batch._measured for batch in few]), strict=True):
+            batch._table = table

@@ -50,11 +50,11 @@ class Measuring:
         """Store the autocast state when the model is called, in case a call has to be run again."""
         self._autocast = autocast_state(device)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all tensors."""
         self._steady = {}
 
-    def drafts(self, step: int, *, loose: bool) -> list[MeasureRequest]:
+    def requests(self, step: int, *, loose: bool) -> list[MeasureRequest]:
         """Return requests to measure what is in the ledger. ``loose`` leaves the entries that wait for a gradient."""
         log, cells = self._ledger.take(loose=loose)
         if not log and not cells:
@@ -76,7 +76,7 @@ class Measuring:
         if not batch.tensors:
             return []
         explain = _Explain(log, cells, caught, batch, step, self._autocast)
-        return [batch.draft(self._options.sample, step, explain, f"log {self._times}")]
+        return [batch.request(self._options.sample, step, explain, f"log {self._times}")]
 
     def _summed(self, slot: PointSlot, found: Sequence[tuple[Tensor, int]]) -> Tensor | None:
         """Return the sum of the gradients of one tensor in a step. Return None if one was changed in place."""
@@ -211,7 +211,7 @@ class _Batch:
                 self.row_list.append(row)
                 self.index.append(place)
 
-    def draft(self, limit: int | None, step: int, explain: Any, name: str) -> MeasureRequest:
+    def request(self, limit: int | None, step: int, explain: Any, name: str) -> MeasureRequest:
         history, layout = self._history, self.layout()
         if history.slow:
             history.liken(layout)

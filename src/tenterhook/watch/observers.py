@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tenterhook._text import counted
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Context
@@ -52,7 +53,7 @@ LATELY = 8
 SMALL = 2**15
 
 LOST = (
-    "{count} values were changed in place before they were measured, first at {address!r}. This could not be detected "
+    "{values} changed in place before being measured, first at {address!r}. This could not be detected "
     "from the source. From the next watched step on, these values are copied."
 )
 
@@ -62,7 +63,7 @@ HANDED_ON = (
 )
 
 SPOILT = (
-    "{count} gradients were changed in place before they were measured, first at {address!r}. From the next watched "
+    "{gradients} changed in place before being measured, first at {address!r}. From the next watched "
     "step on, these gradients are copied."
 )
 
@@ -111,11 +112,11 @@ def heal(slots: Sequence[PointSlot]) -> None:
     for slot in lost:
         slot.careful = True
     if spoilt:
-        count = sum(slot.spoilt for slot in spoilt)
-        warnings.warn(SPOILT.format(count=count, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
+        values = counted(sum(slot.spoilt for slot in spoilt), "value was", "values were")
+        warnings.warn(SPOILT.format(values=values, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
     if lost:
-        count = sum(slot.lost for slot in lost)
-        warnings.warn(LOST.format(count=count, address=lost[0].address), TenterhookWarning, stacklevel=2)
+        gradients = counted(sum(slot.lost for slot in lost), "gradient was", "gradients were")
+        warnings.warn(LOST.format(gradients=gradients, address=lost[0].address), TenterhookWarning, stacklevel=2)
 
 
 class StepLedger:

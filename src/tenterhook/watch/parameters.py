@@ -99,19 +99,19 @@ class Parameters:
         # After an earlier backward pass of the same step, the gradient is the sum of both.
         again = not self._measured.isdisjoint(which)
         self._measured.update(which)
-        return [self._draft("gradients", which, found)._replace(replaces=again)]
+        return [self._request("gradients", which, found)._replace(replaces=again)]
 
     def after(self) -> list[MeasuredBatch]:
         """Measure parameters and updates at the end of a step."""
         # A closure may have changed the gradients after its backward pass.
-        drafts = self.gradients() if self.closes else []
+        requests = self.gradients() if self.closes else []
         if self._history.slow:
             self._follow()
         if self._taken and self._snapshot is not None:
-            return [*measured(drafts, self._history), *self._moved(self._snapshot)]
+            return [*measured(requests, self._history), *self._moved(self._snapshot)]
         if self._tensors and self._history.slow and "parameters" in self._options.of:
-            drafts.append(self._draft("parameters", range(len(self._tensors)), self._tensors))
-        return measured(drafts, self._history)
+            requests.append(self._request("parameters", range(len(self._tensors)), self._tensors))
+        return measured(requests, self._history)
 
     def _moved(self, snapshot: Snapshot) -> list[MeasuredBatch]:
         self._taken = False
@@ -137,7 +137,7 @@ class Parameters:
         if self._snapshot is not None and not self._snapshot.follow(self._tensors):
             self._snapshot, self._taken = None, False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all tensors."""
         self._snapshot, self._tensors, self._parameters = None, [], []
 
@@ -153,7 +153,7 @@ class Parameters:
             self._rows[kind] = [self._history.row(kind, label) for label in self._labels]
         return self._rows[kind]
 
-    def _draft(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> MeasureRequest:
+    def _request(self, kind: Kind, which: Sequence[int], found: Sequence[Tensor]) -> MeasureRequest:
         layout = self._layout(kind, which)
         plan = layout.plan if layout.plan is not None and layout.plan.fits(found) else None
         if plan is None and not are_plain(found):

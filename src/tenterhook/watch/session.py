@@ -77,7 +77,7 @@ class Watch(Delivery, Session):
         self._slow_at: int | None = None
         self._parked: list[tuple[ModuleActions, ForwardPatch | None]] = []
         self._server: Any = None
-        self._parcels, self._coming, self._ready = [], [], []
+        self._batches, self._coming, self._ready = [], [], []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._late = self._device == "cuda" and options.on_nan != "raise"
         self._deferred_hooks = DeferredHooks(self._ledger, self._device)
@@ -184,9 +184,9 @@ class Watch(Delivery, Session):
         self._ledger.spill = _nothing
         self._parked = []
         self._history.freeze()
-        self._measuring.let_go()
-        self._parameters.let_go()
-        self._findings.units.let_go()
+        self._measuring.release()
+        self._parameters.release()
+        self._findings.units.release()
         self._close_sinks()
         if self._ring is not None:
             self.blackbox = self._ring.close()
@@ -298,13 +298,13 @@ class Watch(Delivery, Session):
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _spill(self) -> None:
-        self._take(*measured(self._measuring.drafts(self.steps, loose=True), self._history))
+        self._take(*measured(self._measuring.requests(self.steps, loose=True), self._history))
 
     def _measure(self, *more: MeasureRequest) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
         self._waiting, self._puts_off = 0, False
-        self._take(*measured([*self._measuring.drafts(self.steps, loose=False), *more], self._history))
+        self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
 
     # -- between watched steps -----------------------------------------------------------------------------------------
 

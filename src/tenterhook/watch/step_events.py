@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BackwardBegins", "DeferredHooks", "ModelCalled", "ModelReturns", "park", "unpark"]
 
-PATIENT = frozenset(["cuda"])  # Devices on which hooks are installed when the model returns.
+DEFERRED_ON = frozenset(["cuda"])  # Devices on which hooks are installed when the model returns.
 INSIDE = (
     "a backward pass ran inside a call of the model, for the first time in step {step}. Its gradients are missing from "
     "the statistics of that step. From the next step on, they are measured."
@@ -80,7 +80,7 @@ class DeferredHooks:
     """
 
     def __init__(self, ledger: StepLedger, device: str) -> None:
-        self._ledger, self._lasts = ledger, ledger.gradients and device in PATIENT
+        self._ledger, self._lasts = ledger, ledger.gradients and device in DEFERRED_ON
         self._last: int | None = None  # The number of the last known pass ...
         self._known = 0  # ... and the number of consecutive known passes before it.
         self._asks = True  # True if the number is read by a pass of our own.

@@ -291,7 +291,7 @@ def _line(module: nn.Module, frame: FrameType | None, operation: str, operands: 
         if chosen is None and not name.startswith((LIBRARY, OURS)) and not name.startswith("<frozen"):
             chosen = each
         if each.f_code is code:
-            return _told(chosen or each, operation, operands)
+            return _line_of(chosen or each, operation, operands)
     return None
 
 
@@ -299,7 +299,7 @@ def _code(module: nn.Module) -> CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
-def _told(frame: FrameType, operation: str, operands: tuple[Operand, ...]) -> Line:
+def _line_of(frame: FrameType, operation: str, operands: tuple[Operand, ...]) -> Line:
     file, line = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(file, line).strip()
     return Line(file, line, source, operation, frame.f_code.co_qualname, operands)
