@@ -248,7 +248,7 @@ def test_bad_input_is_told(net, some):
         recipes.pgd(net, (images * 255).byte(), labels)
     with pytest.raises(th.RecipeError, match=r"class 10, and the model has 10: 0 to 9"):
         recipes.pgd(net, images, torch.full_like(labels, 10))
-    with pytest.raises(th.RecipeError, match=r"shape \[3\]; there are 32 images"):
+    with pytest.raises(th.RecipeError, match=r"shape \[3\]; 32 images are given"):
         recipes.fgsm(net, images, labels[:3])
     with pytest.raises(th.RecipeError, match=r"as integers; got torch.float32"):
         recipes.fgsm(net, images, labels.float())

@@ -53,7 +53,7 @@ class GraphDoneSignal:
     def __del__(self) -> None:
         graph_outputs = self._graph_outputs()
         if graph_outputs is not None and graph_outputs.session is not None:
-            _rung(graph_outputs)
+            _on_graph_done(graph_outputs)
 
 
 class GraphOutputs:
@@ -170,7 +170,7 @@ class GraphOutputs:
         self.chain, self.done_signal, self.left, self.token = (), None, (), _NO_TOKEN
 
 
-def _rung(graph_outputs: GraphOutputs) -> None:
+def _on_graph_done(graph_outputs: GraphOutputs) -> None:
     try:
         without_compiling(graph_outputs.take)
     except Exception as error:  # noqa: BLE001  An error cannot leave __del__; the session raises it later.

@@ -71,7 +71,7 @@ def _use(point: Point, tree: ast.FunctionDef, place: Place) -> str:
     assert spot is not None  # noqa: S101  Callers pass only points inside a function.
     if not spot.route:
         for name, callee in callees(spot.function, type(point.module)).items():
-            several = _namesakes(callee.function, place.name)
+            several = _count_same_name(callee.function, place.name)
             if several:
                 number = "" if several == 1 else f"[{several - 1}]"
                 return f"Edit {f'{path}:{name}():{place.name}{number}'!r}, where it is computed."
@@ -89,7 +89,7 @@ def _use(point: Point, tree: ast.FunctionDef, place: Place) -> str:
     return f"Edit {path or ':return'!r}, the module's output, or one of its arguments."
 
 
-def _namesakes(function: object, name: str) -> int:
+def _count_same_name(function: object, name: str) -> int:
     try:
         return sum(place.kind == "name" and place.name == name for place in places_of(function))  # type: ignore[arg-type]
     except NoSource:

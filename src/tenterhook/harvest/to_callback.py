@@ -40,20 +40,20 @@ KEPT = (
 
 def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> Harvest:
     """Run the model over all batches, and pass the rows of each batch to the function."""
-    meter, giver = Progress(source.length), CallbackWriter(options.to, options.memory)
-    meter.spent = giver.seconds
+    meter, writer = Progress(source.length), CallbackWriter(options.to, options.memory)
+    meter.spent = writer.seconds
     sample, finished = 0, False
     try:
         with shown(meter, progress=options.progress):
             for batch in source.read(0, None):
-                made = job.run(batch, sample, job.begins(giver.ahead))
-                giver.give(made)
+                made = job.run(batch, sample, job.begins(writer.ahead))
+                writer.give(made)
                 meter.passed(made)
                 sample += made.samples
                 del made  # Otherwise its rows would occupy device memory during the next run of the model.
         finished = True
     finally:
-        giver.close(quiet=not finished)
+        writer.close(quiet=not finished)
     return Harvest(
         place=getattr(options.to, "__qualname__", type(options.to).__qualname__),
         rows=meter.rows,
@@ -62,7 +62,7 @@ def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> H
         found=0,
         seconds=meter.seconds,
         limit=meter.limit,
-        peak=giver.peak,
+        peak=writer.peak,
         memory=options.memory,
     )
 

@@ -143,8 +143,8 @@ def _planned(place: StorePlace, manifest: dict[str, Any]) -> tuple[int | None, l
 
 
 def _stray(place: StorePlace, columns: tuple[StoredColumn, ...], shards: list[int]) -> tuple[str, ...]:
-    spoken = {file_name(shard, column) for shard in shards for column in columns}
-    return tuple(name for name in place.names(SHARDS) if name not in spoken)
+    committed = {file_name(shard, column) for shard in shards for column in columns}
+    return tuple(name for name in place.names(SHARDS) if name not in committed)
 
 
 @dataclass(slots=True)

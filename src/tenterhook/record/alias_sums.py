@@ -201,7 +201,7 @@ class BackwardPass:
             self._handles.append(base[0].register_prehook(made.replaces(base[1])))
         for edge in group:
             for node, index in made.new(self._users[edge]):
-                self._handles.append(node.register_hook(made.hears(edge, node, index)))
+                self._handles.append(node.register_hook(made.gradient_hook(edge, node, index)))
 
 
 class AliasSum:
@@ -220,17 +220,17 @@ class AliasSum:
         self._known.update(found)
         return found
 
-    def hears(self, key: Edge, node: Any, index: int) -> Callable[[Any, Any], None]:
+    def gradient_hook(self, key: Edge, node: Any, index: int) -> Callable[[Any, Any], None]:
         """Return a hook for an operation that sends a gradient to the tensor or to one of its aliases."""
 
-        def heard(given: tuple[Tensor | None, ...], _: Any) -> None:
+        def record_gradient(given: tuple[Tensor | None, ...], _: Any) -> None:
             gradient = given[index]
             if gradient is not None:
                 # If we hold it, autograd allocates a new tensor for the sum, possibly with other strides.
                 held = gradient if keeps_layout(gradient) else gradient.clone()
                 self._came.setdefault(key[0], []).append((next(self._count), node, held))
 
-        return heard
+        return record_gradient
 
     def replaces(self, index: int) -> Callable[[Any], Any]:
         """Return a pre-hook for the operation that made the tensor. It replaces the incoming sum."""

@@ -66,7 +66,7 @@ class History:
         self.workspace = Workspace()
         self._sketch = Sketch()
         self.alike: dict[int, int] = {}  # Maps a row to the row that has the samples of the same tensor.
-        self._likened: RowLayout | None = None  # The layout that ``alike`` was last updated from.
+        self._compared_layout: RowLayout | None = None  # The layout that ``alike`` was last updated from.
         self.slow = True  # True if slowly changing statistics are measured in this step.
         self._bins: Array | None = None
         self.pages: deque[StepStats] = deque(maxlen=pages)
@@ -99,8 +99,8 @@ class History:
 
     def liken(self, layout: RowLayout) -> None:
         """Store which rows of a layout share a tensor."""
-        if layout is not self._likened:
-            self._likened = layout
+        if layout is not self._compared_layout:
+            self._compared_layout = layout
             self.alike.update(layout.alike)
 
     def add(self, rows: Array, table: Array, sampled: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ class History:
 
     def freeze(self) -> None:
         """Release all tensors and keep only numbers. Nothing can be added afterwards."""
-        self._likened = None
+        self._compared_layout = None
         with self.lock:
             if self._bins is None:
                 self._bins = self._sketch.host(len(self.names))

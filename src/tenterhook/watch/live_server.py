@@ -66,7 +66,7 @@ class LiveServer:
         """Stop the server, release the port, and close all connections."""
         self._listener.shutdown()
         self._listener.server_close()
-        self._listener.hang_up()
+        self._listener.close_connections()
         self._thread.join()
 
 
@@ -99,7 +99,7 @@ class _Listener(socketserver.ThreadingTCPServer):
             self._open.discard(request)
         super().shutdown_request(request)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         with self._lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):

@@ -120,10 +120,10 @@ def _produced_in(report: NonFiniteReport, call: LogEntry, *, same: bool, autocas
     if late:
         report.note = LATE
         return
-    poisoned = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
-    if poisoned:
-        shown = ", ".join(poisoned[:3]) + (" …" if len(poisoned) > 3 else "")  # noqa: PLR2004
-        report.reason = f"All arguments were finite, but {len(poisoned)} of its parameters were not: {shown}."
+    nonfinite_names = [name for name, tensor in _own(call.slot.module) if not bool(torch.isfinite(tensor).all())]
+    if nonfinite_names:
+        shown = ", ".join(nonfinite_names[:3]) + (" …" if len(nonfinite_names) > 3 else "")  # noqa: PLR2004
+        report.reason = f"All arguments were finite, but {len(nonfinite_names)} of its parameters were not: {shown}."
         return
     report.line, report.note = trace_forward(call.slot.module, call.args, call.kwargs, autocast)
 

@@ -112,11 +112,11 @@ def heal(slots: Sequence[PointSlot]) -> None:
     for slot in lost:
         slot.careful = True
     if spoilt:
-        values = counted(sum(slot.spoilt for slot in spoilt), "value was", "values were")
-        warnings.warn(SPOILT.format(values=values, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
+        gradients = counted(sum(slot.spoilt for slot in spoilt), "gradient was", "gradients were")
+        warnings.warn(SPOILT.format(gradients=gradients, address=spoilt[0].address), TenterhookWarning, stacklevel=2)
     if lost:
-        gradients = counted(sum(slot.lost for slot in lost), "gradient was", "gradients were")
-        warnings.warn(LOST.format(gradients=gradients, address=lost[0].address), TenterhookWarning, stacklevel=2)
+        values = counted(sum(slot.lost for slot in lost), "value was", "values were")
+        warnings.warn(LOST.format(values=values, address=lost[0].address), TenterhookWarning, stacklevel=2)
 
 
 class StepLedger:
