@@ -317,7 +317,7 @@ def test_diff_finds_the_first_difference_and_says_how_many_points_it_compared(ca
     assert "compared 4 values: 3 values differ" in parted.stdout
     told = json.loads(call("diff", "a.th", "b.th", "--json").stdout)
     assert told["first"] == "relu"
-    assert [row["parts"] for row in told["points"]] == [False, True, True, True]
+    assert [row["differs"] for row in told["points"]] == [False, True, True, True]
     assert call("diff", "a.th", "b.th", "--rtol", "10").exit_code == 0
 
 
