@@ -35,8 +35,8 @@ def compile_was_used(nothing_compiled):
 def _lock_is_released():
     """Release the lock that installs forwards.
 
-    A trace function can raise between the end of a ``with`` block and its ``__exit__``. A signal cannot: the interpreter
-    looks for one after a call, and that call is the ``__exit__`` itself.
+    A trace function can raise between the end of a ``with`` block and its ``__exit__``. A signal cannot: the
+    interpreter looks for one after a call, and that call is the ``__exit__`` itself.
     """
     yield
     while locked._is_owned():
