@@ -43,6 +43,8 @@ def plain(target: Any) -> FunctionType | None:
 def forward_of(module: nn.Module) -> FunctionType:
     """Return the Python function that a module runs as its ``forward``."""
     own = module.__dict__.get("forward")
+    if getattr(getattr(own, "__func__", None), "shared", None) is not None:
+        own = None  # The shared forward of an open session, which calls that of the class.
     function = plain(own if own is not None else getattr(type(module), "forward", None))
     if function is None:
         what = own if own is not None else getattr(type(module), "forward", None)

@@ -22,6 +22,7 @@ from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
+from tenterhook.pytorch.python_code import set_free_variable
 from tenterhook.record.alias_sums import number_for
 from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.kept_value import GradientOnly, Policy
@@ -142,6 +143,10 @@ def keeps_gradients(
     return make
 
 
+def _ignore(_: Any) -> None:
+    """Do nothing."""
+
+
 class Outputs:
     """The points of a recording session at which it records the outputs of modules and nothing else."""
 
@@ -159,6 +164,7 @@ class Outputs:
         self._add: Add = log.adder(keep)
         if alone:
             self._add = log.fresh.append if keep == sys.maxsize else log.windows(keep)
+        self._made: Any = None
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
         self._slots: dict[int, GradientSlots] = {}
@@ -218,8 +224,11 @@ class Outputs:
     def make(self) -> Callable[[Forward, SharedForwards], Forward]:
         """Return a function that makes the forwards of these modules."""
         if not self._grad:
-            return keeps_outputs(self.keys, self._policy, self._add)
-        return keeps_gradients(self.keys, self._policy, self._add, self._gradient_of, values=self._values)
+            made = keeps_outputs(self.keys, self._policy, self._add)
+        else:
+            made = keeps_gradients(self.keys, self._policy, self._add, self._gradient_of, values=self._values)
+        self._made = made
+        return made
 
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
@@ -247,6 +256,9 @@ class Outputs:
 
     def release(self) -> None:
         """Drop all references to modules at the end of the session."""
+        if self._made is not None:  # The patch of a later session may still refer to the forwards.
+            set_free_variable(self._made, "add", _ignore)
+            self._made = None
         self.keys.clear()  # A forward that other code has kept looks its module up here.
         self.points, self._gradients = (), {}
 
