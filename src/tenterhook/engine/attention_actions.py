@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tenterhook.address.meanings import output_projection
 from tenterhook.address.walk import find
-from tenterhook.errors import AddressError, EditError, UnsupportedModel
+from tenterhook.errors import AddressError, EditError
 from tenterhook.sites.attention import AttentionCall, per_head_result
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "z": 2, "result": 2, "scores": 1, "pat
 ARGUMENTS = {"q": "query", "k": "key", "v": "value"}
 COMPUTED = ("scores", "pattern")
 RESULT = "{point}: @result is computed from @z, and nothing in the model reads it. Edit @z, or record its gradient."
-NO_PROJECTION = "{address!r}: no output projection was found in {kind}, so that there is no @result. Record @z."
 NO_HEAD = "{address!r}: there are the heads 0 to {last} at this point"
 
 
@@ -75,10 +74,8 @@ def _with_heads(call: AttentionCall, acting: list[Acting], output: Any) -> Any:
     if value is not given or (call.is_torch and not _all_read(acting, "z")):
         output = call.with_z(output, value)
     for binding, context in _of(acting, "result"):
-        name = output_projection(context.module)
-        projection = find(context.module, name) if name is not None else None
-        if projection is None:
-            raise UnsupportedModel(NO_PROJECTION.format(address=context.address, kind=type(context.module).__name__))
+        projection = find(context.module, output_projection(context.module) or "")
+        assert projection is not None  # noqa: S101  Only a module with a projection has this meaning.
         with torch.no_grad():
             _at_head(binding, context, per_head_result(value, projection))
     return output

@@ -102,7 +102,7 @@ def output_of_skip(visits: list[Visit], args: tuple[Any, ...], kwargs: dict[str,
     value: Any = MISSING
     for actions, call in visits:
         for binding in actions.skips:
-            if binding.point.call is None or actions.session.is_meant(binding, call):
+            if actions.session.is_meant(binding, call):
                 context = Context(binding.point.address, call, actions.module, actions.session)
                 value = binding.action.output(args, kwargs, context)  # type: ignore[attr-defined]
     return value

@@ -178,7 +178,7 @@ def joined(address: str, calls: list[Any], run: Mapping[str, Any]) -> Tensor:
             raise TapeError(SHAPE.format(address=address, step=step, shape=shape, batch=rows, tokens=length))
     if all(start == sum(length for _, length in steps[:step]) for step, (start, _) in enumerate(steps)):
         return torch.cat(values, 1)  # type: ignore[arg-type]
-    whole: Any = torch.empty_like(values[0]).repeat_interleave(0, 1)  # type: ignore[arg-type]
+    whole: Any = values[0][:, :0]  # type: ignore[index]
     for value, (start, _) in zip(values, steps, strict=True):
         whole = torch.cat([whole[:, :start], value], 1)  # type: ignore[list-item]
     return whole  # type: ignore[no-any-return]

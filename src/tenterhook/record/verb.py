@@ -54,7 +54,8 @@ PIPELINE = (
 ATTENTION_WEIGHTS = frozenset(("attention_probs", "attention_weights", "attn_probs", "attn_weights"))
 NO_ATTENTION_WEIGHTS = (
     "{address!r} was None at every call{more}. The fused attention kernel computes no attention weights; a model of "
-    'transformers computes them when it is loaded with attn_implementation="eager".'
+    'transformers computes them when it is loaded with attn_implementation="eager". The point @pattern of the '
+    "attention module has them with any kernel."
 )
 RETURN = Site.RETURN
 NOTHING = "values=False records gradients only, and needs grad=: th.record(model, ..., grad=True, values=False)"
