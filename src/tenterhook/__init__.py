@@ -17,6 +17,7 @@ from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
     ClosedSession,
+    CostError,
     DifferentHarvest,
     EditError,
     EditFileError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from tenterhook.address import Point, Selection
     from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
+    from tenterhook.cost.verb import cost
     from tenterhook.doctor.verb import Diagnosis, doctor
     from tenterhook.edit.ready import Add as add
     from tenterhook.edit.ready import Clamp as clamp
@@ -84,6 +86,7 @@ __all__ = [
     "AmbiguousCall",
     "Audit",
     "ClosedSession",
+    "CostError",
     "Diagnosis",
     "DifferentHarvest",
     "EditError",
@@ -127,6 +130,7 @@ __all__ = [
     "audit",
     "blackbox",
     "clamp",
+    "cost",
     "doctor",
     "edit",
     "features",
@@ -172,6 +176,7 @@ load_on_use(
         "audit": "tenterhook.audit.verb:audit",
         "blackbox": "tenterhook.watch.verb:blackbox",
         "clamp": "tenterhook.edit.ready:Clamp",
+        "cost": "tenterhook.cost.verb:cost",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",
         "features": "tenterhook.features:features",

@@ -29,6 +29,7 @@ The tree::
     ├── StoreError (OSError)              a directory that is not a store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
+    ├── CostError (RuntimeError)          a cost that cannot be measured; .cost has what is known
     ├── UnsupportedModel (TypeError)      a module that does not support this operation
     └── UnsupportedTorch (RuntimeError)   a feature that does not work with the installed release of PyTorch
 
@@ -50,6 +51,7 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "ClosedSession",
+    "CostError",
     "DifferentHarvest",
     "EditError",
     "EditFileError",
@@ -193,6 +195,12 @@ class HookError(TenterhookError, TypeError):
 
 class ReadonlyHook(HookError):
     """A read-only hook that changed something."""
+
+
+class CostError(TenterhookError, RuntimeError):
+    """A cost that cannot be measured. ``cost`` has the part that is known, such as the parameters of each module."""
+
+    cost: Any = None
 
 
 class UnsupportedModel(TenterhookError, TypeError):
