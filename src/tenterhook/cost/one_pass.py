@@ -90,7 +90,7 @@ def _differentiate(loss: Tensor, leaves: list[Tensor]) -> None:
     try:
         for leaf in leaves:
             leaf.grad = None
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient

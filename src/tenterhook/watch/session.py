@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
@@ -28,6 +28,7 @@ from tenterhook.sites.module import can_be_called
 from tenterhook.watch.activations import Activation, activations
 from tenterhook.watch.blackbox import RingFile
 from tenterhook.watch.delivery import Delivery
+from tenterhook.watch.device_counts import AttentionEntropy, EmbeddingUse, GradientNoise
 from tenterhook.watch.findings import Findings
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
@@ -36,9 +37,12 @@ from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import WatchOptions, about
+from tenterhook.watch.rules import LossRule, PrecisionRule, UpdateRule
 from tenterhook.watch.step_events import BackwardBegins, DeferredHooks, ModelCalled, ModelReturns, park, unpark
 
 __all__ = ["Watch"]
+
+ROOT = (":return",)  # The address of the model's output.
 
 
 class Watch(Delivery, Session):
@@ -64,6 +68,7 @@ class Watch(Delivery, Session):
         self._measuring = Measuring(self._history, self._ledger, self._findings.units, options)
         self._ring = RingFile(options.to, options.blackbox, about(model, options)) if options.blackbox else None
         self._sinks = list(options.sinks)
+        self._losses = LossRule(ROOT)
         self._hooks: list[Any] = []
         self._slots: list[PointSlot] = []
         self._shared: dict[int, Any] = {}
@@ -89,6 +94,7 @@ class Watch(Delivery, Session):
                 self._add(point, bindings, careful=careful)
                 self._add_activations(point, bindings)
         self._findings.units.choose(self._slots, set())
+        self._add_rules(points, bindings)
         # ModelCalled runs before all other actions at the model's call, ModelReturns after all others at its return.
         root = Point(":return", Site.RETURN, model, "", None, None)
         bindings.insert(0, Binding(root, ModelCalled(self)))
@@ -120,6 +126,41 @@ class Watch(Delivery, Session):
             for inner in activations(point):
                 slot = PointSlot(inner, careful=False)
                 bindings.append(Binding(inner, Activation(slot, self._ledger, self._findings.units)))
+
+    def _add_rules(self, points: tuple[Point, ...], bindings: list[Binding]) -> None:
+        """Add the rules of findings that look further than at one step's units and gradients."""
+        rules, of = self._findings.rules, self._options.of
+        if "updates" in of:
+            rules.append(UpdateRule(self._parameters.matrices, has_optimizer=bool(self._optimizers)))
+        rules += [PrecisionRule(self._slots), self._losses]
+        if "gradients" in of and self._optimizers:
+            self._noise = GradientNoise(self._parameters.tensors, self._history)
+            rules.append(self._noise)
+        tied = self._parameters.tied
+        for point in points if "values" in of else ():
+            if type(point.module) is nn.Embedding and point.site is Site.RETURN and id(point.module.weight) not in tied:
+                use = EmbeddingUse(self._ledger, self._history, point.address, point.module)
+                inside = Point(f"{point.path}:in", Site.IN, point.module, point.path)
+                bindings.append(Binding(inside, use))
+                rules.append(use)
+            elif point.meaning == "pattern":
+                entropy = AttentionEntropy(self._ledger, self._history, point.address)
+                bindings.append(Binding(point, entropy))
+                rules.append(entropy)
+
+    def log_loss(self, loss: Any) -> None:
+        """Tell the watch the loss of the current step, a number or a tensor, to find spikes.
+
+        It is not needed if the model returns its loss, as an output named ``loss`` or as its only number.
+        """
+        self._losses.given[self.steps] = loss.detach() if isinstance(loss, Tensor) else float(loss)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in batches, or None if it is not known: it needs ``optimizer=`` and some steps."""
+        return self._noise.scale() if self._noise is not None else None
+
+    _noise: GradientNoise | None = None
 
     # -- start and close -----------------------------------------------------------------------------------------------
 
@@ -187,6 +228,8 @@ class Watch(Delivery, Session):
         self._measuring.release()
         self._parameters.release()
         self._findings.units.release()
+        if self._noise is not None:
+            self._noise.release()
         self._close_sinks()
         if self._ring is not None:
             self.blackbox = self._ring.close()
@@ -262,6 +305,8 @@ class Watch(Delivery, Session):
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._attached and self._ledger.on and not is_step_within_step(optimizer, own_frame(1)):
             closes = any(map(callable, (*args, *kwargs.values())))
+            if self._noise is not None and optimizer is self._optimizers[0]:
+                self._noise.look(self.steps)
             self._measure(*self._parameters.before(optimizer, closes=closes))
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
