@@ -15,6 +15,8 @@ from tenterhook.watch.results import Results
 
 if TYPE_CHECKING:
     from tenterhook.watch.blackbox import RingFile
+    from tenterhook.watch.findings import Finding
+    from tenterhook.watch.history import StepStats
     from tenterhook.watch.locate_nonfinite import NonFiniteReport
     from tenterhook.watch.measuring import Measuring
     from tenterhook.watch.observers import PointSlot, StepLedger
@@ -115,7 +117,7 @@ class Delivery(Results):
     @property
     def _at_once(self) -> int:
         """Number of steps that may wait. It is 1 if a sink, a file or a page needs each step at once."""
-        has_readers = self._sinks or self._ring is not None
+        has_readers = self._sinks or self._ring is not None or self._ranks is not None
         if has_readers or self.steps < AT_ONCE or self._findings.units.looking:
             return 1
         return 1 if self._server is not None and self._server.due() else AT_ONCE
@@ -147,21 +149,38 @@ class Delivery(Results):
             warnings.warn(str(found), TenterhookWarning, stacklevel=2)
 
     def _publish(self, step: int) -> None:
-        page = self._history.close_step(step)
+        page, new = self._judged(step)
         if page is None:
             return
-        new = self._findings.judge(page, self._parameters.names, self._slots, self._history.alike)
         if self._ring is not None:
             self._ring.write(page)
             for group in grouped(new):
                 self._ring.say(str(group))
-        for sink in list(self._sinks):
+        for sink in list(self._sinks) if self._ranks is None or self._ranks.rank == 0 else ():
             try:
                 sink.write(page, grouped(new), self._history)
             except Exception as error:  # noqa: BLE001 - a training run is worth more than its log, whatever the error
                 self._sinks.remove(sink)
                 self._warn_stopped(sink, f"was stopped at step {step}", error)
                 close_quietly(sink)
+
+    def _judged(self, step: int) -> tuple[StepStats | None, list[Finding]]:
+        """Finish a step, and return its statistics and its new findings, of all processes if they are reduced."""
+        new: list[Finding] = []
+
+        def judge(page: StepStats) -> StepStats:
+            nonlocal new
+            # Each process judges its own numbers, so that a finding of one is not lost in the sum.
+            new = self._findings.judge(page, self._parameters.names, self._slots, self._history.alike)
+            if self._ranks is None:
+                return page
+            before = set(self._ranks.findings)
+            page = self._ranks.exchange(page, list(self._findings.all.values()), self.nonfinite)
+            self.nonfinite = self._ranks.nonfinite
+            new = [each for each in self._ranks.merged() if (each.kind, each.address) not in before]
+            return page
+
+        return self._history.close_step(step, judge), new
 
     @staticmethod
     def _warn_stopped(sink: Any, what: str, error: Exception) -> None:

@@ -67,6 +67,8 @@ class Finding:
     threshold: float
     text: str
     evidence: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    """the processes of a distributed run that have it"""
 
     @property
     def cause(self) -> str:
@@ -80,7 +82,12 @@ class Finding:
 
     def __str__(self) -> str:
         when = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return printable(f"{self.kind} at {self.address!r}, {when}: {self.text}")
+        return printable(f"{self.kind} at {self.address!r}{self._on()}, {when}: {self.text}")
+
+    def _on(self) -> str:
+        if not self.ranks:
+            return ""
+        return f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain data."""

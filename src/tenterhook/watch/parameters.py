@@ -43,6 +43,7 @@ class Parameters:
         self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
         self.names = set(named)
+        self.named = named
         self._labels = list(named)
         self._parameters = list(named.values())
         self.matrices = [name for name, parameter in named.items() if parameter.dim() > 1]
@@ -146,7 +147,7 @@ class Parameters:
 
     def release(self) -> None:
         """Release all tensors."""
-        self._snapshot, self._tensors, self._parameters = None, [], []
+        self._snapshot, self._tensors, self._parameters, self.named = None, [], [], {}
 
     def _take(self) -> None:
         self._follow()

@@ -25,6 +25,7 @@ from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
+from tenterhook.watch.across_ranks import Ranks, replicated
 from tenterhook.watch.activations import Activation, activations
 from tenterhook.watch.blackbox import RingFile
 from tenterhook.watch.delivery import Delivery
@@ -84,7 +85,8 @@ class Watch(Delivery, Session):
         self._server: Any = None
         self._batches, self._coming, self._ready = [], [], []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-        self._late = self._device == "cuda" and options.on_nan != "raise"
+        # Processes exchange their numbers at the end of each step, so they must not be late.
+        self._late = self._device == "cuda" and options.on_nan != "raise" and not options.ranks
         self._deferred_hooks = DeferredHooks(self._ledger, self._device)
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
@@ -165,6 +167,8 @@ class Watch(Delivery, Session):
     # -- start and close -----------------------------------------------------------------------------------------------
 
     def on_start(self) -> None:
+        if self._options.ranks:
+            self._ranks = Ranks(replicated(self._parameters.named))
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_update))
         if self._options.steps == "optimizer":
@@ -193,6 +197,8 @@ class Watch(Delivery, Session):
             return super().leave(error)
         if self._ring is not None and not isinstance(error, NonFinite):
             self._ring.say(f"{type(error).__name__}: {error}")
+        if self._ranks is not None:
+            self._ranks.leave()
         self._salvage()
         try:
             return super().leave(error)
@@ -326,6 +332,8 @@ class Watch(Delivery, Session):
             self._measure()
             self._take(*self._parameters.after())
             self._hand_in()
+        if self._ranks is not None and self._attached and begun:
+            self._settle()
         self.steps += begun
         self._findings.units.step = self.steps
         self._one_call = self._calls == 1
