@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from tenterhook.compiled.explain_errors import CHANGED_KIND, note_edit, note_view
 from tenterhook.compiled.opaque_edits import opaque
+from tenterhook.compiled.takes_hook import takes_hook
 from tenterhook.compiled.traced_gradients import ChangeGradient, TracedGradientHook, changed_gradient
+from tenterhook.compiled.traced_statistics import measured_output, measured_value
 from tenterhook.errors import Stopped
-from tenterhook.pytorch.dynamo_tracing import graph_break, view_base
+from tenterhook.pytorch.dynamo_tracing import graph_break
 from tenterhook.pytorch.tracing import is_exporting
 from tenterhook.sites.module import MISSING
 
 if TYPE_CHECKING:
     from tenterhook.compiled.trace_plan import Step, TracedPart
 
-__all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
+__all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "measured", "refused", "traced"]
 
 EXPORTED = "tenterhook: close the session before torch.export, or its actions become part of the exported program"
 WALK = "tenterhook: inside a graph, the gradient of a structure must be in tuples, lists or dicts to be recorded"
@@ -88,6 +90,27 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
         chain = graph_outputs.chain
         graph_outputs.chain = (chain, key, "one", own_copy(value), counted(chain))
         graph_outputs.done_signal = None
+        return value
+
+    return forward
+
+
+def measured(module: nn.Module, original: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
+    """Return a forward that only measures the output and its gradient, in the graph."""
+    look, called = part.looks_out[0], part.called
+    graph_outputs, key = part.graph_outputs, part.key
+    call = unbound(module, original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        if is_exporting():
+            graph_break(msg=EXPORTED)
+        value = measured_output(look, call(module, *args, **kwargs), (args, kwargs))
+        if called:
+            chain = graph_outputs.chain
+            graph_outputs.chain = (chain, key, "call", (args, kwargs), counted(chain))
+            graph_outputs.done_signal = None
         return value
 
     return forward
@@ -203,6 +226,9 @@ def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
             if look.gradient:
                 value, mark = caught(part, value, look.address, given)
                 seen.append(mark)
+            elif look.measures:
+                value = measured_output(look, value, given)
+                seen.append(MISSING)
             else:
                 seen.append(own(value, look))
         emit(part, "out", (flagged, tuple(seen)))
@@ -257,8 +283,11 @@ def stop_after(part: TracedPart, look: Step) -> None:
 def own(value: Any, look: Step) -> Any:
     """Return a value as a separate output, which later in-place operations in the graph do not change.
 
-    Compilers remove the copy if nothing needs it.
+    Compilers remove the copy if nothing needs it. Of a value that is only measured, nothing is returned.
     """
+    if look.measures:
+        measured_value(look, value)
+        return MISSING
     if look.plain:
         return own_copy(value)
     if isinstance(value, Tensor):
@@ -320,26 +349,6 @@ def any_gradient(value: Any) -> bool:
         return any([any_gradient(part) for part in value])  # noqa: C419  A generator would not be unrolled.
     if type(value) is dict:
         return any([any_gradient(part) for part in value.values()])  # noqa: C419
-    return False
-
-
-def takes_hook(value: Tensor, given: Any) -> bool:
-    """Return whether a hook on an output gets the gradient of only this output, despite later in-place changes.
-
-    This is so if the call created the tensor and it is not a view. ``given`` is None if the arguments are not known. In
-    that case, and for other tensors, the value passes through a function. No in-place operation may change the result
-    of that function.
-    """
-    return given is not None and view_base(value) is None and not value.is_leaf and not is_among(value, given)
-
-
-def is_among(value: Tensor, given: Any) -> bool:
-    if isinstance(given, Tensor):
-        return given is value
-    if type(given) is tuple or type(given) is list:
-        return any([is_among(value, part) for part in given])  # noqa: C419  A generator would not be unrolled.
-    if type(given) is dict:
-        return any([is_among(value, part) for part in given.values()])  # noqa: C419
     return False
 
 

@@ -13,10 +13,8 @@ from tenterhook.cost.one_pass import OnePass
 from tenterhook.cost.running_calls import Where
 from tenterhook.cost.saved_tensors import SavedTensors
 from tenterhook.cost.timing import time_of_pass
-from tenterhook.pytorch.dynamo import has_compiled_anything, is_compiled_wrapper
-from tenterhook.sites.module import compiled_call
 
-__all__ = ["CompiledTotals", "compiled_totals", "is_compiled"]
+__all__ = ["CompiledTotals", "compiled_totals"]
 
 
 class CompiledTotals(NamedTuple):
@@ -25,13 +23,6 @@ class CompiledTotals(NamedTuple):
     saved_bytes: int | None
     seconds: float | None
     backward_seconds: float | None
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it is compiled."""
-    if not has_compiled_anything():
-        return False
-    return any(is_compiled_wrapper(each) or compiled_call(each) is not None for each in model.modules())
 
 
 def compiled_totals(asked: OnePass, device: torch.device, *, timed: bool) -> CompiledTotals:

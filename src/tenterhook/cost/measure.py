@@ -14,7 +14,7 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.address.tree import class_name
 from tenterhook.cost.advice import CheckpointAdvice, advice_on
 from tenterhook.cost.aggregate import CallSizes, line_costs, module_costs, static_costs
-from tenterhook.cost.compiled_pass import CompiledTotals, compiled_totals, is_compiled
+from tenterhook.cost.compiled_pass import CompiledTotals, compiled_totals
 from tenterhook.cost.counting import CountingMode
 from tenterhook.cost.live_memory import LiveMemory
 from tenterhook.cost.one_pass import OnePass, checkpointed, undisturbed, without_compiler
@@ -26,7 +26,7 @@ from tenterhook.cost.source_lines import ForwardLines, user_line
 from tenterhook.cost.timing import Times, measure_times
 from tenterhook.errors import CostError, TenterhookError
 from tenterhook.pytorch.python_code import own_frame
-from tenterhook.sites.module import parameters_of
+from tenterhook.sites.module import has_compiled_parts, parameters_of
 
 __all__ = ["Request", "measure", "tried"]
 
@@ -89,7 +89,7 @@ def measure(asked: Request) -> Cost:
             with without_compiler():
                 counting.run()
                 times = measure_times(asked.one_pass(), asked.device) if asked.time else None
-            if is_compiled(asked.model) and not asked.checkpointed:
+            if has_compiled_parts(asked.model) and not asked.checkpointed:
                 compiled = compiled_totals(asked.one_pass(), asked.device, timed=asked.time)
         except TenterhookError:
             raise

@@ -21,16 +21,18 @@ from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
 from tenterhook.pytorch.autograd import call_after_backward, current_backward_id, keeps_graph
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
+from tenterhook.pytorch.support import require
 from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.model_facts import facts
-from tenterhook.sites.module import can_be_called
+from tenterhook.sites.module import can_be_called, has_compiled_parts
 from tenterhook.watch.across_ranks import Ranks, replicated
 from tenterhook.watch.activations import Activation, activations
 from tenterhook.watch.blackbox import RingFile
 from tenterhook.watch.delivery import Delivery
 from tenterhook.watch.device_counts import AttentionEntropy, EmbeddingUse, GradientNoise
 from tenterhook.watch.findings import Findings
+from tenterhook.watch.graph_statistics import GraphStatistics
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
 from tenterhook.watch.measured_batch import MeasureRequest, measured
@@ -38,6 +40,7 @@ from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import WatchOptions, about
+from tenterhook.watch.run_without_graph import first_nonfinite
 from tenterhook.watch.rules import LossRule, PrecisionRule, UpdateRule
 from tenterhook.watch.step_events import BackwardBegins, DeferredHooks, ModelCalled, ModelReturns, park, unpark
 
@@ -72,6 +75,7 @@ class Watch(Delivery, Session):
         self._losses = LossRule(ROOT)
         self._hooks: list[Any] = []
         self._slots: list[PointSlot] = []
+        self._graph = self._graph_statistics(model)
         self._shared: dict[int, Any] = {}
         self._calls = 0
         self._one_call = False  # True if the last step had one call. Then the next one usually has one too.
@@ -108,8 +112,10 @@ class Watch(Delivery, Session):
         boundary = point.site is Site.RETURN and point.call is None
         value = ValueObserver(slot, self._ledger, direct=boundary, entries=self._shared)
         bindings.append(Binding(point, value))
-        if point.explicit:
+        if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
+        if self._graph is not None:
+            value.compiled, value.slots = "measured", self._graph.add(point.address, gradients=self._in_graph(point))
         gradient: Any
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
@@ -120,10 +126,26 @@ class Watch(Delivery, Session):
             gradient = CaughtGradientObserver(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
+        if self._graph is not None:
+            gradient.compiled = "nothing"
         bindings.append(Binding(point, gradient))
+
+    def _in_graph(self, point: Point) -> bool:
+        """Return whether the gradient of a point is measured in graphs."""
+        return "gradients" in self._options.of and point.site is Site.RETURN
+
+    def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
+        """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
+        if not has_compiled_parts(model):
+            return None
+        require("static inputs of graphs")
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        return GraphStatistics(self._history, device)
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
         """Add actions that count the idle units of activations that a module's forward calls as functions."""
+        if self._graph is not None:
+            return  # They are inside the graph.
         if point.site is Site.RETURN and point.call is None and "values" in self._options.of:
             for inner in activations(point):
                 slot = PointSlot(inner, careful=False)
@@ -139,7 +161,7 @@ class Watch(Delivery, Session):
             self._noise = GradientNoise(self._parameters.tensors, self._history)
             rules.append(self._noise)
         tied = self._parameters.tied
-        for point in points if "values" in of else ():
+        for point in points if "values" in of and self._graph is None else ():
             if type(point.module) is nn.Embedding and point.site is Site.RETURN and id(point.module.weight) not in tied:
                 use = EmbeddingUse(self._ledger, self._history, point.address, point.module)
                 inside = Point(f"{point.path}:in", Site.IN, point.module, point.path)
@@ -236,6 +258,8 @@ class Watch(Delivery, Session):
         self._findings.units.release()
         if self._noise is not None:
             self._noise.release()
+        if self._graph is not None:
+            self._graph.release()
         self._close_sinks()
         if self._ring is not None:
             self.blackbox = self._ring.close()
@@ -260,13 +284,17 @@ class Watch(Delivery, Session):
     def _not_open(self) -> SessionError:
         return SessionError("this watch is not open; call step() inside its `with` block")
 
-    def on_call(self) -> None:
+    def on_call(self, arguments: Any) -> None:
         """Handle the start of a call of the model."""
         if self._looking:
             return
         if self._options.steps == "call" and self._calls:
             self._end()
         self._calls += 1
+        if self._attached and self._graph is not None:
+            self._graph.arguments = arguments
+            if self.graph_outputs is not None:
+                self.graph_outputs.calls += 1
         if self._attached:
             if self._puts_off:  # The expected update did not happen.
                 self._measure()
@@ -275,6 +303,16 @@ class Watch(Delivery, Session):
             self._lighten()
             self._measuring.entered(self._device)
             self._deferred_hooks.called(self.steps)
+
+    def on_graph_call(self, arguments: Any) -> None:
+        """Handle the end of a call of the model that ran in a graph."""
+        if self._looking or self._graph is None:
+            return
+        if self._options.steps == "call" and self._calls:
+            self._end()
+        self._calls += 1
+        if self._attached:
+            self._graph.called(arguments)
 
     def on_return(self, value: Any) -> None:
         """Handle the return of the model. Install hooks that detect the start of its backward pass."""
@@ -358,6 +396,19 @@ class Watch(Delivery, Session):
         self._shared.clear()
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
+        if self._graph is not None and self._ledger.on:
+            self._take(*self._graph.take(self._run_again))
+
+    def _run_again(self, names: list[tuple[str, str]]) -> NonFiniteReport | None:
+        """Run the last call without the compiler, to find the line that made the first NaN or Inf."""
+        given = self._graph.arguments if self._graph is not None else None
+        if given is None or names[0][0] != "values":
+            return None
+        parked = park(self.action_sets.values())
+        try:
+            return first_nonfinite(self.model, given)
+        finally:
+            unpark(parked)
 
     # -- between watched steps -----------------------------------------------------------------------------------------
 
@@ -382,6 +433,8 @@ class Watch(Delivery, Session):
             unpark(self._parked)
             self._attached = self._ledger.on = True
             self._deferred_hooks.resumed()
+            if self._graph is not None:
+                self._graph.empty()
 
 
 def _nothing() -> None:

@@ -1,0 +1,36 @@
+"""Tensors whose address compiled graphs may rely on. CUDA graphs copy all other inputs that a graph changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenterhook.pytorch.names import later
+from tenterhook.pytorch.support import check, feature
+
+__all__ = ["mark_static"]
+
+_mark: Any = later("torch._dynamo.mark_static_address")
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Declare that a tensor keeps its address as long as it lives. Without the name, CUDA graphs are not used."""
+    mark = _mark()
+    if mark:
+        mark(tensor)
+
+
+@feature(
+    "static inputs of graphs",
+    used_by="th.watch on a compiled model",
+    still_works="th.watch without the compiler",
+)
+def probe_static_inputs() -> str | None:
+    """Check that a tensor can be marked, and still be changed in place."""
+    slot = torch.zeros(2, device="cpu")
+    mark_static(slot)
+    slot.add_(1)
+    check(bool((slot == 1).all()), "a marked tensor cannot be changed")
+    return None if _mark() else "CUDA graphs are not used with a watch"
