@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from tenterhook.compiled.explain_errors import CHANGED_KIND, note_edit, note_view
 from tenterhook.compiled.opaque_edits import opaque
-from tenterhook.compiled.takes_hook import takes_hook
 from tenterhook.compiled.traced_gradients import ChangeGradient, TracedGradientHook, changed_gradient
 from tenterhook.compiled.traced_statistics import measured_output, measured_value
 from tenterhook.errors import Stopped
-from tenterhook.pytorch.dynamo_tracing import graph_break
+from tenterhook.pytorch.dynamo_tracing import graph_break, view_base
 from tenterhook.pytorch.tracing import is_exporting
 from tenterhook.sites.module import MISSING
 
@@ -106,7 +105,7 @@ def measured(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
             args = args[1:]
         if is_exporting():
             graph_break(msg=EXPORTED)
-        value = measured_output(look, call(module, *args, **kwargs), (args, kwargs))
+        value = measured_output(look, call(module, *args, **kwargs))
         if called:
             chain = graph_outputs.chain
             graph_outputs.chain = (chain, key, "call", (args, kwargs), counted(chain))
@@ -223,19 +222,22 @@ def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
     for part, flagged in zip(parts, done, strict=True):
         seen = []
         for look in part.looks_out:
-            if look.gradient:
-                value, mark = caught(part, value, look.address, given)
-                seen.append(mark)
-            elif look.measures:
-                value = measured_output(look, value, given)
-                seen.append(MISSING)
-            else:
-                seen.append(own(value, look))
+            value, mark = looked_at(part, look, value, given)
+            seen.append(mark)
         emit(part, "out", (flagged, tuple(seen)))
     for part in parts:
         for look in part.looks_out:
             stop_after(part, look)
     return with_gradients(pending, value, given)
+
+
+def looked_at(part: TracedPart, look: Step, value: Any, given: Any) -> tuple[Any, Any]:
+    """Return an output as an observer passes it on, and what leaves the graph for the observer."""
+    if look.gradient:
+        return caught(part, value, look.address, given)
+    if look.measures:
+        return measured_output(look, value), MISSING
+    return value, own(value, look)
 
 
 def at_place(part: TracedPart, index: int, step: Step, value: Any) -> Any:
@@ -287,20 +289,20 @@ def own(value: Any, look: Step) -> Any:
     """
     if look.measures:
         measured_value(look, value)
-        return MISSING
-    if look.plain:
-        return own_copy(value)
-    if isinstance(value, Tensor):
+        value = MISSING
+    elif look.plain:
+        value = own_copy(value)
+    elif isinstance(value, Tensor):
         value = value.detach()
         if look.dtype is not None and value.is_floating_point():
             value = value.to(look.dtype)
-        return value.clone() if look.copies else value
-    if type(value) is tuple:
-        return tuple([own(part, look) for part in value])
-    if type(value) is list:
-        return [own(part, look) for part in value]
-    if type(value) is dict:
-        return {key: own(part, look) for key, part in value.items()}
+        value = value.clone() if look.copies else value
+    elif type(value) is tuple:
+        value = tuple([own(part, look) for part in value])
+    elif type(value) is list:
+        value = [own(part, look) for part in value]
+    elif type(value) is dict:
+        value = {key: own(part, look) for key, part in value.items()}
     return value
 
 
@@ -349,6 +351,26 @@ def any_gradient(value: Any) -> bool:
         return any([any_gradient(part) for part in value])  # noqa: C419  A generator would not be unrolled.
     if type(value) is dict:
         return any([any_gradient(part) for part in value.values()])  # noqa: C419
+    return False
+
+
+def takes_hook(value: Tensor, given: Any) -> bool:
+    """Return whether a hook on an output gets the gradient of only this output, despite later in-place changes.
+
+    This is so if the call created the tensor and it is not a view. ``given`` is None if the arguments are not known. In
+    that case, and for other tensors, the value passes through a function. No in-place operation may change the result
+    of that function.
+    """
+    return given is not None and view_base(value) is None and not value.is_leaf and not is_among(value, given)
+
+
+def is_among(value: Tensor, given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return given is value
+    if type(given) is tuple or type(given) is list:
+        return any([is_among(value, part) for part in given])  # noqa: C419  A generator would not be unrolled.
+    if type(given) is dict:
+        return any([is_among(value, part) for part in given.values()])  # noqa: C419
     return False
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.compiled.inner_values import body_of
 from tenterhook.compiled.opaque_edits import CalledEdit
 from tenterhook.compiled.served_calls import UNDECIDED, served
-from tenterhook.compiled.trace import TracedContext, Uncompilable, Untraceable, measured, passed, recorded, refused, traced
+from tenterhook.compiled.trace import (
+    TracedContext,
+    Uncompilable,
+    Untraceable,
+    measured,
+    passed,
+    recorded,
+    refused,
+    traced,
+)
 from tenterhook.engine.action import Context
 from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
@@ -178,7 +187,6 @@ class TracedPart:
         if step.measures or self.called is not None:
             return False
         return step.plain and not step.gradient and not step.stops and self.bound.looks_out[0].point.call is None
-
 
     @property
     def only_measures(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tenterhook.pytorch.names import later
 from tenterhook.pytorch.support import check, feature
 
-__all__ = ["mark_static"]
+__all__ = ["mark_static", "uses_cuda_graph_memory"]
 
 _mark: Any = later("torch._dynamo.mark_static_address")
 
@@ -20,6 +21,14 @@ def mark_static(tensor: Tensor) -> None:
     mark = _mark()
     if mark:
         mark(tensor)
+
+
+def uses_cuda_graph_memory(device: torch.device) -> bool:
+    """Return whether results of graphs on a device may be in memory that the next replay of a CUDA graph overwrites."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    return trees.get_manager(device.index or 0, create_if_none_exists=False) is not None
 
 
 @feature(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tenterhook.errors import NonFinite, TenterhookWarning
 from tenterhook.sites.threads import current
 from tenterhook.watch.finding_groups import grouped
+from tenterhook.watch.graph_statistics import GraphBatch
 from tenterhook.watch.measured_batch import MeasuredBatch, read_together
 from tenterhook.watch.observers import heal
 from tenterhook.watch.results import Results
@@ -31,6 +32,9 @@ AT_ONCE = 8
 STOPPED = "the sink {sink!r} {what}: {why}. Training continues; data that it has already written is kept."
 
 
+AnyBatch: TypeAlias = MeasuredBatch | GraphBatch
+
+
 class Delivery(Results):
     """The part of a watch that receives measured batches and publishes steps."""
 
@@ -46,14 +50,14 @@ class Delivery(Results):
     _sinks: list[Any]
     _slots: list[PointSlot]
 
-    _batches: list[MeasuredBatch]
+    _batches: list[AnyBatch]
     """batches of the current step"""
-    _coming: list[tuple[int, list[MeasuredBatch]]]
+    _coming: list[tuple[int, list[AnyBatch]]]
     """steps whose numbers are in transfer"""
-    _ready: list[tuple[int, list[MeasuredBatch]]]
+    _ready: list[tuple[int, list[AnyBatch]]]
     """steps whose numbers have arrived, to be published with later ones"""
 
-    def _take(self, *batches: MeasuredBatch) -> None:
+    def _take(self, *batches: AnyBatch) -> None:
         """Process measured batches now, or start their transfer; see :mod:`tenterhook.watch.measured_batch`."""
         for batch in batches:
             if self._late:
@@ -62,7 +66,7 @@ class Delivery(Results):
             else:
                 self._look_at(batch)
 
-    def _look_at(self, batch: MeasuredBatch) -> None:
+    def _look_at(self, batch: AnyBatch) -> None:
         """Process a batch whose numbers have arrived. Keep it until the end of the step if all numbers are finite."""
         if batch.settle():
             self._batches.append(batch)
@@ -83,7 +87,7 @@ class Delivery(Results):
                 batch.release()
                 self._batches.append(batch)
 
-    def _open(self, batch: MeasuredBatch) -> NonFiniteReport | None:
+    def _open(self, batch: AnyBatch) -> NonFiniteReport | None:
         self._ledger.on, self._looking = False, True
         try:
             return batch.open(self._history)
@@ -124,7 +128,7 @@ class Delivery(Results):
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
-        read_together(batch for _, batches in ready for batch in batches)
+        read_together(batch for _, batches in ready for batch in batches if isinstance(batch, MeasuredBatch))
         for step, batches in ready:
             for batch in batches:
                 self._check(self._open(batch), step)

@@ -26,8 +26,7 @@ def first_nonfinite(model: nn.Module, given: Any) -> NonFiniteReport | None:
     state = random.getstate()
     try:
         with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), torch.no_grad():
-            session = watch(model, of="values", steps="manual", on_nan="record", slow=2**30)
-            session.eager = True
+            session = watch(model, of=("values",), steps="manual", on_nan="record", slow=2**30)
             with session:
                 torch.func.functional_call(model, buffers, args, kwargs)
                 session.step()

@@ -40,8 +40,8 @@ from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import WatchOptions, about
-from tenterhook.watch.run_without_graph import first_nonfinite
 from tenterhook.watch.rules import LossRule, PrecisionRule, UpdateRule
+from tenterhook.watch.run_without_graph import first_nonfinite
 from tenterhook.watch.step_events import BackwardBegins, DeferredHooks, ModelCalled, ModelReturns, park, unpark
 
 __all__ = ["Watch"]
@@ -394,10 +394,12 @@ class Watch(Delivery, Session):
     def _measure(self, *more: MeasureRequest) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
+        # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
+        # would be taken for a recomputation.
+        if self._graph is not None and self._ledger.on and current_backward_id() == -1:
+            self._take(*self._graph.take(self._run_again))
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
-        if self._graph is not None and self._ledger.on:
-            self._take(*self._graph.take(self._run_again))
 
     def _run_again(self, names: list[tuple[str, str]]) -> NonFiniteReport | None:
         """Run the last call without the compiler, to find the line that made the first NaN or Inf."""
