@@ -7,10 +7,6 @@ from torch import nn
 import tenterhook as th
 from tenterhook.testing import untouched
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # Dynamo itself does it.
-
 WIDTH = 8
 
 
@@ -61,7 +57,6 @@ def data(steps, seed=1):
 
 
 def train(way, steps=4, *, optimizer=True, watched=True, batches=None, **options):
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = Net()
     model = compiled(net, way)
@@ -86,9 +81,20 @@ def rows(watch):
 WAYS = ["wrapper", "in place"]
 
 
-@pytest.mark.parametrize("way", [*WAYS, pytest.param("inductor", marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"every": 2}, {"optimizer": False}], ids=["every step", "every second", "calls"]
+    ("way", "options"),
+    [
+        ("wrapper", {}),
+        ("in place", {"every": 2}),
+        *(
+            pytest.param(way, options, marks=SLOW)
+            for way in (*WAYS, "inductor")
+            for options in ({}, {"every": 2}, {"optimizer": False})
+        ),
+    ],
 )
 def test_the_numbers_are_those_without_the_compiler_and_the_graph_is_whole(way, options):
     _, plain = train("none", **options)
@@ -108,13 +114,14 @@ def test_the_numbers_are_those_without_the_compiler_and_the_graph_is_whole(way, 
         assert mine[key]["steps"] == row["steps"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["in place", pytest.param("wrapper", marks=SLOW)])
 def test_training_gives_the_same_parameters_as_unwatched(way):
     unwatched, _ = train(way, watched=False)
     net, _ = train(way)
     assert all(torch.equal(*both) for both in zip(net.parameters(), unwatched.parameters(), strict=True))
 
 
+@SLOW
 def test_steps_that_are_not_watched_run_the_plain_graph():
     _, watch = train("wrapper", steps=9, every=3)
     assert [page.step for page in watch.pages] == [0, 3, 6]
@@ -122,7 +129,6 @@ def test_steps_that_are_not_watched_run_the_plain_graph():
 
 
 def test_the_batches_of_an_accumulated_step_are_one_row():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Linear(WIDTH, 2)
     model, sgd = torch.compile(net, backend="aot_eager", fullgraph=True), torch.optim.SGD(net.parameters(), 0.1)
@@ -136,7 +142,7 @@ def test_the_batches_of_an_accumulated_step_are_one_row():
     assert page.column("count", "gradients")[":return"] == 4 * 8
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["wrapper", pytest.param("in place", marks=SLOW)])
 def test_the_first_nan_is_named_with_its_line_by_a_call_without_the_compiler(way):
     class Breaks(nn.Module):
         def __init__(self):
@@ -146,7 +152,6 @@ def test_the_first_nan_is_named_with_its_line_by_a_call_without_the_compiler(way
         def forward(self, x):
             return self.out(torch.log(self.fc(x) - 100))
 
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = Breaks()
     model, sgd = compiled(net, way), torch.optim.SGD(net.parameters(), 0.1)
@@ -159,7 +164,6 @@ def test_the_first_nan_is_named_with_its_line_by_a_call_without_the_compiler(way
 
 
 def test_a_nan_raises_before_the_parameters_change():
-    torch._dynamo.reset()
     net = nn.Linear(2, 1)
     model, sgd = torch.compile(net, backend="aot_eager", fullgraph=True), torch.optim.SGD(net.parameters(), 0.1)
     before = net.weight.detach().clone()
@@ -170,7 +174,6 @@ def test_a_nan_raises_before_the_parameters_change():
 
 
 def test_the_model_is_as_before():
-    torch._dynamo.reset()
     net = Net().eval()
     model = torch.compile(net, backend="aot_eager", fullgraph=True)
     with untouched(net), th.watch(model) as watch:
@@ -180,9 +183,9 @@ def test_the_model_is_as_before():
         model(data(1)[0])
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo itself asks for it.
 def test_compiled_parts_of_a_model_are_watched_together_with_the_others():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = Net()
     net.block.compile(backend="aot_eager", fullgraph=True)
