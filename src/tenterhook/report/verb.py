@@ -10,6 +10,8 @@ from tenterhook.record.tape import Tape
 
 __all__ = ["page"]
 
+TWO = 2
+
 
 def page(
     path: str | os.PathLike[str], of: Any, *, also: Any = (), title: str | None = None, size: int = 10_000_000
@@ -26,7 +28,8 @@ def page(
 
     Args:
         path: the file to write. An existing file is replaced.
-        of: a tape; a dict of two tapes by name, to show side by side; a watch; a cost; or the result of a recipe, or a
+        of: a tape; a dict of two tapes by name, to show side by side; a watch; two watches, or the
+            paths of their logs, in a dict by name; a cost; or the result of a recipe, or a
             list of results.
         also: results of recipes, or matplotlib figures, to show with the tape or the watch.
         title: the heading of the page.
@@ -39,6 +42,7 @@ def page(
     from tenterhook.cost.result import Cost
     from tenterhook.report.figures import drawable, figures
     from tenterhook.report.page import LEAST, Page, write, write_tapes
+    from tenterhook.report.watch_comparison import is_run, runs_page
     from tenterhook.watch.results import Results
 
     more = _listed(also)
@@ -48,6 +52,10 @@ def page(
         from tenterhook.report.watch_page import watch_page
 
         made = watch_page(of, title=title)
+        made.figures = figures(more, size - LEAST)
+        return write(path, made)
+    if isinstance(of, Mapping) and len(of) == TWO and all(map(is_run, of.values())):
+        made = runs_page(of, title=title)
         made.figures = figures(more, size - LEAST)
         return write(path, made)
     if isinstance(of, Cost):
@@ -64,7 +72,7 @@ def page(
         heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
         return write(path, Page(title or heading, figures=shown))
     raise TypeError(
-        "a page shows a tape, two tapes in a dict by name, a watch, a cost, or results of recipes; "
+        "a page shows a tape, two tapes or two watches in a dict by name, a watch, a cost, or results of recipes; "
         f"got a {type(found[0] if found else of).__name__}"
     )
 

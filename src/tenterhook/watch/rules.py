@@ -80,35 +80,60 @@ class PrecisionRule:
     def __init__(self, slots: Sequence[PointSlot]) -> None:
         self._slots = slots
         self._small: dict[tuple[str, str], int] = {}
+        # By the row array of a page: the places of its rows in low precision, and for each the ends of its dtype.
+        self._known: tuple[Array | None, Array, Array] = None, np.zeros(0, int), np.zeros((0, 2))
 
     def judge(self, page: StepStats, limits: Mapping[str, float], note: Note) -> None:
         """Compare values and gradients with the range of their dtype."""
-        dtypes = {slot.address: slot.dtype for slot in self._slots if slot.dtype in LOW}
-        if not dtypes:
+        if self._known[0] is not page.rows:
+            self._known = page.rows, *self._places(page)
+        _, places, ends = self._known
+        if not len(places):
             return
-        for row, line in zip(page.rows.tolist(), page.table.tolist(), strict=True):
+        table = page.table[places]
+        count = np.maximum(table[:, COUNT], 1)
+        largest, zeros = np.maximum(-table[:, MIN], table[:, MAX]), table[:, ZEROS] / count
+        sizes = table[:, NORM] / np.sqrt(np.maximum(table[:, COUNT] - table[:, ZEROS], 1))
+        near = largest > limits["overflow"] * ends[:, 1]
+        tiny = (sizes > 0) & (sizes < HEADROOM * ends[:, 0]) & (zeros > limits["underflow"])
+        if not (near.any() or tiny.any() or self._small):
+            return
+        for place, row in enumerate(page.rows[places].tolist()):
             kind, name = page.names[row]
-            dtype = dtypes.get(name)
-            if dtype is not None and kind in ("values", "gradients") and line[COUNT]:
-                self._ends(page.step, kind, name, torch.finfo(dtype), line, limits, note)
+            if near[place]:
+                share = float(largest[place] / ends[place, 1])
+                text = (
+                    f"its {kind} reach {largest[place]:.3g}; the largest number of its dtype is {ends[place, 1]:.3g}."
+                )
+                evidence = {"largest": float(largest[place]), "of": kind}
+                note("low-precision overflow", name, page.step, share, "overflow", text, evidence)
+            self._count(page.step, (kind, name), bool(tiny[place]), float(zeros[place]), float(sizes[place]), note)
 
-    def _ends(
-        self, step: int, kind: str, name: str, ends: Any, line: list[float], limits: Mapping[str, float], note: Note
+    def _count(
+        self,
+        step: int,
+        key: tuple[str, str],
+        tiny: bool,  # noqa: FBT001 - a condition
+        zeros: float,
+        size: float,
+        note: Note,
     ) -> None:
-        largest = max(-line[MIN], line[MAX])
-        share = largest / ends.max
-        dtype = str(ends.dtype)
-        if share > limits["overflow"]:
-            text = f"its {kind} reach {largest:.3g}; the largest number of {dtype} is {ends.max:.3g}."
-            note("low-precision overflow", name, step, share, "overflow", text, {"largest": largest, "of": kind})
-        zeros = line[ZEROS] / line[COUNT]
-        size = line[NORM] / math.sqrt(max(line[COUNT] - line[ZEROS], 1))
-        tiny = 0 < size < HEADROOM * ends.smallest_normal * ends.eps
-        key = kind, name
-        self._small[key] = self._small.get(key, 0) + 1 if tiny and zeros > limits["underflow"] else 0
+        if not tiny:
+            self._small.pop(key, None)
+            return
+        self._small[key] = self._small.get(key, 0) + 1
         if self._small[key] >= FEW:
-            text = f"{zeros:.0%} of its {kind} are zero, and the others are of size {size:.2g}, the least of {dtype}."
+            kind, name = key
+            text = f"{zeros:.0%} of its {kind} are zero, and the others are of size {size:.2g}, the least of the dtype."
             note("low-precision underflow", name, step, zeros, "underflow", text, {"size": size, "of": kind})
+
+    def _places(self, page: StepStats) -> tuple[Array, Array]:
+        dtypes = {slot.address: torch.finfo(slot.dtype) for slot in self._slots if slot.dtype in LOW}
+        names = [page.names[row] for row in page.rows.tolist()]
+        chosen = [i for i, (kind, name) in enumerate(names) if kind in ("values", "gradients") and name in dtypes]
+        ends = [dtypes[names[place][1]] for place in chosen]
+        found = np.array([[each.smallest_normal * each.eps, each.max] for each in ends]).reshape(-1, 2)
+        return np.array(chosen, int), found
 
 
 class LossRule:
@@ -122,6 +147,8 @@ class LossRule:
         self.given: dict[int, Any] = {}
         self._losses: deque[float] = deque(maxlen=BEFORE)
         self._sizes: deque[tuple[int, Array, Array]] = deque(maxlen=BEFORE + RECENT)
+        # The row array of the last page, and the places of its rows that may be the loss.
+        self._known: tuple[Array | None, list[int]] = None, []
 
     def judge(self, page: StepStats, limits: Mapping[str, float], note: Note) -> None:
         """Compare the loss with those of the steps before."""
@@ -146,11 +173,16 @@ class LossRule:
             del self.given[old]
         if given is not None:
             return float(given)
-        for row, line in zip(page.rows.tolist(), page.table.tolist(), strict=True):
-            kind, name = page.names[row]
-            if kind == "values" and line[COUNT] == 1 and (name in self._root or name.endswith((".loss", "['loss']"))):
-                return float(line[MEAN])
+        if self._known[0] is not page.rows:
+            names = enumerate(page.names[row] for row in page.rows.tolist())
+            self._known = page.rows, [place for place, each in names if self._may_be_loss(*each)]
+        for place in self._known[1]:
+            if page.table[place, COUNT] == 1:
+                return float(page.table[place, MEAN])
         return None
+
+    def _may_be_loss(self, kind: str, name: str) -> bool:
+        return kind == "values" and (name in self._root or name.endswith((".loss", "['loss']")))
 
     def _spike(self, page: StepStats, loss: float, usual: float, note: Note) -> None:
         moved = self._first_moved(page)
