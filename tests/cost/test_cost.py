@@ -6,6 +6,7 @@ from counters import counted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 from tenterhook.testing import Mixed, Residual, no_leak, untouched
@@ -319,6 +320,37 @@ def test_a_model_that_cannot_run_on_the_meta_device_says_so_and_gives_what_is_kn
         th.cost(Picks().to("meta"), torch.ones(3, 4))
     assert caught.value.cost["first"].flops == 2 * 3 * 4 * 4
     assert caught.value.cost["second"].parameters == 20
+
+
+def test_on_the_meta_device_a_model_may_look_at_its_inputs_and_at_positions():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            positions = torch.arange(4, device=x.device)
+            if bool((positions.diff() == 1).all()) and not bool(mask.all()):
+                x = self.fc(x)
+            positions += 1
+            return self.fc(x) if int(positions[-1]) == 4 else x
+
+    x = torch.ones(3, 4)
+    for mask, calls in ((torch.tensor([True, False]), 2), (torch.tensor([True, True]), 1)):
+        assert th.cost(Looks(), x, mask)["fc"].calls == calls
+        assert th.cost(Looks().to("meta"), x, mask)["fc"].calls == calls
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_language_model_on_the_meta_device_has_the_cost_that_it_has_on_the_cpu():
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    ids = torch.arange(32).reshape(2, 16)
+    real = th.cost(GPT2LMHeadModel(config), ids, labels=ids)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    found = th.cost(model, ids, labels=ids)
+    assert (found.flops, found.backward_flops) == (real.flops, real.backward_flops)
+    assert abs(found.saved_bytes - real.saved_bytes) < 0.05 * real.saved_bytes  # Attention has a kernel for the CPU.
 
 
 def test_an_error_of_the_model_names_its_module():

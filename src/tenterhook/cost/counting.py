@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tenterhook.cost.known_values import UNKNOWN, KnownValues
 from tenterhook.cost.live_memory import LiveMemory
 from tenterhook.cost.peaks import Peak
 from tenterhook.cost.running_calls import Path, RunningCalls, Where, joined
@@ -83,6 +84,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
         self._makers: dict[int, dict[int, Where]] = {-1: {}}
         self._last = Where(()), Counts()
         self.tally = Tally()
+        self.known: KnownValues | None = None
+        """the values that are known on the meta device"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,7 +99,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
             if made is not NotImplemented:
                 return made
             self._whole.add(func)
+        if self.known is not None:
+            made = self.known.scalar(func.overloadpacket.__name__, args)
+            if made is not UNKNOWN:
+                return made
         made = func(*args, **kwargs)
+        if self.known is not None:
+            self.known.follow(func, args, kwargs, made)
         self._count(func.overloadpacket, args, kwargs, made)
         return made
 

@@ -28,7 +28,7 @@ class LiveMemory:
     """A sum of the storages that are alive on one device. Each storage counts once, until its memory is freed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._block = CUDA_BLOCK if device.type == "cuda" else 1
         self._sizes: dict[int, tuple[Any, int]] = {}
         self.bytes = 0
@@ -41,7 +41,7 @@ class LiveMemory:
 
     def _add(self, tensor: Tensor) -> bool:
         size = storage_bytes(tensor)
-        if not size or tensor.device != self._device:
+        if not size or tensor.device != self.device:
             return False
         identity = storage_identity(tensor)
         if identity in self._sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from tenterhook.cost.advice import CheckpointAdvice, advice_on
 from tenterhook.cost.aggregate import CallSizes, line_costs, module_costs, static_costs
 from tenterhook.cost.compiled_pass import CompiledTotals, compiled_totals
 from tenterhook.cost.counting import CountingMode
+from tenterhook.cost.known_values import KnownValues
 from tenterhook.cost.live_memory import LiveMemory
 from tenterhook.cost.one_pass import OnePass, checkpointed, undisturbed, without_compiler
 from tenterhook.cost.peaks import Peak, known_peak
@@ -65,11 +67,14 @@ class Request:
         )
         return torch.device("cpu") if found is None else found.device
 
-    def one_pass(self) -> OnePass:
-        """Return the pass, with the inputs on the meta device if the model is there."""
+    def one_pass(self, known: KnownValues | None = None) -> OnePass:
+        """Return the pass, with copies of the inputs on the meta device if the model is there.
+
+        ``known`` gets the values of these inputs.
+        """
         args, kwargs = self.inputs, self.keywords
-        if self.device.type == "meta":
-            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        if known is not None:
+            args, kwargs = map_tensors(functools.partial(_on_meta, known), (args, kwargs))
         return OnePass(self.model, args, kwargs, self.backward, self.loss)
 
 
@@ -127,10 +132,15 @@ class _Counting:
         self._memory = LiveMemory(asked.device)
         self._saved_at_end: list[SavedStorage] = []
         self._base = 0
-        self._pass = asked.one_pass().copied()
+        on_meta = asked.device.type == "meta"
+        known = KnownValues() if on_meta else None
+        self._pass = asked.one_pass(known) if on_meta else asked.one_pass().copied()
+        if on_meta:
+            self._pass.buffers = {name: buffer.clone() for name, buffer in asked.model.named_buffers()}
         self._own = [*asked.model.parameters(), *self._pass.buffers.values()]
         self._saved = SavedTensors(self._where, self._own)
         self._mode = CountingMode(self._calls, ForwardLines(asked.lines), self._memory, self._saved, self._peak)
+        self._mode.known = known
 
     def _where(self) -> Any:
         return self._mode.now()[1], user_line(own_frame(1))
@@ -199,6 +209,12 @@ class _Counting:
         )
         found.cost = self.result(None)
         return found
+
+
+def _on_meta(known: KnownValues, tensor: Tensor) -> Tensor:
+    found = tensor.detach().to("meta", copy=True).requires_grad_(tensor.requires_grad)
+    known.add(found, tensor)
+    return found
 
 
 def _check_inputs(asked: Request) -> None:
