@@ -147,7 +147,7 @@ class Gradients(Drawn, TapeView):
 
     def slots(self) -> list[GradientSlot]:
         """Return every slot of the tape."""
-        tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
+        tracks = self.unread.values() if self.make_tracks is not None else (t.entries for t in self._tracks.values())
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
     def _find(self, address: str) -> tuple[str, int | CallRange | None]:

@@ -16,7 +16,7 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.found_outputs import FoundOutputs
 from tenterhook.address.match import merged, outputs_found, outputs_now
 from tenterhook.address.suggest import listed
-from tenterhook.address.walk import Structure, last_structure, structure_and_modules, with_wrappers
+from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.runs import Numbering, listen, stop_listening
@@ -213,10 +213,10 @@ class Recording(Session):
 
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
         grad, values = bool(self._grad), self._values
-        return Outputs(self.tape, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
+        return Outputs(self, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
 
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
-        keys = self._outputs.keys if self._outputs is not None else {}
+        keys = self._outputs.modules if self._outputs is not None else {}
         for point in points:
             if self._outputs is not None and point.module in keys and _is_plain_output(point):
                 self._outputs.make_track(point)
@@ -324,16 +324,13 @@ class Recording(Session):
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
             return None
-        return SharedForwards(self, outputs.named(), outputs.make(), outputs.bindings)
+        return outputs
 
     def _find_outputs(self, points: FoundOutputs) -> None:
         """Find the modules that the glob matches in the model's present state."""
-        found_in, modules = structure_and_modules(self.model)
-        if found_in is points.structure:
-            points.bind(modules)
-        else:
+        if not points.look(self.model):
             points = outputs_now(self.model, points)
-        self.points, self._planned, self._structure = points, found_in, found_in
+        self.points, self._looked = points, points.looked
         self._groups = [points]
         self._outputs = self._make_outputs(points, alone=True)
 
@@ -346,8 +343,7 @@ class Recording(Session):
         return max(super().calls_of(module), calls)
 
     def has_calls(self) -> bool:
-        outputs = self._outputs
-        return super().has_calls() or (outputs is not None and any(map(outputs.calls_of, outputs.keys)))
+        return super().has_calls() or (self._outputs is not None and self._outputs.has_calls())
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also record the run for replay: all modules, or only what is needed to serve edits at some modules."""
@@ -381,8 +377,19 @@ class Recording(Session):
             compiled.waiting(self, self._waiting)
         if self._grad:
             self.tape.grad.begin()
+        listen(self.model, self)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a call of ``generate`` begins."""
+        if self._generation is not None:  # One call of generate may be inside another.
+            self._generation.close()
         self._generation = GenerationNotes(self.model, self.tape)
-        listen(self.model, self._generation)
+        self._generation.begin(args, kwargs)
+
+    def end(self, output: Any) -> None:
+        """Note what a call of ``generate`` returned, or None if it raised."""
+        if self._generation is not None:
+            self._generation.end(output)
 
     def _watch_parameter(self, point: Point, recorder: Recorder | None, grads: dict[int, Any]) -> None:
         tensor = point.tensor
@@ -403,8 +410,8 @@ class Recording(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        stop_listening(self.model, self)
         if self._generation is not None:
-            stop_listening(self.model, self._generation)
             self._generation.close()
         super().on_close()
         self.tape._release()
