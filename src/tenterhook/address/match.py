@@ -283,11 +283,11 @@ def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module)
 
 
 def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
-    address, walked = plan.address, walk(model)
+    address = plan.address
     if plan.fits_name is not None:
-        points = _modules_and_tensors(model, walked, plan.fits, plan.fits_name)
+        points = _modules_and_tensors(model, walk(model), plan.fits, plan.fits_name)
         return _some(points, lambda: _no_glob(model, text, address))
-    modules = walked[0] if plan.every else _matching(model, walked, lambda path, _: plan.fits(path))
+    modules = walk(model)[0] if plan.every else _matching_path(model, plan)
     if not modules:
         raise _no_glob(model, text, address)
     if address.meaning is not None:
@@ -321,6 +321,18 @@ def _matching(
         return found
     ids = {id(module) for path, module in true_names(model) if fits(path, module)}
     return [item for item in firsts if id(item[1]) in ids]
+
+
+def _matching_path(model: nn.Module, plan: _Plan) -> list[Named]:
+    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+    known, _, modules = structure(model)
+    path = plan.address.path
+    found = known.matches.get(path)
+    if found is None:
+        places = {id(module): place for place, module in enumerate(modules)}
+        matching = _matching(model, walk(model), lambda name, _: plan.fits(name))
+        found = known.matches[path] = [(name, places[id(module)]) for name, module in matching]
+    return [(name, modules[place]) for name, place in found]
 
 
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:

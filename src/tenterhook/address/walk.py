@@ -121,7 +121,7 @@ class Structure:
     children of each module that has any, in the order of that list.
     """
 
-    __slots__ = ("_alive", "_firsts", "_gone", "_leaves", "_others", "_parents", "children", "globs")
+    __slots__ = ("_alive", "_firsts", "_gone", "_leaves", "_others", "_parents", "children", "globs", "matches")
 
     def __init__(self, model: nn.Module, walked: tuple[list[Named], list[Named]]) -> None:
         modules: list[nn.Module | None] = [model]
@@ -145,6 +145,8 @@ class Structure:
         self._alive = [ref(module, self._gone.append) for module in places]
         self.globs: dict[str, Remembered] = {}
         """the results of globs in this structure"""
+        self.matches: dict[Any, list[tuple[str, int]]] = {}
+        """the paths and positions of the modules that match a pattern of paths"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
     def look(self, model: nn.Module) -> tuple[Looked, list[Any]] | None:

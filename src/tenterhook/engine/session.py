@@ -96,6 +96,10 @@ class Session:
     """where compiled graphs store what they record; see tenterhook.compiled"""
     plan_key: tuple[Any, ...] = ()
     _state = "new"
+    _compiles = False
+    """True if this process has compiled anything"""
+    _fused: tuple[str, ...] = ()
+    """the paths of layers whose fast path bypasses their children"""
     _shared_forwards: SharedForwards | None = None
     _readers: Readers | None = None
     _neighbours: Sequence[Session] = ()
@@ -137,9 +141,10 @@ class Session:
         self.owner = current.token
         try:
             require(*NEEDED, *self.needs)
+            self._compiles, self._fused = has_compiled_anything(), facts(self.model).fused
             self._plan()
             self._check_torch()
-            if has_compiled_anything():
+            if self._compiles:
                 compiled_support().begin(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
@@ -253,7 +258,7 @@ class Session:
 
     def _leave_fast_paths(self) -> None:
         """Make fused layers call their children, if a point is inside them."""
-        for path in facts(self.model).fused:
+        for path in self._fused:
             layer = find(self.model, path)
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
                 exchange = unfused(layer)
@@ -277,7 +282,7 @@ class Session:
 
         Compiled code, and fused layers that may bypass their children, must know all points before the run.
         """
-        return has_compiled_anything() or bool(facts(self.model).fused)
+        return self._compiles or bool(self._fused)
 
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""

@@ -242,7 +242,12 @@ class Outputs(SharedForwards):
                 gradient.enter(call, since)
                 return self.finish(self_, call, value)
             if kept is not None:
-                if not shows_every_change(tensor):
+                try:
+                    by_reference = shows_every_change(tensor)
+                except RuntimeError:  # A tensor without its own storage, such as one that torch.func transforms.
+                    by_reference = False
+                if not by_reference:
+                    refuse_traced(self_)
                     add((key, keep(value)))
                 elif tensor is value:
                     add((key, kept))

@@ -8,7 +8,7 @@ output is stored when its call returns, an argument when the call begins, a vari
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain, count
 from operator import itemgetter
 from types import MappingProxyType
@@ -33,7 +33,7 @@ class TapeLog:
     ordered = _is_open = True
     _new = 0
     """the first key of the next track"""
-    _windows: Mapping[int, deque[tuple[int, Returned]]] = MappingProxyType({})
+    _windows: Mapping[int, Iterable[tuple[int, Returned]]] = MappingProxyType({})
     _rebuilt = -1
     _cleared: frozenset[int] = frozenset()
     _calls: dict[int, dict[int, None]] | None = None
@@ -69,18 +69,21 @@ class TapeLog:
 
     def windows(self, keep: int) -> Callable[[Returned], None]:
         """Return a function that keeps the last ``keep`` calls of each module, for a tape that records nothing else."""
-        windows: dict[int, deque[tuple[int, Returned]]] = {}
-        tick = count()
+        windows: dict[int, Any] = {}
         self._windows = windows
+        tick = count().__next__
+
+        def replace(returned: Returned) -> None:
+            windows[returned[0] // SPAN] = ((tick(), returned),)
 
         def add(returned: Returned) -> None:
             track = returned[0] // SPAN
             window = windows.get(track)
             if window is None:
                 window = windows[track] = deque(maxlen=keep)
-            window.append((next(tick), returned))
+            window.append((tick(), returned))
 
-        return add
+        return replace if keep == 1 else add
 
     def _rebuild(self) -> None:
         """Fill the entries from the windows, in the order of recording."""

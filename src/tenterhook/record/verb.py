@@ -186,6 +186,7 @@ class Recording(Session):
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
+        self._is_found_later = isinstance(points, FoundOutputs) and self._shares
         if self._is_found_later:
             return  # They are created when the session starts.
         outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
@@ -199,11 +200,6 @@ class Recording(Session):
     def _shares(self) -> bool:
         """True if one shared forward per class can record the outputs of modules."""
         return not self._stop and (not self._grad or self._policy.by_reference)
-
-    @property
-    def _is_found_later(self) -> bool:
-        """True if the points are found only when the session starts."""
-        return isinstance(self.points, FoundOutputs) and self._shares
 
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
