@@ -264,7 +264,7 @@ class Outputs(SharedForwards):
         if gradient is None:
             slots = self._slots.setdefault(self._base(module), GradientSlots())
             gradient = self._gradients[module] = OutputGradient(
-                slots, self._keep, whole=self._policy.gather, views=self._tape.grad.views, of=number_for(module)
+                slots, self._keep, whole=self._policy.gather, passes=self._tape.grad.passes, of=number_for(module)
             )
         return gradient
 

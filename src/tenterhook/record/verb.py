@@ -272,8 +272,8 @@ class Recording(Session):
     def _gradient_bindings(self, point: Point, entries: GradientSlots) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            of, views = number_for(point.module), self.tape.grad.views
-            return [Binding(point, OutputGradient(entries, keep, whole=whole, views=views, of=of))]
+            of, passes = number_for(point.module), self.tape.grad.passes
+            return [Binding(point, OutputGradient(entries, keep, whole=whole, passes=passes, of=of))]
         if point.site is Site.VARIABLE or self._grad == "total":
             total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
@@ -371,8 +371,6 @@ class Recording(Session):
             self._watch_parameter(point, recorder, grads)
         if self._waiting:
             compiled.waiting(self, self._waiting)
-        if self._grad:
-            self.tape.grad.begin()
         listen(self.model, self)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
