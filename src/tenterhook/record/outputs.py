@@ -7,6 +7,7 @@ list by address when it is read.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,10 +24,10 @@ from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
-from tenterhook.record.alias_sums import number_for
+from tenterhook.record.alias_sums import note, number_for
 from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.kept_value import GradientOnly, Policy
-from tenterhook.record.recorded_gradients import OutputGradient
+from tenterhook.record.recorded_gradients import OutputGradient, watch_output
 from tenterhook.record.tape import Track
 from tenterhook.record.tape_log import SPAN, LogEntries
 from tenterhook.sites.tensor_hooks import shows_every_change
@@ -78,7 +79,7 @@ class Outputs(SharedForwards):
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots: dict[int, GradientSlots] = {}
+        self._slots: defaultdict[int, GradientSlots] = defaultdict(GradientSlots)
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add
         if alone:
@@ -101,7 +102,7 @@ class Outputs(SharedForwards):
 
         def gradients(tracks: dict[str, Track]) -> None:
             for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(slots.setdefault(base, GradientSlots()), kind=kind.__name__, output_of=module)
+                tracks[address] = Track(slots[base], kind=kind.__name__, output_of=module)
 
         if self._values:
             self._tape.make_tracks = values
@@ -115,7 +116,7 @@ class Outputs(SharedForwards):
         if self._values:
             self._tape._tracks[point.address] = Track(LogEntries(self._tape.log, base=base), point=point)
         if self._grad:
-            self._tape.grad._tracks[point.address] = Track(self._slots.setdefault(base, GradientSlots()), point=point)
+            self._tape.grad._tracks[point.address] = Track(self._slots[base], point=point)
 
     # -- asked by the session -----------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class Outputs(SharedForwards):
         """Return whether any of the points was reached."""
         if self._values:
             return self._tape.log.any_reached()
-        return any(gradient.reached for gradient in self._gradients.values())
+        return any(self._slots.values()) or any(gradient.reached for gradient in self._gradients.values())
 
     def reached(self) -> Callable[[Point], bool]:
         """Return a predicate for whether one of the points was reached."""
@@ -156,7 +157,11 @@ class Outputs(SharedForwards):
             reached = self._tape.log.reached()
             bases = {point.module: base for point, base in zip(self.points, self._bases, strict=True)}
             return lambda point: bases[point.module] in reached
-        return lambda point: point.module in self._gradients and self._gradients[point.module].reached
+        return lambda point: self._has_gradient(point.module)
+
+    def _has_gradient(self, module: nn.Module) -> bool:
+        gradient = self._gradients.get(module)
+        return bool(self._slots.get(self._base(module))) or (gradient is not None and gradient.reached)
 
     def release(self) -> None:
         """Drop all references to modules and the tape at the end of the session."""
@@ -213,13 +218,13 @@ class Outputs(SharedForwards):
 
         return forward
 
-    def _forward_with_gradients(self, original: Forward) -> Forward:
+    def _forward_with_gradients(self, original: Forward) -> Forward:  # noqa: C901 - written out, as it runs at every call
         """Return the forward that records outputs and gradients, or gradients only.
 
         Values are kept by reference. A session that copies them does not use this forward.
         """
         keys, add, owner, keep, values = self.modules, self._add, current.token, self._policy.keep, self._values
-        gradient_of = self._gradient_of
+        slots, passes, limit, whole = self._slots, self._tape.grad.passes, self._keep, self._policy.gather
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = keys.get(self_)
@@ -232,15 +237,20 @@ class Outputs(SharedForwards):
             keys[self_] = key + 1
             value = original(self_, *args, **kwargs)
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
-            if tensor is None or not tensor.requires_grad or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS:
-                gradient_of(self_).enter(call, since)
+            if (
+                tensor is None or whole or not tensor.requires_grad
+                or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS
+            ):  # fmt: skip
+                self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
             kept = (tensor.detach(), tensor._version) if values else None
-            gradient = gradient_of(self_)
-            own = gradient.watch(tensor, call, since, kept, value, args, kwargs)
+            entries = slots[key - call]
+            own = watch_output(entries, passes, limit, tensor, call, since, kept, value)
             if own is None:
-                gradient.enter(call, since)
+                self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
+            if own is not tensor:
+                note(entries[call], number_for(self_))
             if kept is not None:
                 try:
                     by_reference = shows_every_change(tensor)
@@ -262,7 +272,7 @@ class Outputs(SharedForwards):
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
         if gradient is None:
-            slots = self._slots.setdefault(self._base(module), GradientSlots())
+            slots = self._slots[self._base(module)]
             gradient = self._gradients[module] = OutputGradient(
                 slots, self._keep, whole=self._policy.gather, passes=self._tape.grad.passes, of=number_for(module)
             )

@@ -75,6 +75,7 @@ __all__ = [
     "InputGradientOut",
     "OutputGradient",
     "TotalGradient",
+    "watch_output",
 ]
 
 WHY = sites.WHY | {
@@ -286,6 +287,7 @@ class OutputGradient(_Gradient):
         of: int = -1,
     ) -> None:
         super().__init__(entries, keep, whole=whole)
+        self._latest = max(entries, default=-1)  # A shared forward may have served earlier calls.
         self._of = of  # The number of its module, for the fast path.
         self._since: dict[int, int] = {}
         self._passes = PassState() if passes is None else passes
@@ -304,42 +306,15 @@ class OutputGradient(_Gradient):
         _args: Any,
         _kwargs: Any,
     ) -> Tensor | None:
-        """Hook a tensor on the fast path, which covers the most frequent cases.
-
-        Return the tensor that the module returns, possibly an alias, or None if this value needs the general path.
-        ``kept`` is the value on the tape with its version, or None if only the gradient is recorded. ``value`` is the
-        tensor, or a tuple with the tensor as its first element and no other tensors.
-        """
-        node: Any = tensor.grad_fn
-        if node is None or self._whole or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
+        """Hook a tensor on the fast path; see :func:`watch_output`."""
+        if self._whole:
             return None
-        existed = existed_before(node, since)
-        if existed:
-            tensor = own_alias(tensor)
-            node = tensor.grad_fn
-        slot = new_slot(GradientSlot)
-        slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
-        slot.first = slot.kept = None
-        shape, passes = tensor.shape, self._passes
-        slot.lone, slot.passes, passes.plain = lone_of(shape) if 1 in shape else 0, passes, False
-        if type(value) is tuple:
-            slot.shape, slot.path = (None,) * len(value), (0,)
-        self.entries[call] = slot
-        if existed:
-            note(slot, self._of)
-        self._latest = call
-        if call >= self.keep:
-            self.entries.pop(call - self.keep, None)
-        hook, base = MethodType(caught, ref(slot)), view_base(tensor)
-        if base is not None and base.grad_fn is not None:
-            slot.kept = kept or (tensor.detach(), tensor._version)
-            watch_view(slot, tensor, node, base, hook)
-            return tensor
-        hooks = tensor_hooks(tensor)
-        if hooks is None:
-            hooks = set_hooks(tensor, node, LightHookTable())
-        hooks[hook if hooks else FIRST] = hook
-        return tensor
+        own = watch_output(self.entries, self._passes, self.keep, tensor, call, since, kept, value)
+        if own is not None:
+            self._latest = call
+            if own is not tensor:
+                note(self.entries[call], self._of)
+        return own
 
     def __call__(self, value: Any, context: Context) -> Any:
         call = context.call
@@ -365,6 +340,50 @@ class OutputGradient(_Gradient):
         watch(slot, path, alias)
         note(slot, number_for(context.module))
         return alias
+
+
+def watch_output(
+    entries: GradientSlots,
+    passes: PassState,
+    keep: int,
+    tensor: Tensor,
+    call: int,
+    since: int,
+    kept: tuple[Tensor, int] | None,
+    value: Any,
+) -> Tensor | None:
+    """Hook the output of a call in the most frequent cases. This runs at every call, so it is written out.
+
+    Return the tensor that the module returns, possibly an alias, which the caller has to :func:`note`; or None if this
+    value needs an action of its own. ``kept`` is the value on the tape with its version, or None if only the gradient
+    is recorded. ``value`` is the tensor, or a tuple with the tensor as its first element and no other tensors.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
+        return None
+    if existed_before(node, since):
+        tensor = own_alias(tensor)
+        node = tensor.grad_fn
+    slot = new_slot(GradientSlot)
+    slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
+    slot.first = slot.kept = None
+    shape = tensor.shape
+    slot.lone, slot.passes, passes.plain = lone_of(shape) if 1 in shape else 0, passes, False
+    if type(value) is tuple:
+        slot.shape, slot.path = (None,) * len(value), (0,)
+    entries[call] = slot
+    if call >= keep:
+        entries.pop(call - keep, None)
+    hook, base = MethodType(caught, ref(slot)), view_base(tensor)
+    if base is not None and base.grad_fn is not None:
+        slot.kept = kept or (tensor.detach(), tensor._version)
+        watch_view(slot, tensor, node, base, hook)
+        return tensor
+    hooks = tensor_hooks(tensor)
+    if hooks is None:
+        hooks = set_hooks(tensor, node, LightHookTable())
+    hooks[hook if hooks else FIRST] = hook
+    return tensor
 
 
 class TotalGradient(_Gradient):

@@ -7,11 +7,13 @@ The hook of a view loses its graph node when the view or its base is changed in 
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
+from tenterhook.pytorch.autograd import LightHookTable, set_hooks, tensor_hooks
 from tenterhook.record.gradient_slot import GradientHook, GradientSlot, edge_of
-from tenterhook.sites.tensor_hooks import TensorPlace, attach_hook, attach_part
+from tenterhook.sites.tensor_hooks import TensorPlace, attach_part
 
 __all__ = ["watch_view"]
 
@@ -26,7 +28,7 @@ class ViewBaseHook(GradientHook):
     __slots__ = ("_offset", "_stride")
 
     def __init__(self, slot: GradientSlot, base: Tensor) -> None:
-        super().__init__(slot, slot.path)
+        self._find, self._path = ref(slot), slot.path
         self._stride, self._offset = base.stride(), base.storage_offset()
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -44,5 +46,8 @@ class ViewBaseHook(GradientHook):
 def watch_view(slot: GradientSlot, tensor: Tensor, node: Any, base: Tensor, hook: Any) -> None:
     """Hook a view that the slot keeps by reference, and its base, so that later changes in place lose nothing."""
     slot.edges += (edge_of(base),)
-    attach_hook(tensor, hook, node)
+    hooks = tensor_hooks(tensor)
+    if hooks is None:
+        hooks = set_hooks(tensor, node, LightHookTable())
+    hooks[hook] = hook
     attach_part(base, node, ViewBaseHook(slot, base))

@@ -149,8 +149,10 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     """
     hook.number = operation_number(node)
     hooks: Any = tensor_hooks(base)
-    attach_hook(base, hook)
-    if hooks:
+    if hooks is None:
+        hooks = set_hooks(base, base.grad_fn, LightHookTable())
+    hooks[hook] = hook
+    if len(hooks) > 1:
         _put_in_order(hooks)
 
 
