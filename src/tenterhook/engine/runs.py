@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
+from tenterhook.engine.action import Action
 from tenterhook.engine.install import locked
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.sites.threads import current
@@ -79,7 +80,7 @@ class RunNumbers:
         self._generating -= 1
 
 
-class RunStart:
+class RunStart(Action):
     """The action at the whole model that begins a run with each of its calls."""
 
     observes, again, reached = True, False, True

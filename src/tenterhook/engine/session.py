@@ -232,7 +232,7 @@ class Session:
         point, action = binding.point, binding.action
         if is_offloaded(point.module, point.tensor):
             raise UnsupportedModel(OFFLOADED.format(address=point.address))
-        if action.observes or hasattr(action, "install") or point.tensor is None:
+        if action.observes or action.install is not None or point.tensor is None:
             return
         context = Context(point.address, 0, point.module, self)
         readers = self._readers = self._readers or Readers(self.model)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.address.found_outputs import FoundOutputs
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.fast_path import lone_tensor
 from tenterhook.engine.refuse_tracing import refuse_traced
@@ -283,7 +283,7 @@ def _ignore(_: Any) -> None:
     """Do nothing."""
 
 
-class OutputRecorder:
+class OutputRecorder(Action):
     """An action that records a module's output after bindings have replaced its shared forward."""
 
     observes = True

@@ -25,7 +25,7 @@ from tenterhook._draw import Drawn, Table
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.address.grammar import CallRange
 from tenterhook.compiled.expected_gradients import expect
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.pytorch.autograd import (
     PYTHON_NODE,
@@ -199,7 +199,7 @@ class BeginPass:
                 call_after_backward(ends.clear)
 
 
-class ModelReturned:
+class ModelReturned(Action):
     """The action at the output of the whole model, which calls :meth:`Gradients.returned`."""
 
     observes, again, reached, compiled = True, False, True, "nothing"
@@ -212,7 +212,7 @@ class ModelReturned:
         return gradients.returned(value) if gradients is not None else None
 
 
-class _Gradient:
+class _Gradient(Action):
     """The base of the actions below. It has one slot per call, and no new slot if a call is only recomputed."""
 
     observes = True
@@ -439,7 +439,7 @@ class InputGradient(_Gradient):
             entered.slot.edges += (whole,)
 
 
-class InputGradientOut:
+class InputGradientOut(Action):
     """The second half of an :class:`InputGradient`, which runs on the module's output."""
 
     observes = True

@@ -18,7 +18,7 @@ from tenterhook.address.match import merged, outputs_found, outputs_now
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
@@ -479,7 +479,7 @@ class _Stopping(Recorder):
         self._session.reached(self._point)
 
 
-class _Unreached:
+class _Unreached(Action):
     """The action of a point that was never reached."""
 
     observes, again, reached = True, False, False
