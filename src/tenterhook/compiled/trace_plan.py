@@ -57,7 +57,7 @@ class Step:
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.measures = kind == "measured"
-        self.slots: Any = action.slots if self.measures else None  # type: ignore[attr-defined]
+        self.slots: Any = action.slots if self.measures else None
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = action.stops
@@ -162,7 +162,7 @@ class TracedPart:
         self.looks_in = tuple([(place, Step(binding, actions)) for place, binding in actions.looks_in])
         self.edits_out = tuple([Step(binding, actions) for binding in self.bound.edits_out])
         self.looks_out = tuple([Step(binding, actions) for binding in self.bound.looks_out])
-        called = [binding.action for binding in actions.looks_out if getattr(binding.action, "called", None)]
+        called = [binding.action for binding in actions.looks_out if binding.action.called is not None]
         self.called: Any = called[0] if called else None
         self.inner = tuple([Step(binding, actions) for binding in actions.inner])
         self.swaps = tuple([_exchanged(swap, actions, graph_outputs) for swap in actions.swaps])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import tensors
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.transforms import in_transform
 
@@ -33,18 +33,19 @@ PAIRS = 32  # The least number of pairs of gradients.
 KEEP = 0.995  # The weight of earlier pairs, with each new one.
 
 
-class _Looks:
+class _Looks(Action):
     """An action that looks at each value in watched steps."""
-
-    observes = True
-    again = False
 
     def __init__(self, ledger: StepLedger, history: History) -> None:
         self._ledger, self._history = ledger, history
-        self.reached = False
+        self._seen = False
+
+    @property
+    def reached(self) -> bool:
+        return self._seen
 
     def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - the signature of an action
-        self.reached = True
+        self._seen = True
         found = next((tensor for _, tensor in tensors(value)), None)
         if (
             type(found) is not Tensor

@@ -207,8 +207,6 @@ class ValueObserver(Action):
     observes = True
     again = False
     keep = base = 0  # The log already has the value.
-    compiled: Any = None  # "measured" if the point may be in a graph ...
-    slots: Any = None  # ... which adds its statistics here.
 
     def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool, entries: dict[int, Any]) -> None:
         self._slot, self._ledger = slot, ledger
