@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.pytorch.names import later
+from tenterhook.pytorch.names import attribute, later
 from tenterhook.pytorch.support import check, feature
 
 __all__ = ["mark_static", "uses_cuda_graph_memory"]
 
 _mark: Any = later("torch._dynamo.mark_static_address")
+_TREES = "torch._inductor.cudagraph_trees"
+later(_TREES)
+_GET_MANAGER = attribute("cudagraph_trees", "get_manager")
 
 
 def mark_static(tensor: Tensor) -> None:
@@ -25,10 +28,10 @@ def mark_static(tensor: Tensor) -> None:
 
 def uses_cuda_graph_memory(device: torch.device) -> bool:
     """Return whether results of graphs on a device may be in memory that the next replay of a CUDA graph overwrites."""
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or device.type != "cuda":
+    manager: Any = getattr(sys.modules.get(_TREES), _GET_MANAGER, None)
+    if manager is None or device.type != "cuda":
         return False
-    return trees.get_manager(device.index or 0, create_if_none_exists=False) is not None
+    return manager(device.index or 0, create_if_none_exists=False) is not None
 
 
 @feature(

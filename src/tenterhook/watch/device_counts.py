@@ -183,5 +183,6 @@ class GradientNoise:
 
 
 def _some(gradient: Tensor) -> Tensor:
-    flat = gradient.detach().reshape(-1)
+    gradient = gradient.detach()
+    flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
     return flat[:: max(1, flat.numel() // PIECE)][:PIECE].float()
