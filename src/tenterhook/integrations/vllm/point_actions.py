@@ -1,0 +1,106 @@
+"""What happens at one point of a worker's model: edits of some requests, then recordings of some requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import tenterhook.compiled.engine_api  # noqa: F401  # registers the support for compiled models
+from tenterhook._tree import map_tensors, tensors
+from tenterhook.address import Point
+from tenterhook.engine.action import Binding
+from tenterhook.engine.session import Session
+from tenterhook.integrations.vllm.served_points import Layout
+from tenterhook.sites.threads import current
+
+if TYPE_CHECKING:
+    from tenterhook.integrations.vllm.runner_rows import RequestRows
+    from tenterhook.integrations.vllm.worker_state import WorkerState
+
+__all__ = ["PointActions"]
+
+
+class PointActions:
+    """The edits and recordings of an engine at one point. It is installed as an edit of a session."""
+
+    observes, again, reached = False, False, True
+
+    def __init__(self, state: WorkerState, point: Point) -> None:
+        self.state, self.point, self.address = state, point, str(point)
+        self.layout: Layout | None = None
+        self.recordings: list[str] = []
+        self.seen: list[Any] = []
+        self._session: Session | None = None
+
+    # -- installing ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Install it in the model, for the current thread."""
+        session = self._session
+        if session is not None and session.owner == current.token:
+            return
+        self.remove()
+        self._session = Session(self.state.model, [Binding(self.point, self)], []).start()
+
+    def remove(self) -> None:
+        """Remove it from the model."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # -- in the model -------------------------------------------------------------------------------------------------
+
+    def __call__(self, value: Any, _context: Any = None) -> Any:
+        if self.state.is_trying:
+            self.seen.append(map_tensors(torch.zeros_like, value))
+            return value
+        rows = self.state.rows_now()
+        if not rows or self.layout is None:
+            return value
+        value = self._edited(value, rows)
+        for name in self.recordings:
+            recorded = [each for each in rows if name in self.state.requests[each.request].recordings]
+            if recorded:
+                self.state.recordings[name].add(self.address, self._taken(value, recorded), recorded)
+        return value
+
+    def _edited(self, value: Any, rows: list[RequestRows]) -> Any:
+        """Return the value with the edits of each request applied to its rows; the same object if there are none."""
+        copied = False
+        for each in rows:
+            request = self.state.requests[each.request]
+            for edit in request.edits_at(self.address):
+                mine = self._part(value, slice(each.start, each.stop))
+                for index, new in edit.apply(mine, each.position, request.prompt):
+                    if not copied:
+                        value, copied = map_tensors(Tensor.clone, value), True
+                    value = self._put(value, slice(each.start, each.stop), index, new)
+        return value
+
+    def _part(self, value: Any, rows: slice) -> Any:
+        if self.layout is not None and self.layout.is_sum:
+            one, other = (tensor[rows] for _, tensor in tensors(value))
+            return one + other
+        return map_tensors(lambda tensor: tensor[rows], value)
+
+    def _put(self, value: Any, rows: slice, index: Any, new: Any) -> Any:
+        """Write the new rows into a value that is a copy already."""
+        held = [tensor[rows] for _, tensor in tensors(value)]
+        if self.layout is not None and self.layout.is_sum:
+            held[0][index], held[1][index] = new, 0
+            return value
+        for tensor, (_, part) in zip(held, tensors(new), strict=True):
+            tensor[index] = part
+        return value
+
+    def _taken(self, value: Any, rows: list[RequestRows]) -> Tensor:
+        """Return the rows of the requests, copied."""
+        start, stop = rows[0].start, rows[-1].stop
+        held = [tensor for _, tensor in tensors(value)]
+        if stop - start == sum(each.stop - each.start for each in rows):
+            return held[0][start:stop] + held[1][start:stop] if len(held) > 1 else held[0][start:stop].clone()
+        index = torch.cat([torch.arange(each.start, each.stop) for each in rows]).to(held[0].device)
+        return held[0][index] + held[1][index] if len(held) > 1 else held[0][index]
+
