@@ -18,7 +18,7 @@ FOREIGN = (
     f"the entry {KEY!r} of a request's extra_args is made by engine.params(...) of this engine; got {{given!r:.80}}. "
     "Clients of a server name a saved edit instead."
 )
-OTHER = "these sampling parameters were made by another engine, or before a restart. Make them again: engine.params(...)"
+OTHER = "these sampling parameters belong to another engine, or to one before a restart. Use engine.params(...) again."
 ATTACHED = "this engine is attached already. Use the object that the first attach() returned, or close it."
 
 

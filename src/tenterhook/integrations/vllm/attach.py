@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from tenterhook.errors import SessionError
@@ -192,7 +191,11 @@ class _EngineSession:
         if not isinstance(self.engine, wanted):
             raise SessionError(f"this is an {type(self.engine).__name__}: open its sessions with '{how}'")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the block; any number of times."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -272,5 +275,3 @@ class Editing(_EngineSession):
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-
-

@@ -10,7 +10,7 @@ from torch import Tensor
 import tenterhook.compiled.engine_api  # noqa: F401  # registers the support for compiled models
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point
-from tenterhook.engine.action import Binding
+from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.integrations.vllm.served_points import Layout
 from tenterhook.sites.threads import current
@@ -52,13 +52,19 @@ class PointActions:
 
     # -- in the model -------------------------------------------------------------------------------------------------
 
-    def __call__(self, value: Any, _context: Any = None) -> Any:
+    def __call__(self, value: Any, context: Context) -> Any:  # noqa: ARG002
         if self.state.is_trying:
             self.seen.append(map_tensors(torch.zeros_like, value))
             return value
         rows = self.state.rows_now()
         if not rows or self.layout is None:
             return value
+        if self.layout.is_norm:
+            return self._acted(value[0], rows), *value[1:]
+        return self._acted(value, rows)
+
+    def _acted(self, value: Any, rows: list[RequestRows]) -> Any:
+        """Edit the value, then record it."""
         value = self._edited(value, rows)
         for name in self.recordings:
             recorded = [each for each in rows if name in self.state.requests[each.request].recordings]
@@ -103,4 +109,3 @@ class PointActions:
             return held[0][start:stop] + held[1][start:stop] if len(held) > 1 else held[0][start:stop].clone()
         index = torch.cat([torch.arange(each.start, each.stop) for each in rows]).to(held[0].device)
         return held[0][index] + held[1][index] if len(held) > 1 else held[0][index]
-

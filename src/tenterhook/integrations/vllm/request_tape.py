@@ -20,8 +20,8 @@ CACHED = (
     'Read .part({address!r}) for the others, or record with prefix_cache="bypass".'
 )
 DRAFTS = (
-    "this engine decodes speculatively, so the last rows may be of tokens that were rejected. Pass the request's output "
-    "instead of its id: tape.request(output)."
+    "this engine decodes speculatively, so the last rows may be of tokens that were rejected. Pass the output of the "
+    "request instead of its id: tape.request(output)."
 )
 OPEN = "the recording of an asynchronous engine is read after its block: async with engine.record(...) as tape: ..."
 

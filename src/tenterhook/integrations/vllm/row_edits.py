@@ -28,8 +28,8 @@ BATCHED = (
 )
 CALLS = "a call may be skipped for all requests or for none. To remove what a part adds, use th.zero() at its output"
 FUNCTIONS = "{address!r}: a function is code, and only data is sent to the workers of an engine. Use ready edits."
-PER_TOKEN = (
-    "{address!r}: {edit!r} has {rows} rows, one for each token, and at= must name as many tokens: at=th.at[{first}:{last}]"
+ROW_COUNT = (
+    "{address!r}: {edit!r} has {rows} rows, one for each token. at= must name as many tokens: at=th.at[{first}:{last}]"
 )
 
 
@@ -93,7 +93,10 @@ def edit_data(edits: Mapping[Any, Any]) -> EditData:
 
 
 def row_edits(data: Mapping[str, Any], like: Tensor | None = None) -> dict[str, list[RowEdit]]:
-    """Return the edits by the address of their point, without its call. Tensors get the dtype and device of ``like``."""
+    """Return the edits by the address of their point, without its call.
+
+    Tensors get the dtype and device of ``like``.
+    """
     found: dict[str, list[RowEdit]] = {}
     for base, edit in _described(data, like):
         found.setdefault(base, []).append(edit)
@@ -122,7 +125,7 @@ def _row_edit(address: str, edit: Edit, call: int | CallRange | None) -> RowEdit
     alone = replace(edit, at=rest)
     if isinstance(given, Tensor) and given.dim() > 1 and len(given) > 1:
         if rows.count != len(given):
-            text = PER_TOKEN.format(address=address, edit=edit, rows=len(given), first=0, last=len(given))
+            text = ROW_COUNT.format(address=address, edit=edit, rows=len(given), first=0, last=len(given))
             raise EditError(text)
         return RowEdit(address, alone, rows, given)
     return RowEdit(address, alone, rows)

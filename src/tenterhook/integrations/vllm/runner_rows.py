@@ -1,6 +1,6 @@
 """The rows of each request in the batch that a model runner computes now.
 
-vLLM has two model runners. Each keeps the batch in its own way, so each has its own implementation of :class:`StepRows`.
+vLLM has two model runners. Each keeps the batch in its own way, so each has an implementation of :class:`StepRows`.
 """
 
 from __future__ import annotations

@@ -21,19 +21,19 @@ BY_HEADS = ("q", "z")
 """meanings whose values are divided among tensor-parallel workers by heads, and can be joined"""
 UNKNOWN = ("scores", "pattern", "result")
 PAGED = (
-    "{address!r}: the paged attention of vLLM does not compute the {name}. @q, @k, @v and @z exist. For patterns, run the "
-    "model with transformers."
+    "{address!r}: the paged attention of vLLM does not compute the {name}. @q, @k, @v and @z exist. For patterns, run "
+    "the model with transformers."
 )
 BEFORE = "{address!r}: vLLM adds the residual inside of a layer. Use @resid of the layer before."
-PARAMETER = "{address!r} is a parameter. It is the same for all requests; an engine records and edits values of requests."
+PARAMETER = "{address!r} is a parameter, the same for all requests. An engine records and edits values of requests."
 WHOLE = ("RowParallelLinear", "ReplicatedLinear", "VocabParallelEmbedding", "RMSNorm", "LayerNorm", "GemmaRMSNorm")
 DIVIDED = (
     "{address!r} is divided among the {workers} tensor-parallel workers, or may be. Whole on every worker are the "
     "residual stream (@resid), @attn_out, @mlp_out, embeddings, norms, and the outputs of o_proj and down_proj."
 )
 NO_ROWS = (
-    "{address!r} has no row for each token: for {count} tokens it is {value}. An engine records and edits values with one "
-    "row for each token."
+    "{address!r} has no row for each token: for {count} tokens it is {value}. An engine records and edits values with "
+    "one row for each token."
 )
 TWO = "{address!r} has {count} tensors: {value}.{fix}"
 NOT_CALLED = "{address!r} was not reached when the engine ran the model on {count} tokens.{fix}"
@@ -50,6 +50,8 @@ class Layout:
     """an example, with zeros"""
     is_sum: bool
     """True if the value is the residual stream, which vLLM keeps as two tensors, to be added"""
+    is_norm: bool = False
+    """True for a norm that also adds the residual, and returns its output and the residual"""
 
     @property
     def tensor(self) -> Tensor:
@@ -95,11 +97,13 @@ def layout_of(point: Point, seen: list[Any]) -> Layout:
         text = NOT_CALLED.format(address=address, count=TOKENS, fix=fix)
         raise AddressError(OFTEN.format(address=address, times=len(seen)) if seen else text)
     value, found = seen[0], list(tensors(seen[0]))
+    if len(found) == 2 and point.site is Site.RETURN and "Norm" in type(point.module).__name__:  # noqa: PLR2004
+        return Layout(found[0][1], is_sum=False, is_norm=True)
     if not found or any(tensor.dim() == 0 or len(tensor) != TOKENS for _, tensor in found):
         raise AddressError(NO_ROWS.format(address=address, count=TOKENS, value=describe(value)))
     is_sum = point.meaning == "resid" and len(found) > 1
     if len(found) > 1 and not is_sum:
-        fix = f" Use {point.path}@resid, their sum." if point.site is Site.RETURN else ""
+        fix = f" If this is a layer, use {point.path}@resid, their sum." if point.site is Site.RETURN else ""
         raise AddressError(TWO.format(address=address, count=len(found), value=describe(value), fix=fix))
     return Layout(value, is_sum)
 

@@ -283,9 +283,7 @@ class WorkerState:
                 if self.workers > 1:
                     refuse_divided(actions.point, layout, self.workers, self.width)
                 example = layout.tensor if layout.is_sum else layout.value
-                fitting = [
-                    _at(edit, actions.address) for edit in row_edits(data, layout.tensor)[selector]
-                ]
+                fitting = [_at(edit, actions.address) for edit in row_edits(data, layout.tensor)[selector]]
                 for edit in fitting:
                     try_edit(edit, example)
                 made.setdefault(actions.address, []).extend(fitting)
