@@ -93,3 +93,13 @@ def test_an_engine_in_its_own_process_and_with_two_workers_has_the_same_values(r
                 with pytest.raises(th.AddressError, match="divided among the 2"):
                     engine.params(greedy(), edits={"model.layers.1.mlp.act_fn": th.zero()})
             assert serve(llm, prompts([SHORT]), greedy())[0].finished
+
+
+def test_compiled_code_without_declared_points_is_refused(root):
+    folder, _ = model_folder(root)
+    with running(folder, alone=False, enforce_eager=False) as llm, attach(llm) as engine:
+        with pytest.raises(th.SessionError, match="None was declared"), engine.record(RESID):
+            raise AssertionError
+        with pytest.raises(th.SessionError, match="enforce_eager=True"):
+            engine.params(greedy(), edits={POINT: th.zero()})
+        assert serve(llm, prompts([SHORT]), greedy())[0].finished

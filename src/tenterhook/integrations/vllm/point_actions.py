@@ -39,7 +39,7 @@ class PointActions:
     def install(self) -> None:
         """Install it in the model, for the current thread."""
         session = self._session
-        if session is not None and session.owner == current.token:
+        if self.state.declared or (session is not None and session.owner == current.token):
             return
         self.remove()
         self._session = Session(self.state.model, [Binding(self.point, self)], []).start()
@@ -63,6 +63,13 @@ class PointActions:
             return self._acted(value[0], rows), *value[1:]
         return self._acted(value, rows)
 
+    def in_place(self, value: Any) -> None:
+        """Act on a value of compiled code, whose tensors are changed in place."""
+        if self.state.is_trying:
+            self.seen.append(map_tensors(torch.zeros_like, value))
+        elif self.layout is not None and (rows := self.state.rows_now()):
+            self._acted(value[0] if self.layout.is_norm else value, rows)
+
     def _acted(self, value: Any, rows: list[RequestRows]) -> Any:
         """Edit the value, then record it."""
         value = self._edited(value, rows)
@@ -74,7 +81,7 @@ class PointActions:
 
     def _edited(self, value: Any, rows: list[RequestRows]) -> Any:
         """Return the value with the edits of each request applied to its rows; the same object if there are none."""
-        copied = False
+        copied = self.state.declared  # Compiled code expects changes in place.
         for each in rows:
             request = self.state.requests[each.request]
             for edit in request.edits_at(self.address):

@@ -25,7 +25,7 @@ class Worker:
         if verb == "detach":
             if self.tenterhook_state is not None:
                 self.tenterhook_state.close()
-                self.tenterhook_state = None
+                self.tenterhook_state = self.tenterhook_state if self.tenterhook_state.declared else None
             return None
         if self.tenterhook_state is None:
             self.tenterhook_state = WorkerState(self)

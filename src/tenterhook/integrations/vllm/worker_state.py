@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tenterhook.address import Point
+from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError, SessionError
 from tenterhook.integrations.vllm.messages import pack
 from tenterhook.integrations.vllm.point_actions import PointActions
@@ -27,8 +28,8 @@ __all__ = ["KEY", "Request", "WorkerState"]
 KEY = "tenterhook"
 """the entry of ours in the ``extra_args`` of a request's sampling parameters"""
 COMPILED = (
-    "this engine runs compiled code, in which points cannot be added after it started. Start it with "
-    "enforce_eager=True."
+    "{address!r}: this engine runs compiled code, in which points cannot be added after it started. {there} Start it with "
+    "LLM(model, **declare({address!r})), or with enforce_eager=True for all points."
 )
 EDIT_SETS = 256
 """sets of edits that a worker keeps ready; others are decoded again when a request brings them"""
@@ -95,7 +96,9 @@ class Recording:
 class WorkerState:
     """One worker's part of an engine."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, *, declared: bool = False) -> None:
+        self.declared = declared
+        """True if the points are part of compiled code"""
         self.worker, self.model, self.runner = worker, worker.get_model(), worker.model_runner
         self.requests: dict[str, Request] = {}
         self.recordings: dict[str, Recording] = {}
@@ -110,7 +113,13 @@ class WorkerState:
         self._watch_steps()
 
     def close(self) -> None:
-        """Remove everything from the worker."""
+        """Remove everything from the worker. Declared points stay, and do nothing."""
+        self.requests.clear()
+        self.recordings.clear()
+        for actions in self.points.values():
+            actions.recordings.clear()
+        if self.declared:
+            return
         for actions in self.points.values():
             actions.remove()
         self.points.clear()
@@ -175,8 +184,10 @@ class WorkerState:
     def _use(self, selectors: list[str]) -> list[PointActions]:
         """Return the actions at the points that the selectors match. New points are installed, all or none."""
         found = served_points(self.model, selectors)
+        if self.declared or not self.worker.model_config.enforce_eager:
+            return self._use_declared(found)
         new = {str(point): PointActions(self, point) for point in found if str(point) not in self.points}
-        failed = self._try(new) if new else {}
+        failed = self._try(new)
         explicit = [failed[str(point)] for point in found if str(point) in failed and point.explicit]
         if explicit or len(failed) == len(found):
             for actions in new.values():
@@ -187,11 +198,23 @@ class WorkerState:
         self.points |= new
         return [self.points[str(point)] for point in found if str(point) in self.points]
 
+    def _use_declared(self, found: list[Point]) -> list[PointActions]:
+        """Return the actions at points of compiled code, or raise if one was not declared."""
+        missing = next((str(point) for point in found if str(point) not in self.points), None)
+        if missing is not None:
+            known = f"It has {listed(list(self.points), 3)}." if self.points else "None was declared."
+            raise SessionError(COMPILED.format(address=missing, there=known))
+        used = [self.points[str(point)] for point in found]
+        failed = self._try({actions.address: actions for actions in used if actions.layout is None})
+        if failed:
+            raise next(iter(failed.values()))
+        return used
+
     def _try(self, new: dict[str, PointActions]) -> dict[str, AddressError]:
         """Install points and run the model on a few tokens, to see what passes them. Return the errors."""
-        if not self.worker.model_config.enforce_eager:
-            raise SessionError(COMPILED)
         failed: dict[str, AddressError] = {}
+        if not new:
+            return failed
         try:
             for actions in new.values():
                 actions.install()
@@ -249,6 +272,8 @@ class WorkerState:
         return recording.take()
 
     def _drop_unused(self) -> None:
+        if self.declared:
+            return
         live = [edits for request in self.requests.values() for edits in request.edits]
         edited = {address for edits in (*self._known_edits.values(), *live) for address in edits}
         for address, actions in list(self.points.items()):
