@@ -61,7 +61,7 @@ def test_requests_are_edited_in_compiled_code_and_vectors_change_without_compili
 @pytest.mark.parametrize("point", ["model.layers.1@mlp_out", "model.layers.1.mlp:x", "model.embed_tokens"])
 def test_a_point_that_was_not_declared_is_refused_at_once(llama, point):
     llm, engine, _ = llama
-    with pytest.raises(th.SessionError, match="cannot be added after it started. It has model.layers.0@resid"):
+    with pytest.raises(th.SessionError, match="cannot be added after it started"):
         engine.params(greedy(), edits={point: th.zero()})
     with pytest.raises(th.SessionError, match="declare"), engine.record(point):
         raise AssertionError

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from tenterhook.errors import SessionError
+from tenterhook.errors import HarvestError, SessionError
+from tenterhook.harvest.engine_job import HarvestEngine, ServedRequest
 from tenterhook.integrations.vllm.admission import Admission, OwnEdits
 from tenterhook.integrations.vllm.messages import answered
 from tenterhook.integrations.vllm.request_tape import EngineTape
@@ -43,7 +44,7 @@ def attach(llm: Any) -> Engine | AsyncEngine:
         raise TypeError(NOT_AN_ENGINE.format(kind=type(llm).__name__))
     if inner.vllm_config.parallel_config.worker_extension_cls != "tenterhook.integrations.vllm.Worker":
         raise SessionError(NO_EXTENSION)
-    return Engine(inner) if hasattr(inner, "step") else AsyncEngine(inner)
+    return Engine(llm, inner) if hasattr(inner, "step") else AsyncEngine(inner)
 
 
 class _Engine:
@@ -97,11 +98,12 @@ class _Engine:
         return made
 
 
-class Engine(_Engine):
-    """An engine of vLLM, with the verbs of tenterhook."""
+class Engine(_Engine, HarvestEngine):
+    """An engine of vLLM, with the verbs of tenterhook. ``th.harvest`` takes it in place of a model."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, llm: Any, inner: Any) -> None:
         super().__init__(inner)
+        self._llm = llm
         try:
             self.call("attach")
         except BaseException:
@@ -131,6 +133,30 @@ class Engine(_Engine):
         data = edit_data(edits)
         self.call("check_edits", dict(data))
         return self._with_edits(sampling, data)
+
+    # -- for th.harvest -----------------------------------------------------------------------------------------------
+
+    def described(self) -> dict[str, Any]:
+        """Return what the values of this engine depend on: the model, its weights, and the open edits."""
+        facts: dict[str, Any] = self.call("described")[0]
+        weights = [each["weights"] for each in self.call("described")]
+        return {**facts, "weights": weights, "edits": [data.digest for data in self.admission.edits]}
+
+    def resolved(self, selectors: Sequence[Any]) -> list[str]:
+        """Return the addresses that selectors match."""
+        return self.points(*(str(each) for each in selectors))
+
+    def serve(self, prompts: Sequence[Any], points: Sequence[str], generate: int) -> list[ServedRequest]:
+        """Run prompts and return their values, in the order of the prompts."""
+        from vllm import SamplingParams
+
+        if not hasattr(self._llm, "generate"):
+            raise HarvestError("th.harvest needs an engine that was attached as an LLM: attach(llm)")
+        sampling = SamplingParams(temperature=0, max_tokens=max(generate, 1), detokenize=False)
+        given = [each if isinstance(each, str) else {"prompt_token_ids": list(each)} for each in prompts]
+        with self.record(*points) as tape:
+            outputs = self._llm.generate(given, sampling, use_tqdm=False)
+        return [_served(tape, output) for output in outputs]
 
     def close(self) -> None:
         """Remove everything from the engine, which continues to serve. Any number of times."""
@@ -180,6 +206,11 @@ class AsyncEngine(_Engine):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _served(tape: EngineTape, output: Any) -> ServedRequest:
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+    return ServedRequest(tokens, len(output.prompt_token_ids), dict(tape.request(output)))
 
 
 class _EngineSession:

@@ -9,7 +9,7 @@ from tenterhook.integrations.vllm.worker_state import WorkerState
 
 __all__ = ["Worker"]
 
-VERBS = ("check_edits", "end", "points_of", "record", "take")
+VERBS = ("check_edits", "described", "end", "points_of", "record", "take")
 
 
 class Worker:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tenterhook.address import Point
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError, SessionError
+from tenterhook.harvest.weights_digest import weights_of
 from tenterhook.integrations.vllm.messages import pack
 from tenterhook.integrations.vllm.point_actions import PointActions
 from tenterhook.integrations.vllm.row_edits import RowEdit, row_edits, try_edit
@@ -28,8 +29,8 @@ __all__ = ["KEY", "Request", "WorkerState"]
 KEY = "tenterhook"
 """the entry of ours in the ``extra_args`` of a request's sampling parameters"""
 COMPILED = (
-    "{address!r}: this engine runs compiled code, in which points cannot be added after it started. {there} Start it with "
-    "LLM(model, **declare({address!r})), or with enforce_eager=True for all points."
+    "{address!r}: this engine runs compiled code, in which points cannot be added after it started. {there} Start it "
+    "with LLM(model, **declare({address!r})), or with enforce_eager=True for all points."
 )
 EDIT_SETS = 256
 """sets of edits that a worker keeps ready; others are decoded again when a request brings them"""
@@ -239,6 +240,17 @@ class WorkerState:
         if self.workers > 1 and point.meaning not in BY_HEADS:
             refuse_divided(point, layout, self.workers, self.width)
         return layout
+
+    def described(self) -> dict[str, Any]:
+        """Return what the values of this worker depend on."""
+        config = self.worker.model_config
+        return {
+            "class": type(self.model).__name__,
+            "weights": weights_of(self.model),
+            "config": config.hf_config.to_json_string(use_diff=False),
+            "dtype": str(config.dtype),
+            "quantization": config.quantization,
+        }
 
     # -- recordings ---------------------------------------------------------------------------------------------------
 
