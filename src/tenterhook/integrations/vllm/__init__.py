@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.integrations.vllm.attach import AsyncEngine, Engine, attach
 from tenterhook.integrations.vllm.declare import declare
 from tenterhook.integrations.vllm.request_tape import EngineTape, RequestTape
+from tenterhook.integrations.vllm.saved_edits import SavedEdits
 from tenterhook.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
     from tenterhook.integrations.vllm.compiled_worker import CompiledWorker
 
-__all__ = ["AsyncEngine", "CompiledWorker", "Engine", "EngineTape", "RequestTape", "Worker", "attach", "declare"]
+__all__ = [
+    "AsyncEngine",
+    "CompiledWorker",
+    "Engine",
+    "EngineTape",
+    "RequestTape",
+    "SavedEdits",
+    "Worker",
+    "attach",
+    "declare",
+]
 
 
 def __getattr__(name: str) -> Any:

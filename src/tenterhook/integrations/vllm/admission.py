@@ -6,13 +6,18 @@ request gets what was open at that moment. So it is edited from its first token 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tenterhook.errors import EditError, SessionError
 from tenterhook.integrations.vllm.row_edits import EditData, tokens_of
 from tenterhook.integrations.vllm.worker_state import KEY
 
-__all__ = ["Admission"]
+__all__ = ["NAMED", "Admission", "OwnEdits"]
+
+NAMED = "tenterhook_edits"
+"""the entry of a request's extra_args by which a client names saved edits"""
+OFF = f"{NAMED}: edits by name are off. The server's middleware tenterhook.integrations.vllm.SavedEdits turns them on."
 
 FOREIGN = (
     f"the entry {KEY!r} of a request's extra_args is made by engine.params(...) of this engine; got {{given!r:.80}}. "
@@ -32,7 +37,7 @@ class Admission:
         self.recordings: dict[str, bool] = {}
         """the open recordings, and whether their requests bypass the prefix cache"""
         self.edits: list[EditData] = []
-        self.named: Any = None
+        self.named: Callable[[Any], list[EditData]] | None = None
         """a function that returns the edits of a name, if clients may name them"""
         processor.assign_request_id = self._admit
 
@@ -43,7 +48,10 @@ class Admission:
 
     def _admit(self, request: Any) -> None:
         if request.sampling_params is not None:
-            self._mark(request)
+            try:
+                self._mark(request)
+            except EditError as error:
+                raise _refusal(error) from None
         self._assign(request)
 
     def _mark(self, request: Any) -> None:
@@ -70,9 +78,18 @@ class Admission:
             raise EditError(FOREIGN.format(given=given))
         if given is not None and given.admission != id(self):
             raise EditError(OTHER)
-        if self.named is not None:
-            found += self.named(extra)
-        return found
+        name = extra.pop(NAMED, None)
+        if name is not None and self.named is None:
+            raise EditError(OFF)
+        return found if name is None or self.named is None else [*found, *self.named(name)]
+
+
+def _refusal(error: EditError) -> Exception:
+    """Return the same error as one that vLLM's asynchronous engine and server pass on to the client."""
+    from vllm.exceptions import VLLMClientError
+
+    made: Exception = type(type(error).__name__, (type(error), VLLMClientError), {})(str(error))
+    return made
 
 
 class OwnEdits(EditData):
