@@ -1,12 +1,7 @@
 """Engines of vLLM that run compiled code. `make vllm` runs these tests."""
 
 import pytest
-
-import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import (  # noqa: E402
+from vllm_engines import (
     POINT,
     RESID,
     assert_same,
@@ -20,7 +15,8 @@ from vllm_engines import (  # noqa: E402
     vector,
 )  # fmt: skip
 
-from tenterhook.integrations.vllm import attach, declare  # noqa: E402
+import tenterhook as th
+from tenterhook.integrations.vllm import attach, declare
 
 pytestmark = pytest.mark.vllm
 

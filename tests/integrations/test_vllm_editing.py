@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-
-import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import (  # noqa: E402
+from vllm_engines import (
     POINT,
     RESID,
     difference,
@@ -20,7 +15,8 @@ from vllm_engines import (  # noqa: E402
     vector,
 )  # fmt: skip
 
-from tenterhook.integrations.vllm import attach  # noqa: E402
+import tenterhook as th
+from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 LONG = 200

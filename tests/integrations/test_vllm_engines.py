@@ -1,12 +1,7 @@
 """Engines of vLLM of many kinds: families of models, preemption, processes and workers. `make vllm` runs them."""
 
 import pytest
-
-import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import (  # noqa: E402
+from vllm_engines import (
     POINT,
     RESID,
     assert_same,
@@ -20,7 +15,8 @@ from vllm_engines import (  # noqa: E402
     vector,
 )  # fmt: skip
 
-from tenterhook.integrations.vllm import attach  # noqa: E402
+import tenterhook as th
+from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 LONG, SHORT = 200, 5

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
+from vllm_engines import POINT, difference, greedy, model_folder, prompts, reference, running, serve, vector
 
 import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import POINT, difference, greedy, model_folder, prompts, reference, running, serve, vector  # noqa: E402
-
-from tenterhook.integrations.vllm import attach  # noqa: E402
+from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 TOKENS = prompts([3 + 11 * number % 90 for number in range(40)])

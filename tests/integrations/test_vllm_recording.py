@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-
-import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import (  # noqa: E402
+from vllm_engines import (
     RESID,
     as_inputs,
     assert_same,
@@ -21,7 +16,8 @@ from vllm_engines import (  # noqa: E402
     serve,
 )  # fmt: skip
 
-from tenterhook.integrations.vllm import attach  # noqa: E402
+import tenterhook as th
+from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 LONG, SHORT = 200, 5

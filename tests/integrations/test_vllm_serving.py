@@ -11,12 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-
-import tenterhook as th
-
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm")
-
-from vllm_engines import (  # noqa: E402
+from vllm_engines import (
     POINT,
     RESID,
     WORKER,
@@ -29,7 +24,8 @@ from vllm_engines import (  # noqa: E402
     vector,
 )  # fmt: skip
 
-from tenterhook.integrations.vllm import attach  # noqa: E402
+import tenterhook as th
+from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 
