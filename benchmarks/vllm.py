@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(  # vLLM reads these when it is imported.
+    OMP_NUM_THREADS="1",  # Threads that wait for each other would be most of the noise.
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="2",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
