@@ -41,7 +41,7 @@ REDUCED = {
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What an engine computed for one prompt."""
+    """The tokens and values of one prompt."""
 
     tokens: list[int]
     """the tokens that the model read: those of the prompt, then the generated ones but the last"""

@@ -48,7 +48,7 @@ def attach(llm: Any) -> Engine | AsyncEngine:
 
 
 class _Engine:
-    """What both kinds of engine have."""
+    """The part that both kinds of engine share."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -60,7 +60,7 @@ class _Engine:
         if not self.is_open:
             raise SessionError(CLOSED)
 
-    def record(self, *selectors: Any, prefix_cache: PrefixCache = "bypass") -> Recording:
+    def record(self, *selectors: Any, prefix_cache: PrefixCache = "bypass") -> EngineRecording:
         """Record the values at points, for the requests that are admitted in the block.
 
         Args:
@@ -75,9 +75,9 @@ class _Engine:
             raise SessionError('name the points to record: engine.record("model.layers.*@resid")')
         if prefix_cache not in ("bypass", "use"):
             raise ValueError(f'prefix_cache= is "bypass" or "use"; got {prefix_cache!r}')
-        return Recording(self, [str(each) for each in selectors], bypass=prefix_cache == "bypass")
+        return EngineRecording(self, [str(each) for each in selectors], bypass=prefix_cache == "bypass")
 
-    def edit(self, edits: Mapping[Any, Any]) -> Editing:
+    def edit(self, edits: Mapping[Any, Any]) -> EngineEditing:
         """Edit the values of all requests that are admitted in the block, from their first token to their last.
 
         Args:
@@ -88,7 +88,7 @@ class _Engine:
         Returns:
             A session: ``with engine.edit(...):``, or ``async with`` for an asynchronous engine.
         """
-        return Editing(self, edit_data(edits))
+        return EngineEditing(self, edit_data(edits))
 
     def _with_edits(self, sampling: Any, data: EditData) -> Any:
         own = OwnEdits(data)
@@ -230,7 +230,7 @@ class _EngineSession:
         self.close()
 
 
-class Recording(_EngineSession):
+class EngineRecording(_EngineSession):
     """A recording of requests. ``engine.record`` creates it."""
 
     def __init__(self, engine: Any, selectors: list[str], *, bypass: bool) -> None:
@@ -277,7 +277,7 @@ class Recording(_EngineSession):
             self._end(await self.engine.call("end", self.name))
 
 
-class Editing(_EngineSession):
+class EngineEditing(_EngineSession):
     """Edits of all requests. ``engine.edit`` creates it."""
 
     def __init__(self, engine: Any, data: EditData) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 import tenterhook.compiled.engine_api  # noqa: F401  # registers the support for compiled models
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.integrations.vllm.served_points import Layout
+from tenterhook.integrations.vllm.served_points import ValueLayout
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 __all__ = ["PointActions"]
 
 
-class PointActions:
+class PointActions(Action):
     """The edits and recordings of an engine at one point. It is installed as an edit of a session."""
 
-    observes, again, reached = False, False, True
+    observes = False
+    reached = True
 
     def __init__(self, state: WorkerState, point: Point) -> None:
         self.state, self.point, self.address = state, point, str(point)
-        self.layout: Layout | None = None
+        self.layout: ValueLayout | None = None
         self.recordings: list[str] = []
         self.seen: list[Any] = []
         self._session: Session | None = None
 
     # -- installing ---------------------------------------------------------------------------------------------------
 
-    def install(self) -> None:
+    def start(self) -> None:
         """Install it in the model, for the current thread."""
         session = self._session
         if self.state.declared or (session is not None and session.owner == current.token):
             return
-        self.remove()
+        self.close()
         self._session = Session(self.state.model, [Binding(self.point, self)], []).start()
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Remove it from the model."""
         if self._session is not None:
             self._session.close()

@@ -33,7 +33,7 @@ ROW_COUNT = (
 )
 
 
-class Context(NamedTuple):
+class EditPlace(NamedTuple):
     """The information for a ready edit: the address and the call, for its error messages."""
 
     address: str
@@ -72,7 +72,7 @@ class RowEdit:
         edit = self.edit
         if self.operand is not None and edit.operand is not None:
             edit = replace(edit, **{edit.operand: self.operand[list(numbers)]})
-        return edit(value, Context(self.address))  # type: ignore[arg-type]
+        return edit(value, EditPlace(self.address))  # type: ignore[arg-type]
 
 
 def edit_data(edits: Mapping[Any, Any]) -> EditData:

@@ -14,7 +14,7 @@ from tenterhook.address.meanings import register_meaning
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError
 
-__all__ = ["BY_HEADS", "Layout", "learn_meanings", "refuse_divided", "served_points"]
+__all__ = ["BY_HEADS", "ValueLayout", "learn_meanings", "refuse_divided", "served_points"]
 
 HEADS = {"q": "query", "k": "key", "v": "value"}
 BY_HEADS = ("q", "z")
@@ -43,7 +43,7 @@ TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """The form of the value at a point."""
 
     value: Any
@@ -89,7 +89,7 @@ def served_points(model: nn.Module, selectors: list[str]) -> list[Point]:
     return found
 
 
-def layout_of(point: Point, seen: list[Any]) -> Layout:
+def layout_of(point: Point, seen: list[Any]) -> ValueLayout:
     """Return the layout of a point from what passed it in one run on ``TOKENS`` tokens, or raise AddressError."""
     address = str(point)
     if len(seen) != 1:
@@ -98,17 +98,17 @@ def layout_of(point: Point, seen: list[Any]) -> Layout:
         raise AddressError(OFTEN.format(address=address, times=len(seen)) if seen else text)
     value, found = seen[0], list(tensors(seen[0]))
     if len(found) == 2 and point.site is Site.RETURN and "Norm" in type(point.module).__name__:  # noqa: PLR2004
-        return Layout(found[0][1], is_sum=False, is_norm=True)
+        return ValueLayout(found[0][1], is_sum=False, is_norm=True)
     if not found or any(tensor.dim() == 0 or len(tensor) != TOKENS for _, tensor in found):
         raise AddressError(NO_ROWS.format(address=address, count=TOKENS, value=describe(value)))
     is_sum = point.meaning == "resid" and len(found) > 1
     if len(found) > 1 and not is_sum:
         fix = f" If this is a layer, use {point.path}@resid, their sum." if point.site is Site.RETURN else ""
         raise AddressError(TWO.format(address=address, count=len(found), value=describe(value), fix=fix))
-    return Layout(value, is_sum)
+    return ValueLayout(value, is_sum)
 
 
-def refuse_divided(point: Point, layout: Layout, workers: int, width: int) -> None:
+def refuse_divided(point: Point, layout: ValueLayout, workers: int, width: int) -> None:
     """Raise AddressError if the value may be a part of what several workers have together."""
     kind, path = point.module, str(point)
     is_leaf = next(kind.children(), None) is None

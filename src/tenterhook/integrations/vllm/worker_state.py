@@ -59,7 +59,7 @@ class Request:
 
 
 @dataclass
-class Recording:
+class RecordedRows:
     """The rows that a session has recorded and that were not fetched yet."""
 
     points: list[str]
@@ -102,7 +102,7 @@ class WorkerState:
         """True if the points are part of compiled code"""
         self.worker, self.model, self.runner = worker, worker.get_model(), worker.model_runner
         self.requests: dict[str, Request] = {}
-        self.recordings: dict[str, Recording] = {}
+        self.recordings: dict[str, RecordedRows] = {}
         self.points: dict[str, PointActions] = {}
         self.is_trying = False
         self._known_edits: dict[str, dict[str, list[RowEdit]]] = {}
@@ -122,7 +122,7 @@ class WorkerState:
         if self.declared:
             return
         for actions in self.points.values():
-            actions.remove()
+            actions.close()
         self.points.clear()
         self._step_rows.close()
         del self.runner.execute_model
@@ -154,7 +154,7 @@ class WorkerState:
         self._rows = None if self.requests else []
         if self.requests:
             for actions in self.points.values():
-                actions.install()
+                actions.start()
 
     def _request(self, new: Any, given: dict[str, Any]) -> Request:
         prompt = len(new.prompt_token_ids) if new.prompt_token_ids is not None else len(new.prompt_embeds)
@@ -192,10 +192,10 @@ class WorkerState:
         explicit = [failed[str(point)] for point in found if str(point) in failed and point.explicit]
         if explicit or len(failed) == len(found):
             for actions in new.values():
-                actions.remove()
+                actions.close()
             raise explicit[0] if explicit else next(iter(failed.values()))
         for address in failed:
-            new.pop(address).remove()
+            new.pop(address).close()
         self.points |= new
         return [self.points[str(point)] for point in found if str(point) in self.points]
 
@@ -212,18 +212,18 @@ class WorkerState:
         return used
 
     def _try(self, new: dict[str, PointActions]) -> dict[str, AddressError]:
-        """Install points and run the model on a few tokens, to see what passes them. Return the errors."""
+        """Install points and run the model on a few tokens, to learn the layout of their values. Return the errors."""
         failed: dict[str, AddressError] = {}
         if not new:
             return failed
         try:
             for actions in new.values():
-                actions.install()
+                actions.start()
             self.is_trying = True
             self.runner._dummy_run(TOKENS)  # noqa: SLF001  # as the worker itself does, in execute_dummy_batch
         except BaseException:
             for actions in new.values():
-                actions.remove()
+                actions.close()
             raise
         finally:
             self.is_trying = False
@@ -258,7 +258,7 @@ class WorkerState:
         """Begin to record the requests that name this recording. Return the addresses."""
         used = self._use(selectors)
         wanted = [actions for actions in used if self._keeps(actions)]
-        self.recordings[name] = Recording([actions.address for actions in used])
+        self.recordings[name] = RecordedRows([actions.address for actions in used])
         for actions in wanted:
             actions.recordings.append(name)
         return self.recordings[name].points
@@ -291,7 +291,7 @@ class WorkerState:
         for address, actions in list(self.points.items()):
             if not actions.recordings and address not in edited:
                 del self.points[address]
-                actions.remove()
+                actions.close()
 
     # -- edits --------------------------------------------------------------------------------------------------------
 
