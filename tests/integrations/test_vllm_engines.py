@@ -91,6 +91,33 @@ def test_an_engine_in_its_own_process_and_with_two_workers_has_the_same_values(r
             assert serve(llm, prompts([SHORT]), greedy())[0].finished
 
 
+def test_sampling_parameters_do_not_survive_a_restart_of_the_engine(root):
+    folder, model = model_folder(root)
+    (prompt,) = prompts([SHORT])
+    kept = None
+    for _ in range(2):
+        with running(folder, alone=False) as llm, attach(llm) as engine:
+            if kept is not None:
+                with pytest.raises(th.EditError, match="another engine"):
+                    serve(llm, [prompt], kept)
+            kept = engine.params(greedy(), edits={POINT: th.add(vector(0))})
+            (output,) = serve(llm, [prompt], kept)
+            assert output.outputs[0].token_ids == generated(model, prompt, {POINT: th.add(vector(0))})[0]
+
+
+def test_drafts_of_speculative_decoding_leave_no_rows(root):
+    folder, model = model_folder(root)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    (repeated,) = prompts([6])
+    with running(folder, alone=False, speculative_config=drafts) as llm, attach(llm) as engine:
+        with engine.record(RESID) as tape:
+            outputs = serve(llm, [repeated * 5, prompts([LONG])[0]], greedy(12))
+        with pytest.raises(th.TapeError, match="decodes speculatively"):
+            tape.request(outputs[0].request_id)
+    for output in outputs:
+        assert_same(tape.request(output), model, read_tokens(output))
+
+
 def test_compiled_code_without_declared_points_is_refused(root):
     folder, _ = model_folder(root)
     with running(folder, alone=False, enforce_eager=False) as llm, attach(llm) as engine:

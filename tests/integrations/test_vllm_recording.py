@@ -1,5 +1,7 @@
 """Recordings of an engine of vLLM, compared with transformers on the same weights. `make vllm` runs them."""
 
+import threading
+
 import pytest
 import torch
 from vllm_engines import (
@@ -7,6 +9,7 @@ from vllm_engines import (
     as_inputs,
     assert_same,
     difference,
+    generated,
     greedy,
     model_folder,
     prompts,
@@ -129,7 +132,21 @@ def test_only_requests_of_the_block_are_recorded_and_the_tape_can_be_read_in_it(
         tape.request(before)
 
 
-def test_recordings_nest_and_leave_nothing_behind(llama):
+def test_requests_that_another_thread_runs_are_recorded_and_edited(llama):
+    llm, engine, model = llama
+    params = engine.params(greedy(), edits={"model.layers.1@resid": th.scale(1.5)})
+    with engine.record(RESID) as tape:
+        outputs = []
+        thread = threading.Thread(target=lambda: outputs.extend(serve(llm, prompts([9, 12]), [params, greedy()])))
+        thread.start()
+        thread.join()
+    ids, streams = generated(model, prompts([9, 12])[0], {"model.layers.1@resid": th.scale(1.5)})
+    assert outputs[0].outputs[0].token_ids == ids
+    assert difference(tape.request(outputs[0])["model.layers.2@resid"], streams["model.layers.2@resid"]) < 1e-4
+    assert_same(tape.request(outputs[1]), model, read_tokens(outputs[1]))
+
+
+def test_recordings_nest(llama):
     llm, engine, _ = llama
     with engine.record(RESID) as outer:
         with engine.record("model.layers.1@resid") as inner:
@@ -138,8 +155,6 @@ def test_recordings_nest_and_leave_nothing_behind(llama):
     assert torch.equal(*(tape.request(output)["model.layers.1@resid"] for tape in (outer, inner)))
     assert inner.requests == [output.request_id]
     assert outer.requests == [output.request_id, alone.request_id]
-    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -166,3 +181,20 @@ def test_an_engine_is_attached_once_at_a_time(llama):
     llm, _, _ = llama
     with pytest.raises(th.SessionError, match="attached already"):
         attach(llm)
+
+
+def test_a_closed_engine_leaves_nothing_behind_and_serves_on(llama):
+    llm, engine, _ = llama
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    engine.params(greedy(), edits={"model.layers.1@resid": th.zero()})
+    engine.close()
+    engine.close()
+    assert not any("forward" in vars(module) for module in worker.get_model().modules())
+    assert "execute_model" not in vars(worker.model_runner)
+    assert "assign_request_id" not in vars(llm.llm_engine.input_processor)
+    assert serve(llm, prompts([9]), greedy())[0].finished
+    with pytest.raises(th.SessionError, match="is closed"), engine.record(RESID):
+        raise AssertionError
+    with attach(llm) as again, again.record(RESID) as tape:
+        (output,) = serve(llm, prompts([9]), greedy())
+    assert tape.requests == [output.request_id]

@@ -16,6 +16,7 @@ from tenterhook.integrations.vllm.served_points import ValueLayout
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
+    from tenterhook.integrations.vllm.row_edits import RowEdit
     from tenterhook.integrations.vllm.runner_rows import RequestRows
     from tenterhook.integrations.vllm.worker_state import WorkerState
 
@@ -83,15 +84,43 @@ class PointActions(Action):
     def _edited(self, value: Any, rows: list[RequestRows]) -> Any:
         """Return the value with the edits of each request applied to its rows; the same object if there are none."""
         copied = self.state.declared  # Compiled code expects changes in place.
+        added: list[tuple[RequestRows, Tensor]] = []
         for each in rows:
             request = self.state.requests[each.request]
-            for edit in request.edits_at(self.address):
+            edits = request.edits_at(self.address)
+            if (vector := self._only_vector(edits)) is not None:
+                added.append((each, vector))
+                continue
+            for edit in edits:
                 mine = self._part(value, slice(each.start, each.stop))
                 for index, new in edit.apply(mine, each.position, request.prompt):
                     if not copied:
                         value, copied = map_tensors(Tensor.clone, value), True
                     value = self._put(value, slice(each.start, each.stop), index, new)
+        if added:
+            value = value if copied else map_tensors(Tensor.clone, value)
+            self._add_vectors(value, added)
         return value
+
+    def _only_vector(self, edits: list[RowEdit]) -> Tensor | None:
+        """Return the vector that the edits of a request add to each of its rows, if they do nothing else."""
+        if self.layout is None or len(edits) != 1 or (vector := edits[0].vector) is None:
+            return None
+        return vector if vector.shape == self.layout.tensor.shape[1:] else None
+
+    def _add_vectors(self, value: Any, added: list[tuple[RequestRows, Tensor]]) -> None:
+        """Add a vector to the rows of each of some requests, with a few operations for all of them."""
+        held = [tensor for _, tensor in tensors(value)]
+        device = held[0].device
+        rows = torch.cat([torch.arange(each.start, each.stop) for each, _ in added]).to(device)
+        counts = torch.tensor([each.stop - each.start for each, _ in added])
+        which = torch.repeat_interleave(counts).to(device)
+        vectors = torch.stack([vector for _, vector in added])[which]
+        if self.layout is not None and self.layout.is_sum:
+            held[0][rows] = held[0][rows] + held[1][rows] + vectors
+            held[1][rows] = 0
+        else:
+            held[0][rows] = held[0][rows] + vectors
 
     def _part(self, value: Any, rows: slice) -> Any:
         if self.layout is not None and self.layout.is_sum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tenterhook._tree import describe, map_tensors, tensors
 from tenterhook.address.grammar import CallRange, parse
-from tenterhook.edit.ready import Edit, Mean, Noise
+from tenterhook.edit.ready import Add, Edit, Mean, Noise
 from tenterhook.edit.saved import decode_edits, encode_edits
 from tenterhook.edit.skip import Skip
 from tenterhook.errors import EditError
@@ -49,7 +50,7 @@ class EditData(dict[str, Any]):
         return str(self["digest"])
 
 
-@dataclass(slots=True)
+@dataclass
 class RowEdit:
     """One ready edit at one address."""
 
@@ -58,6 +59,16 @@ class RowEdit:
     rows: TokenRows
     operand: Tensor | None = None
     """a tensor with a row for each chosen token; None if all tokens get the same"""
+
+    @functools.cached_property
+    def vector(self) -> Tensor | None:
+        """The vector that is added to every row, if the edit does just that. Such edits are applied together."""
+        edit = self.edit
+        if type(edit) is not Add or not isinstance(edit.value, Tensor) or edit.value.dim() != 1:
+            return None
+        if edit.at is not None or edit.part is not None or not self.rows.all:
+            return None
+        return edit.value if edit.scale == 1 else edit.value * edit.scale
 
     def apply(self, value: Any, position: int, prompt: int) -> Iterator[tuple[Any, Any]]:
         """Yield the index of the changed rows, and their new value, for the rows of one request."""

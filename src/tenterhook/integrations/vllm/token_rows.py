@@ -35,6 +35,11 @@ class TokenRows:
         return self.call is not None or any(number < 0 for number in self._numbers)
 
     @property
+    def all(self) -> bool:
+        """True if every token is meant."""
+        return self.tokens == slice(None) and self.call is None
+
+    @property
     def _numbers(self) -> tuple[int, ...]:
         ends = (self.tokens.start, self.tokens.stop) if isinstance(self.tokens, slice) else self.tokens
         return tuple(number for number in ends if number is not None)
