@@ -234,13 +234,14 @@ FACTS = {"name": "7", "sample": 0, "prompt": 4, "cached": 0}
 
 
 def part(rows, tensor=VALUES, facts=FACTS):
-    return {"tensors": pack({POINT: tensor}), "rows": {POINT: rows}, "requests": {"7-abc": facts}}
+    return {"tensors": pack({POINT: tensor}), "rows": rows, "more": False, "requests": {"7-abc": facts}}
 
 
 def tape_of(*parts, speculative=False):
     tape = EngineTape([POINT], None, speculative=speculative)
     for each in parts:
-        tape.add([each])
+        tape.add(POINT, [each])
+    tape.end()
     return tape
 
 
@@ -270,7 +271,10 @@ def test_a_gap_in_a_request_is_an_error():
 
 def test_values_that_workers_divide_are_joined():
     tape = EngineTape([POINT], None, speculative=False)
-    tape.add([part([["7-abc", 4, 0]], VALUES[:4]), part([["7-abc", 4, 0]], VALUES[4:8])])
+    tape.add(POINT, [part([["7-abc", 4, 0]], VALUES[:4]), part([["7-abc", 4, 0]], VALUES[4:8])])
+    with pytest.raises(th.NotRecorded, match="read after its block"):
+        tape.request("7")
+    tape.end()
     assert torch.equal(tape.request("7")[POINT], torch.cat([VALUES[:4], VALUES[4:8]], dim=1))
 
 

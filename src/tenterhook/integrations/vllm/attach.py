@@ -21,6 +21,7 @@ NO_EXTENSION = (
     "the workers of this engine have no tenterhook in them. Start the engine with "
     'LLM(..., worker_extension_cls="tenterhook.integrations.vllm.Worker", enforce_eager=True).'
 )
+PARALLEL = "an engine with pipeline or data parallelism is not supported: use tensor parallelism only"
 NOT_AN_ENGINE = "attach() takes an LLM or an AsyncLLM of vLLM; got a {kind}"
 CLOSED = "this engine is closed. Attach again: attach(llm)"
 
@@ -36,7 +37,8 @@ def attach(llm: Any) -> Engine | AsyncEngine:
         An :class:`Engine`, or an :class:`AsyncEngine` for an ``AsyncLLM``.
 
     Raises:
-        SessionError: the engine was started without the extension, or is attached already.
+        SessionError: the engine was started without the extension, is attached already, or uses pipeline or data
+            parallelism.
         TypeError: it is not an engine.
     """
     inner = getattr(llm, "llm_engine", llm)
@@ -44,6 +46,9 @@ def attach(llm: Any) -> Engine | AsyncEngine:
         raise TypeError(NOT_AN_ENGINE.format(kind=type(llm).__name__))
     if inner.vllm_config.parallel_config.worker_extension_cls != "tenterhook.integrations.vllm.Worker":
         raise SessionError(NO_EXTENSION)
+    config = inner.vllm_config.parallel_config
+    if config.pipeline_parallel_size > 1 or config.data_parallel_size > 1:
+        raise SessionError(PARALLEL)
     return Engine(llm, inner) if hasattr(inner, "step") else AsyncEngine(inner)
 
 
@@ -244,26 +249,26 @@ class EngineRecording(_EngineSession):
         return self._begin(self.engine.call("record", self.name, self._selectors), self._fetch)
 
     def close(self) -> None:
-        """Fetch what was recorded, and end."""
-        if self._ends():
-            self._end(self.engine.call("end", self.name))
+        """Fetch the remaining rows, and end."""
+        if self._ends() and self.tape is not None:
+            self._fetch()
+            self.engine.call("end", self.name)
+            self.tape.end()
 
     def _begin(self, answers: list[Any], fetch: Any) -> EngineTape:
         self.tape = EngineTape(answers[0], fetch, speculative=self.engine.speculative)
         self.engine.admission.recordings[self.name] = self._bypass
         return self.tape
 
-    def _fetch(self) -> None:
-        if self.tape is not None:
-            self.tape.add(self.engine.call("take", self.name))
-
     def _ends(self) -> bool:
+        """Mark no more requests, and return whether this was still open."""
         return self.engine.admission.recordings.pop(self.name, None) is not None
 
-    def _end(self, parts: list[Any]) -> None:
+    def _fetch(self) -> None:
         if self.tape is not None:
-            self.tape.end()
-            self.tape.add(parts)
+            for address in self.tape.points:
+                while self.tape.add(address, self.engine.call("take", self.name, address)):
+                    pass
 
     def __enter__(self) -> EngineTape:
         return self.start()
@@ -273,8 +278,12 @@ class EngineRecording(_EngineSession):
         return self._begin(await self.engine.call("record", self.name, self._selectors), None)
 
     async def __aexit__(self, *_: object) -> None:
-        if self._ends():
-            self._end(await self.engine.call("end", self.name))
+        if self._ends() and self.tape is not None:
+            for address in self.tape.points:
+                while self.tape.add(address, await self.engine.call("take", self.name, address)):
+                    pass
+            await self.engine.call("end", self.name)
+            self.tape.end()
 
 
 class EngineEditing(_EngineSession):

@@ -102,6 +102,8 @@ class EngineTape:
         self._facts: dict[str, dict[str, Any]] = {}
         self._chunks: dict[str, dict[str, _Chunks]] = {}
         self._fetch, self._speculative = fetch, speculative
+        self.is_open = True
+        """True until the block of the recording ends"""
 
     @property
     def requests(self) -> list[str]:
@@ -144,24 +146,27 @@ class EngineTape:
         return None
 
     def _update(self) -> None:
+        if self.is_open and self._fetch is None:
+            raise NotRecorded(OPEN)
         if self._fetch is not None:
             self._fetch()
 
     # -- from the engine ----------------------------------------------------------------------------------------------
 
-    def add(self, parts: list[dict[str, Any]]) -> None:
-        """Add the rows that the workers sent. Values that are divided among them by heads are joined."""
-        held = [unpack(part["tensors"]) for part in parts]
+    def add(self, address: str, parts: list[dict[str, Any]]) -> bool:
+        """Add the rows of a point that the workers sent, and return whether there are more.
+
+        Values that are divided among the workers by heads are joined.
+        """
+        shares = [tensor for part in parts for tensor in unpack(part["tensors"]).values()]
         self._facts |= parts[0]["requests"]
-        for address, rows in parts[0]["rows"].items():
-            shares = [tensors[address] for tensors in held if address in tensors]
-            whole = torch.cat(shares, dim=-1) if len(shares) > 1 else shares[0]
-            place = 0
-            for key, count, first in rows:
-                chunks = self._chunks.setdefault(key, {}).setdefault(address, _Chunks())
-                chunks.rows.append((first, whole[place : place + count]))
-                place += count
+        whole, place = torch.cat(shares, dim=-1) if shares else torch.empty(0), 0
+        for key, count, first in parts[0]["rows"]:
+            chunks = self._chunks.setdefault(key, {}).setdefault(address, _Chunks())
+            chunks.rows.append((first, whole[place : place + count]))
+            place += count
+        return bool(parts[0]["more"])
 
     def end(self) -> None:
-        """The recording is over: nothing more is fetched."""
-        self._fetch = None
+        """Fetch nothing more: the recording is over."""
+        self.is_open, self._fetch = False, None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tenterhook._tree import describe, map_tensors, tensors
@@ -163,8 +162,3 @@ def try_edit(edit: RowEdit, value: Any) -> None:
     before, after = dict(tensors(blank)), dict(tensors(new))
     if any(after[path].shape != old.shape for path, old in before.items()):
         raise EditError(f"{edit.address!r}: {edit.edit!r} turned {describe(blank)} into {describe(new)}")
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is one tensor, or has only one."""
-    return isinstance(value, torch.Tensor) or len(list(tensors(value))) == 1

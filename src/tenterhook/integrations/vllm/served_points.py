@@ -11,7 +11,6 @@ from tenterhook._tree import describe, tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import parse
 from tenterhook.address.meanings import register_meaning
-from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError
 
 __all__ = ["BY_HEADS", "ValueLayout", "learn_meanings", "refuse_divided", "served_points"]
@@ -117,8 +116,3 @@ def refuse_divided(point: Point, layout: ValueLayout, workers: int, width: int) 
     whole = point.site is Site.RETURN and (point.meaning == "resid" or (is_wide and (named or not is_leaf)))
     if not whole and not (type(kind).__name__ == "ReplicatedLinear" and point.site is Site.RETURN):
         raise AddressError(DIVIDED.format(address=path, workers=workers))
-
-
-def shown(points: list[Point]) -> str:
-    """Return some addresses for a message."""
-    return listed([repr(str(point)) for point in points])

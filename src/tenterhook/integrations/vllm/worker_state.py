@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tenterhook.address import Point
@@ -34,6 +35,8 @@ COMPILED = (
 )
 EDIT_SETS = 256
 """sets of edits that a worker keeps ready; others are decoded again when a request brings them"""
+MESSAGE_BYTES = 256 << 20
+"""bytes of recorded rows in one answer; the format of vLLM's messages ends at 4 GiB"""
 DEVICE_BYTES = 256 << 20
 """recorded bytes that stay on an accelerator before they are moved to host memory"""
 
@@ -80,18 +83,18 @@ class RecordedRows:
             held[:] = [(tensor.cpu(), rows) for tensor, rows in held]
         self.on_device = 0
 
-    def take(self) -> dict[str, Any]:
-        """Return the rows so far as plain data, and forget them."""
-        import torch
-
-        self._to_host()
-        tensors = {address: torch.cat([tensor for tensor, _ in held]) for address, held in self.chunks.items()}
-        rows = {
-            address: [[each.request, each.stop - each.start, each.position] for _, some in held for each in some]
-            for address, held in self.chunks.items()
-        }
-        self.chunks = {}
-        return {"tensors": pack(tensors), "rows": rows, "requests": self.requests}
+    def take(self, address: str) -> dict[str, Any]:
+        """Return rows of one point as plain data, up to a size that fits a message, and forget them."""
+        held = self.chunks.get(address, [])
+        taken: list[tuple[Tensor, list[RequestRows]]] = []
+        size = 0
+        while held and size < MESSAGE_BYTES:
+            tensor, rows = held.pop(0)
+            taken.append((tensor.cpu(), rows))
+            size += tensor.nbytes
+        joined = {address: torch.cat([tensor for tensor, _ in taken])} if taken else {}
+        listed_rows = [[each.request, each.stop - each.start, each.position] for _, some in taken for each in some]
+        return {"tensors": pack(joined), "rows": listed_rows, "more": bool(held), "requests": self.requests}
 
 
 class WorkerState:
@@ -267,13 +270,13 @@ class WorkerState:
         """Return whether this worker keeps the rows: the first one, or all for a value that is divided by heads."""
         return self.worker.rank == 0 or actions.point.meaning in BY_HEADS
 
-    def take(self, name: str) -> dict[str, Any]:
-        """Return the rows that were recorded since the last call."""
-        return self.recordings[name].take()
+    def take(self, name: str, address: str) -> dict[str, Any]:
+        """Return rows of a point that were recorded since the last call, and whether there are more."""
+        return self.recordings[name].take(address)
 
-    def end(self, name: str) -> dict[str, Any]:
-        """Return the remaining rows, and end a recording. Points that nothing uses are removed."""
-        recording = self.recordings.pop(name)
+    def end(self, name: str) -> None:
+        """End a recording. Points that nothing uses are removed."""
+        del self.recordings[name]
         for actions in self.points.values():
             if name in actions.recordings:
                 actions.recordings.remove(name)
@@ -281,7 +284,6 @@ class WorkerState:
             if name in request.recordings:
                 request.recordings.remove(name)
         self._drop_unused()
-        return recording.take()
 
     def _drop_unused(self) -> None:
         if self.declared:
