@@ -12,6 +12,7 @@ from tenterhook.address import Site
 from tenterhook.errors import SessionError
 from tenterhook.integrations.vllm.point_actions import PointActions
 from tenterhook.integrations.vllm.served_points import served_points
+from tenterhook.integrations.vllm.worker import Worker
 from tenterhook.integrations.vllm.worker_state import KEY, WorkerState
 
 if current_platform.is_cpu():
@@ -52,7 +53,8 @@ def _(value: Tensor, residual: Tensor, index: int) -> None:
     pass
 
 
-class CompiledWorker(PlatformWorker):  # type: ignore[misc]  # its class is unknown here
+# The extension is among its bases, because vLLM adds it to the platform's worker if this process ran an engine before.
+class CompiledWorker(PlatformWorker, Worker):  # type: ignore[misc]  # the class of the platform's worker is unknown here
     """The platform's worker, with the declared points in its model."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

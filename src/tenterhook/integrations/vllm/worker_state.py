@@ -19,6 +19,7 @@ from tenterhook.integrations.vllm.runner_rows import RequestRows, rows_of
 from tenterhook.integrations.vllm.served_points import (
     BY_HEADS,
     TOKENS,
+    ValueLayout,
     layout_of,
     learn_meanings,
     refuse_divided,
@@ -108,6 +109,7 @@ class WorkerState:
         self.recordings: dict[str, RecordedRows] = {}
         self.points: dict[str, PointActions] = {}
         self.is_trying = False
+        self._layouts: dict[str, ValueLayout] = {}
         self._known_edits: dict[str, dict[str, list[RowEdit]]] = {}
         self._rows: list[RequestRows] | None = None
         self._step_rows = rows_of(self.runner)
@@ -217,11 +219,13 @@ class WorkerState:
     def _try(self, new: dict[str, PointActions]) -> dict[str, AddressError]:
         """Install points and run the model on a few tokens, to learn the layout of their values. Return the errors."""
         failed: dict[str, AddressError] = {}
-        if not new:
-            return failed
+        for address, actions in new.items():
+            actions.layout = self._layouts.get(address)
         try:
             for actions in new.values():
                 actions.start()
+            if all(actions.layout is not None for actions in new.values()):
+                return failed
             self.is_trying = True
             self.runner._dummy_run(TOKENS)  # noqa: SLF001  # as the worker itself does, in execute_dummy_batch
         except BaseException:
@@ -232,13 +236,13 @@ class WorkerState:
             self.is_trying = False
         for address, actions in new.items():
             try:
-                actions.layout = self._layout(actions.point, actions.seen)
+                actions.layout = self._layouts[address] = self._layout(actions.point, actions.seen)
             except AddressError as error:
                 failed[address] = error
             actions.seen = []
         return failed
 
-    def _layout(self, point: Point, seen: list[Any]) -> Any:
+    def _layout(self, point: Point, seen: list[Any]) -> ValueLayout:
         layout = layout_of(point, seen)
         if self.workers > 1 and point.meaning not in BY_HEADS:
             refuse_divided(point, layout, self.workers, self.width)
