@@ -108,7 +108,7 @@ bench-vllm: .venv-vllm/.ready ## an engine of vLLM with tenterhook and without i
 	@.venv-vllm/bin/python -m benchmarks vllm $(BENCH_ARGS)
 
 vllm: .venv-vllm/.ready ## record and edit inside vLLM, on the CPU, in an environment of its own (3.4 GB)
-	@.venv-vllm/bin/python -m pytest tests/integrations -m vllm -W default --show-capture=no $(PYTEST_ARGS)
+	@.venv-vllm/bin/python -m pytest $(wildcard tests/integrations/test_vllm_*.py) -m vllm -W default --show-capture=no $(PYTEST_ARGS)
 
 # What vLLM brings for images and sound does not match the torch that is pinned here, and must be absent.
 .venv-vllm/.ready: pyproject.toml
