@@ -35,6 +35,7 @@ from tenterhook.errors import (
     ReplayError,
     SelectorError,
     SessionError,
+    SpliceError,
     Stopped,
     StoreError,
     SweepError,
@@ -75,6 +76,9 @@ if TYPE_CHECKING:
     from tenterhook.replay.sweep_result import Sweep
     from tenterhook.replay.verb import replay, run_from, sweep
     from tenterhook.report.verb import page
+    from tenterhook.splice.dictionary import Dictionary
+    from tenterhook.splice.dictionary_files import load_dictionary
+    from tenterhook.splice.verb import splice
     from tenterhook.watch.json_lines import JsonLines
     from tenterhook.watch.tensorboard import TensorBoard
     from tenterhook.watch.verb import blackbox, watch
@@ -85,6 +89,7 @@ __all__ = [
     "Audit",
     "ClosedSession",
     "Diagnosis",
+    "Dictionary",
     "DifferentHarvest",
     "EditError",
     "EditFileError",
@@ -107,6 +112,7 @@ __all__ = [
     "Selection",
     "SelectorError",
     "SessionError",
+    "SpliceError",
     "Stopped",
     "StoreError",
     "Sweep",
@@ -134,6 +140,7 @@ __all__ = [
     "harvest",
     "hooks",
     "load",
+    "load_dictionary",
     "load_edits",
     "mean",
     "noise",
@@ -150,6 +157,7 @@ __all__ = [
     "scale",
     "set",
     "skip",
+    "splice",
     "sweep",
     "watch",
     "zero",
@@ -160,6 +168,7 @@ load_on_use(
     {
         "Audit": "tenterhook.audit.verb:Audit",
         "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
+        "Dictionary": "tenterhook.splice.dictionary:Dictionary",
         "Features": "tenterhook.features:Features",
         "JsonLines": "tenterhook.watch.json_lines:JsonLines",
         "Point": "tenterhook.address:Point",
@@ -179,6 +188,7 @@ load_on_use(
         "harvest": "tenterhook.harvest.verb:harvest",
         "hooks": "tenterhook.hooks",
         "load": "tenterhook.record.tape:load",
+        "load_dictionary": "tenterhook.splice.dictionary_files:load_dictionary",
         "load_edits": "tenterhook.edit.saved:load_edits",
         "mean": "tenterhook.edit.ready:Mean",
         "noise": "tenterhook.edit.ready:Noise",
@@ -195,6 +205,7 @@ load_on_use(
         "scale": "tenterhook.edit.ready:Scale",
         "set": "tenterhook.edit.ready:Set",
         "skip": "tenterhook.edit.skip:Skip",
+        "splice": "tenterhook.splice.verb:splice",
         "sweep": "tenterhook.replay.verb:sweep",
         "watch": "tenterhook.watch.verb:watch",
         "zero": "tenterhook.edit.ready:Zero",
