@@ -7,7 +7,7 @@ Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvne
 
 Linear probes: ``probe``.
 
-Patching: the module ``patching``, with activation, attribution and path patching.
+Patching: the module ``patching``, with activation, attribution and path patching. Circuits: the module ``circuit``.
 
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tenterhook.recipes import patching
+    from tenterhook.recipes import circuit, patching
     from tenterhook.recipes.ablation import ablate
     from tenterhook.recipes.adversarial import bim, deepfool, feature_attack, fgsm, pgd
     from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
@@ -49,6 +49,7 @@ __all__ = [
     "bim",
     "causal_trace",
     "channel_ablation",
+    "circuit",
     "clip_gradient",
     "conductance",
     "deconvnet",
@@ -105,12 +106,13 @@ MODULES = {
     "causal_tracing": ("causal_trace",),
     "training": ("activation_penalty", "clip_gradient", "freeze", "reverse_gradient", "scale_gradient"),
 }
+WHOLE = ("circuit", "patching")  # Modules that are public as a whole.
 HOMES = {name: module for module, names in MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "patching":
-        return importlib.import_module("tenterhook.recipes.patching")
+    if name in WHOLE:
+        return importlib.import_module(f"tenterhook.recipes.{name}")
     if name not in HOMES:
         raise AttributeError(f"module 'tenterhook.recipes' has no recipe {name!r}; it has {', '.join(__all__)}")
     found = getattr(importlib.import_module(f"tenterhook.recipes.{HOMES[name]}"), name)
