@@ -55,11 +55,15 @@ if TYPE_CHECKING:
     from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
     from tenterhook.doctor.verb import Diagnosis, doctor
+    from tenterhook.edit.learn import Learned, learn
     from tenterhook.edit.ready import Add as add
     from tenterhook.edit.ready import Clamp as clamp
+    from tenterhook.edit.ready import Lowrank as lowrank
+    from tenterhook.edit.ready import Mask as mask
     from tenterhook.edit.ready import Mean as mean
     from tenterhook.edit.ready import Noise as noise
     from tenterhook.edit.ready import Project as project
+    from tenterhook.edit.ready import Rotate as rotate
     from tenterhook.edit.ready import Scale as scale
     from tenterhook.edit.ready import Set as set
     from tenterhook.edit.ready import Zero as zero
@@ -98,6 +102,7 @@ __all__ = [
     "HarvestError",
     "HookError",
     "JsonLines",
+    "Learned",
     "ModelChanged",
     "NeverReached",
     "NoBackward",
@@ -139,9 +144,12 @@ __all__ = [
     "grid",
     "harvest",
     "hooks",
+    "learn",
     "load",
     "load_dictionary",
     "load_edits",
+    "lowrank",
+    "mask",
     "mean",
     "noise",
     "open",
@@ -152,6 +160,7 @@ __all__ = [
     "record",
     "register_meaning",
     "replay",
+    "rotate",
     "run_from",
     "save_edits",
     "scale",
@@ -171,6 +180,7 @@ load_on_use(
         "Dictionary": "tenterhook.splice.dictionary:Dictionary",
         "Features": "tenterhook.features:Features",
         "JsonLines": "tenterhook.watch.json_lines:JsonLines",
+        "Learned": "tenterhook.edit.learn:Learned",
         "Point": "tenterhook.address:Point",
         "Selection": "tenterhook.address:Selection",
         "Sweep": "tenterhook.replay.sweep_result:Sweep",
@@ -187,9 +197,12 @@ load_on_use(
         "grid": "tenterhook.replay.cases:grid",
         "harvest": "tenterhook.harvest.verb:harvest",
         "hooks": "tenterhook.hooks",
+        "learn": "tenterhook.edit.learn:learn",
         "load": "tenterhook.record.tape:load",
         "load_dictionary": "tenterhook.splice.dictionary_files:load_dictionary",
         "load_edits": "tenterhook.edit.saved:load_edits",
+        "lowrank": "tenterhook.edit.ready:Lowrank",
+        "mask": "tenterhook.edit.ready:Mask",
         "mean": "tenterhook.edit.ready:Mean",
         "noise": "tenterhook.edit.ready:Noise",
         "open": "tenterhook.harvest.verb:open",
@@ -200,6 +213,7 @@ load_on_use(
         "register_meaning": "tenterhook.address.meanings:register_meaning",
         "record": "tenterhook.record.verb:record",
         "replay": "tenterhook.replay.verb:replay",
+        "rotate": "tenterhook.edit.ready:Rotate",
         "run_from": "tenterhook.replay.verb:run_from",
         "save_edits": "tenterhook.edit.saved:save_edits",
         "scale": "tenterhook.edit.ready:Scale",
