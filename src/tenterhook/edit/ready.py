@@ -338,7 +338,7 @@ def orthonormal(rows: Tensor, tensor: Tensor, context: Context, edit: Any) -> Te
         text = f"the value at {context.address!r} is {describe(tensor)}; directions have length {rows.shape[-1]}"
         raise EditError(f"{text} instead of {tensor.shape[-1]}.")
     _same_kind(rows, tensor, context, edit)
-    basis, _ = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))
+    basis: Tensor = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))[0]
     return basis.to(tensor.dtype)
 
 
