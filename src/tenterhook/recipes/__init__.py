@@ -3,7 +3,7 @@
 Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvnet``, ``smoothgrad``,
 ``integrated_gradients``, ``layer_integrated_gradients``, ``conductance``, ``gradcam``, ``gradcam_plus_plus``,
 ``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
-``lrp``, ``attention_rollout``. ``side_by_side`` draws several attributions in one figure.
+``lrp``, ``attention_rollout``; of text, ``text``. ``side_by_side`` draws several attributions in one figure.
 
 Linear probes: ``probe``.
 
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from tenterhook.recipes.rollout import attention_rollout
     from tenterhook.recipes.sample_gradients import per_sample_gradients
     from tenterhook.recipes.steer import steering
+    from tenterhook.recipes.text_attribution import TextAttribution, text
     from tenterhook.recipes.training import activation_penalty, clip_gradient, freeze, reverse_gradient, scale_gradient
 
 __all__ = [
     "Attribution",
     "Probes",
+    "TextAttribution",
     "ablate",
     "activation_penalty",
     "attention_rollout",
@@ -83,6 +85,7 @@ __all__ = [
     "side_by_side",
     "smoothgrad",
     "steering",
+    "text",
     "tuned_lens",
 ]
 
@@ -103,6 +106,7 @@ MODULES = {
     "sample_gradients": ("per_sample_gradients",),
     "learning_signals": ("learning_signal",),
     "steer": ("steering",),
+    "text_attribution": ("TextAttribution", "text"),
     "causal_tracing": ("causal_trace",),
     "training": ("activation_penalty", "clip_gradient", "freeze", "reverse_gradient", "scale_gradient"),
 }
