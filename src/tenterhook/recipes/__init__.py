@@ -5,7 +5,7 @@ Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvne
 ``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
 ``lrp``, ``attention_rollout``; of text, ``text``. ``side_by_side`` draws several attributions in one figure.
 
-Linear probes: ``probe``.
+Linear probes: ``probe``. Dictionaries: ``dictionary``, ``feature_texts``.
 
 Patching: the module ``patching``, with activation, attribution and path patching. Circuits: the module ``circuit``.
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from tenterhook.recipes.adversarial import bim, deepfool, feature_attack, fgsm, pgd
     from tenterhook.recipes.cam import gradcam, gradcam_plus_plus, guided_gradcam, layercam, scorecam
     from tenterhook.recipes.causal_tracing import causal_trace
+    from tenterhook.recipes.dictionary_training import TrainedDictionary, dictionary
     from tenterhook.recipes.direct import direct_logits
+    from tenterhook.recipes.features_in_text import FeatureTexts, feature_texts
     from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
     from tenterhook.recipes.learning_signals import learning_signal
     from tenterhook.recipes.lens import logit_lens, tuned_lens
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attribution",
+    "FeatureTexts",
     "Probes",
     "TextAttribution",
+    "TrainedDictionary",
     "ablate",
     "activation_penalty",
     "attention_rollout",
@@ -57,9 +61,11 @@ __all__ = [
     "deconvnet",
     "deepfool",
     "deeplift",
+    "dictionary",
     "direct_logits",
     "feature_ablation",
     "feature_attack",
+    "feature_texts",
     "fgsm",
     "freeze",
     "gradcam",
@@ -94,7 +100,9 @@ MODULES = {
     "ablation": ("ablate",),
     "adversarial": ("bim", "deepfool", "feature_attack", "fgsm", "pgd"),
     "cam": ("gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorecam"),
+    "dictionary_training": ("TrainedDictionary", "dictionary"),
     "direct": ("direct_logits",),
+    "features_in_text": ("FeatureTexts", "feature_texts"),
     "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
     "lens": ("logit_lens", "tuned_lens"),
     "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
