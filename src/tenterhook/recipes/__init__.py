@@ -5,13 +5,15 @@ Attribution: ``saliency``, ``input_x_gradient``, ``guided_backprop``, ``deconvne
 ``layercam``, ``scorecam``, ``guided_gradcam``, ``occlusion``, ``feature_ablation``, ``channel_ablation``, ``deeplift``,
 ``lrp``, ``attention_rollout``; of text, ``text``. ``side_by_side`` draws several attributions in one figure.
 
-Linear probes: ``probe``. Dictionaries: ``dictionary``, ``feature_texts``.
+Linear probes: ``probe``. Dictionaries: ``dictionary``, ``feature_texts``,
+``feature_edges``.
 
 Patching: the module ``patching``, with activation, attribution and path patching. Circuits: the module ``circuit``.
 
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
-Interventions: ``steering``, ``ablate``, ``logit_lens``, ``tuned_lens``, ``causal_trace``, ``direct_logits``.
+Interventions: ``steering``, ``ablate``, ``logit_lens``, ``tuned_lens``, ``jacobian_lens``, ``causal_trace``,
+``direct_logits``.
 
 Training: ``clip_gradient``, ``scale_gradient``, ``reverse_gradient``, ``freeze``, ``activation_penalty``,
 ``learning_signal``, ``per_sample_gradients``.
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from tenterhook.recipes.causal_tracing import causal_trace
     from tenterhook.recipes.dictionary_training import TrainedDictionary, dictionary
     from tenterhook.recipes.direct import direct_logits
+    from tenterhook.recipes.feature_paths import FeatureEdges, feature_edges
     from tenterhook.recipes.features_in_text import FeatureTexts, feature_texts
     from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+    from tenterhook.recipes.jacobian import jacobian_lens
     from tenterhook.recipes.learning_signals import learning_signal
     from tenterhook.recipes.lens import logit_lens, tuned_lens
     from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attribution",
+    "FeatureEdges",
     "FeatureTexts",
     "Probes",
     "TextAttribution",
@@ -65,6 +70,7 @@ __all__ = [
     "direct_logits",
     "feature_ablation",
     "feature_attack",
+    "feature_edges",
     "feature_texts",
     "fgsm",
     "freeze",
@@ -74,6 +80,7 @@ __all__ = [
     "guided_gradcam",
     "input_x_gradient",
     "integrated_gradients",
+    "jacobian_lens",
     "layer_integrated_gradients",
     "layercam",
     "learning_signal",
@@ -102,8 +109,10 @@ MODULES = {
     "cam": ("gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorecam"),
     "dictionary_training": ("TrainedDictionary", "dictionary"),
     "direct": ("direct_logits",),
+    "feature_paths": ("FeatureEdges", "feature_edges"),
     "features_in_text": ("FeatureTexts", "feature_texts"),
     "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
+    "jacobian": ("jacobian_lens",),
     "lens": ("logit_lens", "tuned_lens"),
     "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
     "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
