@@ -96,6 +96,21 @@ def test_exact_scores_are_those_of_single_patches(model, mode):
         assert torch.allclose(found.scores[:, *place], exactly(model, base, source, edge), atol=1e-10), edge
 
 
+def test_some_edges_alone_are_scored_exactly(model):
+    whole, best = edges(model, "exact"), edges(model).table[:7]
+    found = edges(model, "exact", only=best)
+    assert int(found.exists.sum()) == 7
+    assert torch.allclose(found.scores[:, found.exists], whole.scores[:, found.exists])
+    assert {row[:2] for row in found.table} == {row[:2] for row in best}
+    with pytest.raises(th.RecipeError, match="only= is for"):
+        edges(model, only=best)
+
+
+def test_a_frozen_model_has_the_same_scores(model):
+    frozen = gpt2(2).double().requires_grad_(False)
+    assert torch.allclose(edges(frozen).scores, edges(model).scores)
+
+
 def test_eap_ig_goes_from_eap_to_the_exact_effect_where_there_is_one_path():
     torch.manual_seed(0)
 

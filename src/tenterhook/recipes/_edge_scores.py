@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone, restful
-from tenterhook.recipes._residual import Graph, Receiver, weight_of
+from tenterhook.recipes._residual import Graph, Group, Receiver, weight_of
 
 __all__ = ["case", "differences", "exact_scores", "gradient_scores", "measured", "recorded", "through_norm"]
 
@@ -45,32 +44,57 @@ def recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric) -> tupl
 def differences(graph: Graph, source: dict[str, Tensor], base: dict[str, Tensor]) -> Tensor:
     """Return the change of what each sender writes, ``[sender, example, ...]``."""
     changes = {point: source[point].detach() - base[point].detach() for point in graph.points}
-    return torch.stack([sender.written(changes[sender.point]) for sender in graph.senders])
+    found: list[Tensor] = []
+    for sender in graph.senders:
+        if sender.projection is None or sender.head is None:
+            found.append(changes[sender.point][None])
+        elif sender.head == 0:  # All heads of a layer at once.
+            found.append(sender.heads_written(changes[sender.point]))
+    return torch.cat(found)
 
 
 def gradient_scores(
-    model: nn.Module, graph: Graph, start: Any, ends: tuple[dict[str, Tensor], dict[str, Tensor]], metric: Metric,
-    steps: int,
-) -> Tensor:  # fmt: skip
+    model: nn.Module, graph: Graph, start: Any, source: dict[str, Tensor], metric: Metric, steps: int
+) -> Tensor:
     """Return the scores ``[example, sender, receiver]``: the change of each sender times the gradient of each receiver.
 
-    ``ends``: the values of the senders in the run that is changed, and in the other. With ``steps``, the gradient is
-    the average on the way of the first sender from one end to the other.
+    ``start``: the input whose run is changed. ``source``: the values of the senders in the other run. With ``steps``,
+    the gradient is the average on the way of the first sender from one run to the other.
     """
-    base, source = ends
-    change = differences(graph, source, base)
-    flat = change.flatten(2).transpose(0, 1)  # [example, sender, ...]
-    scores = torch.zeros(
-        flat.shape[0], len(graph.senders), len(graph.receivers), device=flat.device,
-        dtype=torch.promote_types(flat.dtype, torch.float32),
-    )  # fmt: skip
-    for part in range(max(steps, 1)):
-        way = torch.lerp(base[graph.embed], source[graph.embed], (part + 0.5) / steps if steps else 0.0)
-        # It requires a gradient, so that there is one in a model whose parameters are frozen.
-        edits = {graph.embed: th.set(way.detach().requires_grad_())}
-        for places, gradient in _gradients(model, graph, start, metric, edits):
-            scores[:, :, places] += _products(flat, gradient.flatten(2)) / max(steps, 1)
-    return scores * graph.exists.to(scores.device)
+    if not steps:
+        tape, base = _differentiated(model, graph, start, metric, source)
+        return _scores(graph, tape, base, _flat(differences(graph, source, base)))
+    base = recorded(model, graph, start, metric)[0]
+    flat, total = _flat(differences(graph, source, base)), torch.zeros(())
+    for part in range(steps):
+        way = torch.lerp(base[graph.embed], source[graph.embed], (part + 0.5) / steps)
+        tape, values = _differentiated(model, graph, start, metric, source, way)
+        total = total.to(flat.device) + _scores(graph, tape, values, flat) / steps
+    return total
+
+
+def _flat(change: Tensor) -> Tensor:
+    return change.flatten(2).transpose(0, 1)  # [example, sender, ...]
+
+
+def _scores(graph: Graph, tape: th.Tape, values: dict[str, Tensor], changes: Tensor) -> Tensor:
+    """Return the scores, given a run with gradients and its values, and the changes of the senders."""
+    parts: list[Tensor] = []
+    for group in graph.groups:
+        stream, count = values[group.stream], group.senders
+        found = tape.grad.get(group.consumer)
+        if found is None:  # Nothing after it influences the metric.
+            parts.append(changes.new_zeros(len(changes), len(graph.senders), len(group.places)))
+            continue
+        gradient = lone(found, group.consumer)
+        room = max(1, ROOM // stream.numel())
+        for low in range(0, len(group.places), room):
+            slope = _through(group, slice(low, low + room), gradient, stream)
+            product = _products(changes[:, :count], slope.flatten(2))
+            parts.append(nn.functional.pad(product, (0, 0, 0, len(graph.senders) - count)))
+    order = [place for group in graph.groups for place in group.places]
+    scores = torch.cat(parts, -1)
+    return scores if order == sorted(order) else scores[:, :, torch.tensor(order).argsort().to(scores.device)]
 
 
 def _products(changes: Tensor, gradients: Tensor) -> Tensor:
@@ -82,31 +106,30 @@ def _products(changes: Tensor, gradients: Tensor) -> Tensor:
     return torch.bmm(changes.to(wide), right.to(wide))
 
 
-def _gradients(
-    model: nn.Module, graph: Graph, given: Any, metric: Metric, edits: dict[str, Any]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the gradients at the stream for groups of receivers, ``[receiver, example, ...]``."""
+def _differentiated(
+    model: nn.Module, graph: Graph, given: Any, metric: Metric, source: dict[str, Tensor], way: Tensor | None = None
+) -> tuple[th.Tape, dict[str, Tensor]]:
+    """Run the model forward and backward. Return the gradients at the receivers, and the values of the senders.
+
+    ``way``: what the first sender writes instead of its own value.
+    """
     args, kwargs = arguments(given)
-    points = dict.fromkeys((*graph.consumers, *graph.streams))
-    with torch.inference_mode(mode=False), torch.enable_grad(), th.record(model, *points, grad=True) as tape:
-        with th.edit(model, edits):
+    # A leaf at the first sender, so that there is a gradient in a model whose parameters are frozen.
+    leaf = torch.zeros_like(source[graph.embed]) if way is None else way.detach()
+    first = th.add if way is None else th.set
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        th.edit(model, {graph.embed: first(leaf.requires_grad_())}),
+    ):
+        kept = dict.fromkeys((*graph.points, *graph.streams))
+        with th.record(model, *kept) as values, th.record(model, *graph.consumers, grad=True) as tape:
             output = model(*args, **kwargs)
-        value = measured(metric, output, next(iter(_leading(output)), 1)).sum()
-        if not value.requires_grad:
-            raise th.RecipeError(CONSTANT.format(value=f"{value.item():.4g}"))
-        tape.backward(value)
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for place, receiver in enumerate(graph.receivers):
-        groups[receiver.consumer, receiver.stream, receiver.projection].append(place)
-    for (consumer, stream, _), places in groups.items():
-        streamed = lone(tape[stream], stream)
-        if (gradient := tape.grad.get(consumer)) is None:
-            continue  # Nothing after it influences the metric.
-        arrived = lone(gradient, consumer)
-        room = max(1, ROOM // streamed.numel())
-        for start in range(0, len(places), room):
-            now = places[start : start + room]
-            yield now, _through([graph.receivers[place] for place in now], arrived, streamed)
+            value = measured(metric, output, next(iter(_leading(output)), 1)).sum()
+            if not value.requires_grad:
+                raise th.RecipeError(CONSTANT.format(value=f"{value.item():.4g}"))
+            tape.backward(value)
+    return tape, {point: lone(values[point], point) for point in kept}
 
 
 def _leading(output: Any) -> Iterator[int]:
@@ -115,30 +138,29 @@ def _leading(output: Any) -> Iterator[int]:
         yield found.shape[0]
 
 
-def _through(receivers: Sequence[Receiver], gradient: Tensor, stream: Tensor) -> Tensor:
+def _through(group: Group, part: slice, gradient: Tensor, stream: Tensor) -> Tensor:
     """Return the gradients of some receivers at the stream: back through their projections, and through the norm."""
-    first = receivers[0]
-    if first.projection is not None:
-        channels = torch.tensor([receiver.channels for receiver in receivers], device=gradient.device)
-        weight = weight_of(first.projection).detach()[channels]  # [receiver, size, in]
+    if group.projection is not None:
+        channels = group.channels[part].to(gradient.device)
+        weight = weight_of(group.projection).detach()[channels]  # [receiver, size, in]
         gradient = torch.einsum("...re,red->r...d", gradient[..., channels], weight)
     else:
-        gradient = gradient[None].expand(len(receivers), *gradient.shape)
-    if first.norm is None:
+        gradient = gradient[None]
+    if group.norm is None:
         return gradient
     with torch.inference_mode(mode=False), torch.enable_grad():
         copies = stream.detach()[None].expand(gradient.shape).contiguous().requires_grad_()
-        return torch.autograd.grad(first.norm(copies), copies, gradient)[0]
+        return torch.autograd.grad(group.norm(copies), copies, gradient)[0]
 
 
 # -- exact -------------------------------------------------------------------------------------------------------------
 
 
 def exact_scores(
-    model: nn.Module, graph: Graph, start: Any, change: Tensor, metric: Metric, *, batch: int | None,
+    model: nn.Module, graph: Graph, start: Any, change: Tensor, metric: Metric, *, wanted: Tensor, batch: int | None,
     progress: bool | None,
 ) -> tuple[Tensor, tuple[str, ...]]:  # fmt: skip
-    """Return the scores ``[example or 1, sender, receiver]``: the effect of a patch of each edge alone."""
+    """Return the scores ``[example or 1, sender, receiver]``: the effect of a patch of each wanted edge alone."""
     restful(model)
     args, kwargs = arguments(start)
     streams = list(dict.fromkeys((*graph.streams, *graph.consumers)))
@@ -149,7 +171,7 @@ def exact_scores(
     base = measured(metric, output, examples).detach().reshape(-1)
     scores = torch.zeros(len(base), len(graph.senders), len(graph.receivers), dtype=base.dtype)
     how: tuple[str, ...] = ()
-    for edges, cases in _cases(graph, before, change):
+    for edges, cases in _cases(graph, before, change, wanted):
         found = th.sweep(
             model, cases, lambda out: measured(metric, out, examples).reshape(-1), *args, batch=batch,
             progress=progress, **kwargs,
@@ -163,33 +185,28 @@ def exact_scores(
 
 
 def _cases(
-    graph: Graph, before: dict[str, Tensor], change: Tensor
+    graph: Graph, before: dict[str, Tensor], change: Tensor, wanted: Tensor
 ) -> Iterator[tuple[list[tuple[int, int]], list[dict[str, Any]]]]:
     """Yield the edges, and the edit of each for ``th.sweep``, in parts that fit in memory."""
     edges: list[tuple[int, int]] = []
     cases: list[dict[str, Any]] = []
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for place, receiver in enumerate(graph.receivers):
-        groups[receiver.consumer, receiver.senders].append(place)
     held = 0
-    for places in groups.values():
-        values = _patched(graph.receivers[places[0]], before, change)
+    for group in graph.groups:
+        numbers = wanted[:, group.places].any(1).nonzero().flatten().tolist()
+        if not numbers:
+            continue
+        values = through_norm(graph.receivers[group.places[0]], before[group.stream] + change[numbers])
         held += values.numel()
-        for place in places:
-            receiver = graph.receivers[place]
-            for number in range(receiver.senders):
-                edges.append((number, place))
-                cases.append(case(receiver, values[number]))
+        for place in group.places:
+            for row, number in enumerate(numbers):
+                if wanted[number, place]:
+                    edges.append((number, place))
+                    cases.append(case(graph.receivers[place], values[row]))
         if held > ROOM:
             yield edges, cases
             edges, cases, held = [], [], 0
     if edges:
         yield edges, cases
-
-
-def _patched(receiver: Receiver, before: dict[str, Tensor], change: Tensor) -> Tensor:
-    """Return the values at the consumer of a receiver if one sender is patched, ``[sender, example, ...]``."""
-    return through_norm(receiver, before[receiver.stream] + change[: receiver.senders])
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 
-__all__ = ["Graph", "Nodes", "Receiver", "Sender", "graph_of", "weight_of"]
+__all__ = ["Graph", "Group", "Nodes", "Receiver", "Sender", "graph_of", "weight_of"]
 
 Nodes = Literal["heads", "layers"] | Mapping[str, tuple[str | None, str | None]]
 
@@ -58,6 +59,12 @@ class Sender:
         part = slice(self.head * size, (self.head + 1) * size)
         return value[..., part] @ weight[:, part].T
 
+    def heads_written(self, value: Tensor) -> Tensor:
+        """Return what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
+        assert self.projection is not None  # noqa: S101  Only heads have one.
+        weight = weight_of(self.projection).unflatten(1, (self.heads, -1))
+        return torch.einsum("...he,dhe->h...d", value.unflatten(-1, (self.heads, -1)), weight)
+
 
 @dataclass(frozen=True)
 class Receiver:
@@ -78,6 +85,20 @@ class Receiver:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Receivers that use the same outputs of the same module, by their places in the graph."""
+
+    stream: str
+    consumer: str
+    norm: nn.Module | None
+    projection: nn.Module | None
+    senders: int
+    places: list[int]
+    channels: Tensor
+    """the channels of each receiver, ``[receiver, channel]``"""
+
+
+@dataclass(frozen=True)
 class Graph:
     """Senders in the order in which they run, and receivers."""
 
@@ -85,13 +106,28 @@ class Graph:
     receivers: tuple[Receiver, ...]
     embed: str
 
-    @property
+    @cached_property
     def exists(self) -> Tensor:
         """Which edges exist, ``[senders, receivers]``."""
         found = torch.zeros(len(self.senders), len(self.receivers), dtype=torch.bool)
         for place, receiver in enumerate(self.receivers):
             found[: receiver.senders, place] = True
         return found
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The receivers, those of one module together."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for place, receiver in enumerate(self.receivers):
+            found.setdefault((receiver.consumer, receiver.stream), []).append(place)
+        made = []
+        for places in found.values():
+            first = self.receivers[places[0]]
+            channels = torch.tensor([self.receivers[place].channels for place in places], dtype=torch.long)
+            made.append(
+                Group(first.stream, first.consumer, first.norm, first.projection, first.senders, places, channels)
+            )
+        return made
 
     @property
     def points(self) -> tuple[str, ...]:

@@ -299,6 +299,7 @@ def edges(  # noqa: PLR0913
     nodes: Nodes = "heads",
     steps: int = 8,
     mode: Mode = "denoise",
+    only: Iterable[tuple[Any, ...]] | None = None,
     batch: int | None = None,
     progress: bool | None = None,
 ) -> Edges:
@@ -335,6 +336,7 @@ def edges(  # noqa: PLR0913
             writes)``: the point where a node reads the stream and the point whose value it adds, or None.
         steps: the number of steps of ``"eap-ig"``.
         mode: ``"denoise"`` puts values of the clean input into the corrupt run; ``"noise"`` does the reverse.
+        only: for ``"exact"``, the edges to patch: pairs of sender and receiver, or rows of ``Edges.table``.
         batch: the number of patches at once, for ``"exact"``; see ``th.sweep``.
         progress: whether ``"exact"`` shows a progress bar.
 
@@ -355,20 +357,23 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
     pairs = _pairs(clean, corrupt)
     task = Task(model, pairs, metric, graph_of(model, *pairs[0], nodes))
+    wanted = task.graph.exists if only is None else _chosen(task.graph, only, method)
     found: list[Tensor] = []
     how: tuple[str, ...] = ()
     for pair in pairs:
         source, base = pair if mode == "denoise" else (pair[1], pair[0])
-        ends = recorded(model, task.graph, base, metric)[0], recorded(model, task.graph, source, metric)[0]
+        values, _ = recorded(model, task.graph, source, metric)
         if method == "exact":
-            change = differences(task.graph, ends[1], ends[0])
-            scores, how = exact_scores(model, task.graph, base, change, metric, batch=batch, progress=progress)
+            change = differences(task.graph, values, recorded(model, task.graph, base, metric)[0])
+            scores, how = exact_scores(
+                model, task.graph, base, change, metric, wanted=wanted, batch=batch, progress=progress
+            )
         else:
-            scores = gradient_scores(model, task.graph, base, ends, metric, steps if method == "eap-ig" else 0)
+            scores = gradient_scores(model, task.graph, base, values, metric, steps if method == "eap-ig" else 0)
         found.append(scores)
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
-    return Edges(names, heard, torch.cat(found), task.graph.exists, method, mode, how, task)
+    return Edges(names, heard, torch.cat(found), wanted, method, mode, how, task)
 
 
 def greedy(
@@ -476,6 +481,20 @@ def _pairs(clean: Any, corrupt: Any, *, several: bool = True) -> tuple[tuple[Any
                 f"{shapes[0]}, corrupt has {shapes[1]}.\nChoose prompts with the same number of tokens."
             )
     return pairs
+
+
+def _chosen(graph: Graph, only: Iterable[tuple[Any, ...]], method: Method) -> Tensor:
+    """Return the edges of a list, ``[sender, receiver]``."""
+    if method != "exact":
+        raise th.RecipeError("only= is for method='exact'; the others score all edges at once")
+    senders, receivers = ([each.name for each in part] for part in (graph.senders, graph.receivers))
+    wanted = torch.zeros_like(graph.exists)
+    for one, other, *_ in only:
+        place = _place(senders, one, "sender"), _place(receivers, other, "receiver")
+        if not bool(graph.exists[place]):
+            raise th.RecipeError(f"there is no edge from {one!r} to {other!r}: the receiver comes first")
+        wanted[place] = True
+    return wanted
 
 
 def _place(names: Sequence[str], name: str, what: str) -> int:
