@@ -230,6 +230,24 @@ def test_the_state_of_the_model_has_the_same_names_in_the_session(model, sae):
         assert list(model.state_dict()) == before
 
 
+def test_modes_of_the_module_and_of_the_dictionary_stay(model, sae):
+    model.h[1].norm.train()
+    sae.train()
+    with th.splice(model, {"h.1": sae}, error=True):
+        assert not model.h[1].training
+        assert model.h[1].norm.training
+        assert sae.training
+    assert model.h[1].norm.training
+
+
+def test_a_module_with_two_names_is_spliced_under_both(sae, x):
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with th.splice(model, {"0": sae}):
+        found = model(x)
+    assert torch.equal(found, sae(shared(torch.relu(sae(shared(x))))))
+
+
 def test_sessions_nest_and_close_in_any_order(model, sae, x):
     plain = model(x)
     one, other = th.splice(model, {"h.0": sae}), th.splice(model, {"h.0.mlp": sae})

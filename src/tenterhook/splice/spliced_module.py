@@ -160,7 +160,9 @@ class SplicedModule(nn.Module):
         self._argument = argument
         self._source: tuple[str, dict[str, Any]] | None = None
         self._thread = current.token
-        self.train(module.training)
+        for each in (self, splice, splice.latents, getattr(splice, "error", None)):
+            if each is not None:  # Not train(), which would reach the module and the dictionary.
+                each.training = module.training
 
     def read_from(self, address: str, seen: dict[str, Any]) -> None:
         """Take the input of the dictionary from ``seen``, where another point stores it under its address."""

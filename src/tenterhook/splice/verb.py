@@ -32,6 +32,10 @@ TWICE = "there is a dictionary at {path!r} already; a module has one at a time"
 DEVICE = "at {address!r}: the dictionary is on {one}, and the module on {other}. Move it: dictionary.to({other!r})"
 
 
+Slot = tuple[nn.Module, str, nn.Module]
+"""a module, the name of a child, and the child"""
+
+
 class Mount(NamedTuple):
     """A dictionary, the point where its output goes, and the point of its input if that is another one."""
 
@@ -146,15 +150,23 @@ def _meanings(spliced: SplicedModule) -> dict[str, Beside]:
     return found | ({"error": Beside(f"{below}.error", inner.error)} if hasattr(inner, "error") else {})
 
 
-def _slots(model: nn.Module, host: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+def _slots(model: nn.Module, host: nn.Module) -> list[Slot]:
     """Return each parent of a module that is no wrapper, with the name and the child, which may be a wrapper of it."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        if wrapped_name(parent) is None
-        for name, child in children_of(parent).items()
-        if child is not None and unwrapped(child) is host
-    ]
+    found: list[Slot] = []
+    seen, waiting = {id(model)}, [model]
+    while waiting:
+        parent = waiting.pop()
+        wraps = wrapped_name(parent) is not None
+        for name, child in children_of(parent).items():
+            if child is None:
+                continue
+            inner = child if child is host or not children_of(child) else unwrapped(child)
+            if inner is host and not wraps:
+                found.append((parent, name, child))
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
 
 
 def _place(model: nn.Module, key: Any, dictionary: Any) -> Mount:
