@@ -62,6 +62,8 @@ def graph_figure(
         }
         strength = abs(weight) / far
         style |= {"lw": 0.4 + 2.2 * strength, "alpha": 0.25 + 0.75 * strength}
+        # An edge that passes other layers is bent around their nodes.
+        style["connectionstyle"] = f"arc3,rad={0.0 if y1 - y0 == 1 else 0.3 if x0 <= x1 else -0.3}"
         axes.annotate("", (x1, y1), (x0, y0), arrowprops=style)
     for node, (x, y) in places.items():
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "0.4", "linewidth": 0.7}
