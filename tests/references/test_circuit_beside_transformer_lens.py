@@ -3,12 +3,11 @@
 TransformerLens scores each position; here the positions are added up, as a whole part of the model is patched.
 """
 
-import copy
 from collections import defaultdict
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from reference_models import gpt2_and_bridge
 
 import tenterhook as th
 
@@ -20,20 +19,7 @@ CORRUPT = torch.randint(1, 50, (3, 6), generator=torch.Generator().manual_seed(1
 
 @pytest.fixture(scope="module")
 def pair():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformer_lens.model_bridge import TransformerBridge
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
-    words = WordLevel({str(index): index for index in range(50)}, unk_token="0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0", pad_token="0", unk_token="0")
-    bridge = TransformerBridge.boot_transformers("gpt2", hf_model=copy.deepcopy(model), tokenizer=tokenizer)
-    return model, bridge.eval()
+    return gpt2_and_bridge()
 
 
 def sender(node):
