@@ -11,7 +11,7 @@ import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for 
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.meanings import Beside, give_meanings, take_meanings
 from tenterhook.address.walk import walk
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import SpliceError
 from tenterhook.pytorch.module_calls import children_of
@@ -129,17 +129,16 @@ class Splicing(Session):
         super().on_close()
 
 
-class _Reads:
+class _Reads(Action):
     """An action that stores the input of a transcoder."""
 
-    observes, again = True, True
+    observes = True
+    again = True
 
     def __init__(self, seen: dict[str, Any]) -> None:
         self._seen = seen
-        self.reached = False
 
     def __call__(self, value: Any, context: Context) -> None:
-        self.reached = True
         self._seen[context.address] = value
 
 
