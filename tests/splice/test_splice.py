@@ -312,6 +312,7 @@ def test_a_compiled_model_runs_the_dictionary(model, sae, x):
     with th.splice(compiled, {"h.1": sae}):
         assert torch.equal(compiled(x), spliced)
     assert torch.equal(compiled(x), plain)
+    torch.compiler.reset()  # The caches would keep values of this test.
 
 
 # -- with sweeps, replay and harvests ----------------------------------------------------------------------------------
