@@ -321,3 +321,43 @@ def test_a_stream_that_is_no_sum_is_an_error_that_names_the_place():
         circuit.edges(
             Scaled(), torch.randn(2, 4), torch.randn(2, 4), metric=lambda out: out[:, 0], nodes={"a": "embed"}
         )
+
+
+class InPlace(nn.Module):
+    """A model that adds one part to another in place, after the other has written."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.b, self.head = (nn.Linear(4, 4) for _ in range(4))
+        self.direct = nn.Linear(4, 4)
+        self.skips = False
+
+    def forward(self, x):
+        stream = self.embed(x)
+        one, other = self.a(stream), self.b(stream)
+        other += one
+        out = self.head(stream + other)
+        return out + self.direct(x) if self.skips else out
+
+
+IN_PLACE = {"embed": (None, "embed"), "a": ("a:in", "a"), "b": ("b:in", "b"), "out": ("head:in", None)}
+
+
+def test_parts_that_are_changed_in_place_afterwards_are_patched_with_what_they_wrote():
+    model = InPlace()
+    one, other = torch.randn(3, 4), torch.randn(3, 4)
+    found = circuit.edges(model, one, other, metric=lambda out: out[:, 0], nodes=IN_PLACE)
+    kept = found.exists.clone()
+    kept[found.senders.index("b"), found.receivers.index("out")] = False
+    made = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
+    stream = model.embed(one)
+    expected = model.head(stream + model.a(stream) + model.b(model.embed(other)))
+    assert torch.allclose(made.run(), expected, atol=1e-6)
+
+
+def test_a_way_that_is_no_edge_is_an_error():
+    model = InPlace()
+    model.skips = True
+    with pytest.raises(th.RecipeError, match="by a way that is no edge"):
+        circuit.edges(model, torch.randn(3, 4), torch.randn(3, 4), metric=lambda out: out[:, 0], nodes=IN_PLACE)

@@ -79,7 +79,7 @@ class _Run:
     def _reading(self, point: str) -> Callable[[Any], None]:
         def read(value: Any) -> None:
             if not self._inside:  # A norm that this run calls by itself is no part of the model's run.
-                self._live[point] = _stream(value)
+                self._live[point] = _stream(value).clone()  # The model may write to it in place.
 
         return read
 

@@ -8,7 +8,7 @@ must be the sum of the changes of the senders.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 
-__all__ = ["Graph", "Group", "Nodes", "Receiver", "Sender", "graph_of", "weight_of"]
+__all__ = ["TOLERANCE", "Graph", "Group", "Nodes", "Receiver", "Sender", "graph_of", "weight_of"]
 
 Nodes = Literal["heads", "layers"] | Mapping[str, tuple[str | None, str | None]]
 
@@ -148,17 +148,26 @@ class Graph:
 _known: WeakKeyDictionary[nn.Module, dict[str, Graph]] = WeakKeyDictionary()
 
 
-def graph_of(model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes) -> Graph:
-    """Return the graph of a model, found and checked with two inputs. That of a transformer is found once."""
+def graph_of(
+    model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]
+) -> Graph:  # fmt: skip
+    """Return the graph of a model, found and checked with two inputs. That of a transformer is found once.
+
+    ``check`` raises if the graph is not that of the model.
+    """
     given: Any = nodes
     if isinstance(given, str):
         if given not in ("heads", "layers"):
             raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
         known = _known.setdefault(model, {})
         if given not in known:
-            known[given] = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+            found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+            check(found)
+            known[given] = found
         return known[given]
-    return _checked(model, _given(model, clean, given), clean, corrupt)
+    found = _checked(model, _given(model, clean, given), clean, corrupt)
+    check(found)
+    return found
 
 
 def weight_of(projection: nn.Module) -> Tensor:
@@ -178,9 +187,15 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     layers = _layers(model)
     inside = [path for layer in layers for path in _candidates(model, layer)]
     attentions = [_attention(model, layer) for layer in layers]
+    if heads and not all(attentions):
+        layer = layers[attentions.index("")]
+        raise th.RecipeError(NO_HEADS.format(attention=layer, why="it has no call that computes heads"))
     wanted = [f"{path}{end}" for path in inside for end in ("", ":in")]
     parts = [_path(model, f"{layer}@{name}") for layer in layers for name in ("attn_out", "mlp_out")]
-    wanted += [f"{path}{end}" for path in (*parts, *filter(None, attentions)) for end in ("", ":in")]
+    wanted += [f"{path}{end}" for path in (*parts, *map(_mlp_input, parts)) for end in ("", ":in")]
+    wanted += [f"{path}:in" for path in filter(None, attentions)]
+    ends = _norms_after(model, layers)
+    wanted += [f"{layers[-1]}@resid", *(f"{norm}:in" for norm in ends)]
     wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *dict.fromkeys(wanted)) as tape:
@@ -190,7 +205,9 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     found.senders.append(Sender("embed", embed))
     for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
         found.layer(number, layer, attention)
-    last = f"{layers[-1]}@resid"
+    arrives = first_tensor(tape[f"{layers[-1]}@resid"])
+    read = (f"{norm}:in" for norm in ends if _same(first_tensor(tape[f"{norm}:in"]), arrives))
+    last = next(read, f"{layers[-1]}@resid")
     found.receivers.append(Receiver("logits", last, last, None, len(found.senders), ()))
     return Graph(tuple(found.senders), tuple(found.receivers), embed)
 
@@ -242,7 +259,7 @@ class _Builder:
             name, reads = f"attn{number}", self._reader(layer, attention or written)
             self.senders.append(Sender(name, self._after(layer, written)))
             self.receivers.append(Receiver(name, *reads, before, (name,)))
-        reads = self._reader(layer, mlp)
+        reads = self._reader(layer, _mlp_input(mlp))
         first = self.receivers[-1]
         alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[first.stream], layer))
         name = f"mlp{number}"
@@ -251,8 +268,6 @@ class _Builder:
         self.senders.append(Sender(name, self._after(layer, mlp)))
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
-        if not attention:
-            raise th.RecipeError(NO_HEADS.format(attention=layer, why="it has no call that computes heads"))
         projection = self.model.get_submodule(written)
         if not _is_linear(projection) or self._after(layer, written) != written:
             why = f"{written} is no plain linear layer that writes to the stream"
@@ -276,12 +291,15 @@ class _Builder:
         values = {name: self.tape[f"{attention}@{name}"] for name in "qkv"}
         names = [name for name, each in module.named_modules() if name and _is_linear(each)]
         inputs = {name: lone(self.tape[f"{attention}.{name}:in"], name) for name in names}
-        reads = [name for name in names if inputs[name] is inputs[names[0]] or _same(inputs[name], inputs[names[0]])]
+        arrives = lone(self.tape[f"{attention}:in"], attention)
+        reads = [name for name in names if _same(inputs[name], arrives)]
         sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
         if len(reads) == 1:
             out = lone(self.tape[f"{attention}.{reads[0]}"], reads[0])
             for layout in (_in_parts(sizes), _in_heads(sizes)):
-                if layout and _same(out[..., list(itertools.chain(*layout["v"]))], values["v"].flatten(2)):
+                channels = list(itertools.chain(*layout.get("v", [])))
+                fits = bool(channels) and max(channels) < out.shape[-1]
+                if fits and _same(out[..., channels], values["v"].flatten(2)):
                     return [(part, f"{attention}.{reads[0]}", layout[part]) for part in "qkv"]
         by_letter = {name.rpartition(".")[2].lstrip("w_")[:1]: f"{attention}.{name}" for name in reads}
         if len(reads) == 3 and set(by_letter) == set("qkv"):  # noqa: PLR2004
@@ -307,6 +325,23 @@ class _Builder:
     def _norms(self, layer: str) -> list[str]:
         below = _candidates(self.model, layer)
         return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+
+
+def first_tensor(value: Any) -> Tensor:
+    """Return a value, or the first tensor of a tuple, as layers return it."""
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _mlp_input(path: str) -> str:
+    """Return the module that reads the input of an MLP. Some layers have its two parts beside each other."""
+    return f"{path[:-1]}1" if path.endswith(".fc2") else path
+
+
+def _norms_after(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Return the norms outside the layers."""
+    inside = tuple(f"{layer}." for layer in layers)
+    named = ((name, type(module).__name__.lower()) for name, module in model.named_modules())
+    return [name for name, kind in named if "norm" in kind and not name.startswith(inside)]
 
 
 def _path(model: nn.Module, address: str) -> str:
@@ -349,7 +384,7 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     order: list[str] = []
     args, kwargs = arguments(inputs)
     note = {point: _noting(order, point) for point in points}
-    with torch.no_grad(), th.edit(model, note):
+    with torch.no_grad(), th.edit(model, note), th.record(model, *points) as tape:
         model(*args, **kwargs)
     if len(order) != len(points):
         twice = next(point for point in points if order.count(point) > 1)
@@ -358,9 +393,12 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     senders.sort(key=lambda sender: order.index(sender.point))
     reads = [(name, pair[0]) for name, pair in nodes.items() if pair[0] is not None]
     reads.sort(key=lambda each: order.index(each[1]))
-    receivers = []
+    receivers: list[Receiver] = []
     for name, point in reads:
         before = sum(order.index(sender.point) < order.index(point) for sender in senders)
+        # Parallel parts read the same stream, without what the first of them has written.
+        alike = (each for each in receivers if _same(lone(tape[each.stream], point), lone(tape[point], point)))
+        before = next((each.senders for each in alike), before)
         feeds = (name,) if nodes[name][1] is not None else ()
         receivers.append(Receiver(name, point, point, None, before, feeds))
     if not senders or not receivers:

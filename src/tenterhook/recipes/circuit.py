@@ -25,8 +25,8 @@ from tenterhook.recipes._circuit_run import patched_run
 from tenterhook.recipes._edge_scores import differences, exact_scores, gradient_scores, measured, recorded
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
-from tenterhook.recipes._inputs import arguments, restful, tensors_of
-from tenterhook.recipes._residual import Graph, Nodes, Sender, graph_of
+from tenterhook.recipes._inputs import arguments, floats, restful, tensors_of
+from tenterhook.recipes._residual import TOLERANCE, Graph, Nodes, Sender, graph_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +38,10 @@ Mode = Literal["denoise", "noise"]
 Patch = Literal["corrupt", "mean", "zero"]
 METHODS = ("eap", "eap-ig", "exact")
 SHOWN = 8
+OUTSIDE = (
+    "with every edge patched, the run of the clean input does not give the output of the corrupt one: the input "
+    "reaches the output by a way that is no edge, for instance through cross-attention. Give the nodes: nodes={...}."
+)
 
 
 @dataclass(frozen=True)
@@ -356,7 +360,7 @@ def edges(  # noqa: PLR0913
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
     pairs = _pairs(clean, corrupt)
-    task = Task(model, pairs, metric, graph_of(model, *pairs[0], nodes))
+    task = Task(model, pairs, metric, _graph(model, pairs[0], nodes))
     wanted = task.graph.exists if only is None else _chosen(task.graph, only, method)
     found: list[Tensor] = []
     how: tuple[str, ...] = ()
@@ -405,7 +409,7 @@ def greedy(
         The :class:`Circuit` of the edges that are left.
     """
     [pair] = _pairs(clean, corrupt, several=False)
-    task = Task(model, (pair,), metric, graph_of(model, *pair, nodes))
+    task = Task(model, (pair,), metric, _graph(model, pair, nodes))
     restful(model)
     patched = removed(task, threshold, batch)
     kept = connected(task.graph, ~patched & task.graph.exists)
@@ -430,6 +434,22 @@ def load(path: str | os.PathLike[str]) -> Edges | Circuit:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _graph(model: nn.Module, pair: tuple[Any, Any], nodes: Nodes) -> Graph:
+    """Return the graph of a model. Its edges must carry everything: with all of them patched, one run is the other."""
+
+    def check(graph: Graph) -> None:
+        other = recorded(model, graph, pair[1], lambda _output: 0.0)[0]
+        patched = patched_run(model, graph, pair[0], graph.exists, lambda sender: sender.written(other[sender.point]))
+        with torch.no_grad():
+            ends = [model(*args, **kwargs) for args, kwargs in map(arguments, pair)]
+        found, one, two = (next(floats(output)).float() for output in (patched, *ends))
+        tolerance = TOLERANCE.get(next((each.dtype for each in model.parameters()), torch.float32), 1e-1)
+        if not float((found - two).norm()) <= tolerance * float((one - two).norm() + 0.05 * two.norm()):
+            raise th.RecipeError(OUTSIDE)
+
+    return graph_of(model, *pair, nodes, check)
 
 
 def connected(graph: Graph, kept: Tensor) -> Tensor:
