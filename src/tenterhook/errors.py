@@ -24,6 +24,7 @@ The tree::
     ├── RecipeError (ValueError)          a recipe with arguments that it cannot use
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot run with these arguments
+    ├── SpliceError (ValueError)          a dictionary that cannot be loaded, or does not fit the value at its point
     ├── HarvestError (RuntimeError)       a harvest that cannot start, or cannot continue
     │   └── DifferentHarvest              a store that another model, other data or other options started
     ├── StoreError (OSError)              a directory that is not a store of harvested rows, or a damaged one
@@ -68,6 +69,7 @@ __all__ = [
     "ReplayError",
     "SelectorError",
     "SessionError",
+    "SpliceError",
     "Stopped",
     "StoreError",
     "SweepError",
@@ -173,6 +175,10 @@ class ReplayError(TenterhookError, RuntimeError):
 
 class SweepError(ReplayError):
     """A sweep that cannot run with these arguments."""
+
+
+class SpliceError(TenterhookError, ValueError):
+    """A dictionary that cannot be loaded, or that does not fit the value at its point."""
 
 
 class HarvestError(TenterhookError, RuntimeError):

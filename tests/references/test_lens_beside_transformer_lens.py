@@ -4,11 +4,9 @@ It is given a copy of the model, because its bridge changes what it is given. It
 way, so that the two agree to float32's accuracy and not to the bit.
 """
 
-import copy
-
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from reference_models import gpt2_and_bridge
 
 import tenterhook as th
 
@@ -21,20 +19,7 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 @pytest.fixture(scope="module")
 def pair():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformer_lens.model_bridge import TransformerBridge
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
-    words = WordLevel({str(index): index for index in range(50)}, unk_token="0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0", pad_token="0", unk_token="0")
-    bridge = TransformerBridge.boot_transformers("gpt2", hf_model=copy.deepcopy(model), tokenizer=tokenizer)
-    return model, bridge.eval()
+    return gpt2_and_bridge()
 
 
 def cached(bridge, ids):
