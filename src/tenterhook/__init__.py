@@ -16,6 +16,7 @@ from tenterhook._version import __version__
 from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
+    BatchError,
     ClosedSession,
     DifferentHarvest,
     EditError,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from tenterhook.address import Point, Selection
     from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
+    from tenterhook.batch.result import BatchResult
+    from tenterhook.batch.verb import batch, case
     from tenterhook.doctor.verb import Diagnosis, doctor
     from tenterhook.edit.ready import Add as add
     from tenterhook.edit.ready import Clamp as clamp
@@ -83,6 +86,8 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "Audit",
+    "BatchError",
+    "BatchResult",
     "ClosedSession",
     "Diagnosis",
     "DifferentHarvest",
@@ -125,7 +130,9 @@ __all__ = [
     "add",
     "at",
     "audit",
+    "batch",
     "blackbox",
+    "case",
     "clamp",
     "doctor",
     "edit",
@@ -159,6 +166,7 @@ load_on_use(
     __name__,
     {
         "Audit": "tenterhook.audit.verb:Audit",
+        "BatchResult": "tenterhook.batch.result:BatchResult",
         "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
         "Features": "tenterhook.features:Features",
         "JsonLines": "tenterhook.watch.json_lines:JsonLines",
@@ -171,6 +179,8 @@ load_on_use(
         "at": "tenterhook.edit.ready:at",
         "audit": "tenterhook.audit.verb:audit",
         "blackbox": "tenterhook.watch.verb:blackbox",
+        "batch": "tenterhook.batch.verb:batch",
+        "case": "tenterhook.batch.verb:case",
         "clamp": "tenterhook.edit.ready:Clamp",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",

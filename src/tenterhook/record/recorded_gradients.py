@@ -85,6 +85,10 @@ WHY = sites.WHY | {
         "it is a view whose memory was changed in place after it was recorded, and a backward pass may have missed it. "
         "Record with copy='always' to avoid this."
     ),
+    "shared": (
+        "all cases of the batch share this value, so that their gradients there cannot be separated. Run the cases one "
+        "at a time: th.batch(..., batch=1)."
+    ),
 }
 new_slot = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
