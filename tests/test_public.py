@@ -27,14 +27,13 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "features": "replay", "doctor": "_draw"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit BatchError BatchResult ClosedSession Diagnosis DifferentHarvest EditError EditFileError Features
-    GradientError HarvestError HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource
-    NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped
-    StoreError Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError
-    TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit batch blackbox case clamp doctor
-    edit features grid harvest hooks load load_edits mean noise open page points project recipes record
-    register_meaning replay
-    run_from save_edits scale set skip sweep watch zero
+    AddressError AmbiguousCall Audit BatchError BatchResult ClosedSession Diagnosis DifferentHarvest EditError
+    EditFileError Features GradientError HarvestError HookError JsonLines ModelChanged NeverReached NoBackward
+    NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError
+    SessionError Stopped StoreError Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard
+    TenterhookError TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit batch
+    blackbox case clamp doctor edit features grid harvest hooks load load_edits mean noise open page points project
+    recipes record register_meaning replay run_from save_edits scale set skip sweep watch zero
 """
 
 
