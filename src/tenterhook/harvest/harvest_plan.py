@@ -153,7 +153,7 @@ def _ranges(source: BatchSource, per_shard: int) -> list[dict[str, list[int]]] |
 
 
 def _columns(batch: Batch) -> list[StoredColumn]:
-    taken: set[str] = {"sample", "position", "token"}
+    taken: set[str] = {"sample", "position", "token", "step"}
     columns = []
     for (key, kind), rows in batch.rows.items():
         file = key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +32,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     dtype: torch.dtype | None = None,
     grad: Callable[[Any, Any], Tensor] | None = None,
     call: Callable[[nn.Module, Any], Any] | None = None,
+    generate: Mapping[str, Any] | None = None,
     stop: bool = True,
     copy: Literal["auto", "always"] = "auto",
     batch_size: int | None = None,
@@ -82,6 +83,8 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         grad: a function ``(output, batch)`` that returns a loss. The gradients at the points are stored too.
         call: a function ``(model, batch)`` that runs the model; by default ``model(batch)``, ``model(*batch)`` for a
             tuple, ``model(**batch)`` for a dict.
+        generate: options of ``model.generate``, which is then called for each batch of prompts. There is one row for
+            each token that the model reads, of the prompt and of the generated text, and the column ``step``.
         stop: end each run of the model after the last of the points.
         copy: ``"always"`` for a model that reuses the memory of its values.
         batch_size: samples per batch, if the data is not in batches already.
@@ -113,7 +116,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     from tenterhook.harvest.rows import RowRule
     from tenterhook.harvest.runners import HarvestOptions, run
 
-    taking = RowRule(rows, mask, reduce, project, dtype)
+    taking = RowRule("token" if generate is not None and reduce is None else rows, mask, reduce, project, dtype)
     options = HarvestOptions(
         to=to,
         asked={"shard_rows": shard_rows, "shard_bytes": shard_bytes},
@@ -129,7 +132,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
 
     def job() -> Job:
         made = model if isinstance(model, nn.Module) else model()
-        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call)
+        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call, generate=generate)
 
     return run(job, batches, options)
 
