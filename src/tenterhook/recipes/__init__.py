@@ -9,6 +9,8 @@ Linear probes: ``probe``.
 
 Patching: the module ``patching``, with activation, attribution and path patching.
 
+Attention heads: ``patch_heads``, ``ablate_heads``, ``head_paths``, ``attention_patterns``.
+
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
 Interventions: ``steering``, ``ablate``, ``logit_lens``, ``tuned_lens``, ``causal_trace``, ``direct_logits``.
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tenterhook.recipes.causal_tracing import causal_trace
     from tenterhook.recipes.direct import direct_logits
     from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+    from tenterhook.recipes.heads import ablate_heads, attention_patterns, head_paths, patch_heads
     from tenterhook.recipes.learning_signals import learning_signal
     from tenterhook.recipes.lens import logit_lens, tuned_lens
     from tenterhook.recipes.path import conductance, integrated_gradients, layer_integrated_gradients
@@ -44,7 +47,9 @@ __all__ = [
     "Attribution",
     "Probes",
     "ablate",
+    "ablate_heads",
     "activation_penalty",
+    "attention_patterns",
     "attention_rollout",
     "bim",
     "causal_trace",
@@ -63,6 +68,7 @@ __all__ = [
     "gradcam_plus_plus",
     "guided_backprop",
     "guided_gradcam",
+    "head_paths",
     "input_x_gradient",
     "integrated_gradients",
     "layer_integrated_gradients",
@@ -71,6 +77,7 @@ __all__ = [
     "logit_lens",
     "lrp",
     "occlusion",
+    "patch_heads",
     "patching",
     "per_sample_gradients",
     "pgd",
@@ -92,6 +99,7 @@ MODULES = {
     "cam": ("gradcam", "gradcam_plus_plus", "guided_gradcam", "layercam", "scorecam"),
     "direct": ("direct_logits",),
     "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
+    "heads": ("ablate_heads", "attention_patterns", "head_paths", "patch_heads"),
     "lens": ("logit_lens", "tuned_lens"),
     "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
     "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
