@@ -179,7 +179,7 @@ class MeanOfPositions(nn.Module):
 
 def test_a_model_that_is_not_causal_runs_whole_sequences():
     model = llama()
-    model.model.layers[2].mlp = MeanOfPositions(model.model.layers[2].mlp)
+    model.model.layers[2].mlp = MeanOfPositions(model.model.layers[2].mlp).eval()
     cases = heads(model, th.at[:, -1])
     found = th.sweep(model, cases, metric, ids())
     assert not late(found)

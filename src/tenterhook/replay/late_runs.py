@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tenterhook._text import counted
-from tenterhook.address import Point
+from tenterhook._tree import tensors
+from tenterhook.address import Point, Site
 from tenterhook.edit.ready import Edit
+from tenterhook.edit.verb import value_binding
 from tenterhook.engine.action import Binding
 from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, parts, room_for
 from tenterhook.replay.cases import Prepared
@@ -18,6 +21,7 @@ from tenterhook.replay.growing_batch import apart
 from tenterhook.replay.prefix_serving import (
     CACHE,
     FEWEST,
+    IDS,
     SHARE,
     Late,
     NotCausal,
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LateRuns"]
 
-ALONE = 2  # Cases that also run alone; the others that are compared run as one batch of whole sequences.
 HOW = (
     "{cases} ran only the positions from {start} on, of {length}, on a shared prefix: the model is causal on this "
     "input, and {compared} gave the same results in runs of the whole sequence"
@@ -51,27 +54,33 @@ class LateRuns:
         self.how: list[str] = []
         self._inputs: PrefixInputs | None = None
         self._shapes: dict[Point, Shapes] = {}
+        # With batch=1, values are bit for bit those of whole runs.
         if runner.most == 1 or sum(map(_says_where, runner.cases)) < FEWEST:
-            return  # With batch=1, values are bit for bit those of whole runs.
+            return
+        if any(module.training for module in runner.model.modules()):
+            return  # Dropout would differ in each run.
         try:
             self._inputs = PrefixInputs.of(runner.model, *runner.given)
         except NotCausal as error:
             if takes_tokens(runner.model):
                 self.how.append(f"whole sequences: {error}")
 
-    def bindings(self) -> list[Binding]:
-        """Return actions for the unedited run, which find the shapes of the edited values."""
-        if self._inputs is None:
-            return []
-        points = {point for each in self._runner.cases if _says_where(each) for point, _ in each.edits}
-        self._shapes = {point: Shapes() for point in points}
-        return [Binding(point, shapes) for point, shapes in self._shapes.items()]
+    def _run_unedited(self) -> None:
+        """Run the unedited input, and find the shapes of the edited values."""
+        runner = self._runner
+        points = {point for each in runner.cases if _says_where(each) for point, _ in each.edits}
+        self._shapes = {point: Shapes() for point in points if point.site is not Site.PARAMETER}
+        args, kwargs = runner.given
+        with BatchedSession(runner.model, [Binding(point, shapes) for point, shapes in self._shapes.items()]):
+            runner.note_unedited(runner.run_and_read(lambda: runner.model(*args, **kwargs)))
 
     def run(self, cases: Sequence[Prepared]) -> list[Prepared]:
         """Run the cases that edit late positions only. Return the others, which need whole sequences."""
         inputs = self._inputs
         if inputs is None:
             return list(cases)
+        if not self._shapes:
+            self._run_unedited()
         late, reason = late_cases([each for each in cases if _says_where(each)], self._shapes, inputs.length)
         done: set[int] = set()
         for start, group in _by_start(late):
@@ -101,30 +110,33 @@ class LateRuns:
         if cache is None or not hasattr(cache, "batch_select_indices"):
             raise NotCausal("the model returns no key-value cache whose rows can be repeated")
         outputs: dict[int, Any] = {}
-        for chunk in self._chunks(group, inputs, start):
-            found, rest = self._run_rows(inputs, chunk, start, cache)
-            if not outputs:
-                perturbed = runner.run_and_read(lambda: runner.model(**inputs.perturbed(start)))
-                if changes_before(runner.unedited, perturbed, rest, start):
-                    raise NotCausal(f"the model is not causal: other tokens from {start} on change earlier positions")
-            outputs |= {each.case.index: output for each, output in zip(chunk, found, strict=True)}
+        for chunk in self._chunks(group, inputs, start, cache):
+            *found, rest = self._run_rows(inputs, chunk, inputs.rest(start, cache, len(chunk) + 1), start)
+            if _differ(runner.unedited, self._whole(rest, start)):
+                raise NotCausal("the unedited input gives another result with a prefix than as a whole")
+            outputs |= {each.case.index: piece for each, piece in zip(chunk, found, strict=True)}
         chosen = self._chosen(group)
-        self._compare(inputs, chosen, outputs)
-        for each in group:
-            runner.keep(each.case, outputs[each.case.index])
+        self._compare(inputs, chosen, outputs, rest, start)
+        for each in group:  # One whole output at a time, because they can be large.
+            runner.keep(each.case, self._whole(outputs.pop(each.case.index), start))
         return len(chosen)
 
-    def _chunks(self, group: list[Late], inputs: PrefixInputs, start: int) -> Iterator[list[Late]]:
-        runner = self._runner
-        share = (inputs.length - start) / inputs.length
-        each = int(runner.bytes_per_case * (share + 1))  # The cache has the prefix, of every case.
-        most = runner.most or room_for(each, inputs.ids.device)
+    def _chunks(self, group: list[Late], inputs: PrefixInputs, start: int, cache: Any) -> Iterator[list[Late]]:
+        """Yield as many cases as fit in memory."""
+        runner, share = self._runner, (inputs.length - start) / inputs.length
+        edited = sum(math.prod(shape) for shapes in self._shapes.values() for shape in shapes.of.values())
+        found = [part for layer in getattr(cache, "layers", ()) for part in vars(layer).values()]
+        prefix = sum(part.nbytes for part in found if isinstance(part, torch.Tensor))
+        output = sum(tensor.nbytes for _, tensor in tensors(runner.unedited))
+        # An output is as large as those of all positions for a moment. An element has at most eight bytes.
+        most = runner.most or room_for(int(2 * prefix + share * (output + 8 * edited)), inputs.ids.device)
         for first in range(0, len(group), most):
             yield group[first : first + most]
 
-    def _run_rows(self, inputs: PrefixInputs, cases: list[Late], start: int, cache: Any) -> tuple[list[Any], Any]:
-        """Run cases and the unedited input as one batch. Return the output of each case, and that of one row."""
-        runner, batch, rows = self._runner, len(inputs.ids), len(cases) + 1
+    def _run_rows(self, inputs: PrefixInputs, cases: list[Late], given: dict[str, Any], start: int) -> list[Any]:
+        """Run cases as one batch, with the unedited input after them. Return the output of each of these."""
+        runner, batch = self._runner, len(inputs.ids)
+        rows = len(given[IDS]) // batch
         bindings = []
         for first, same in _runs_of_one_kind(cases):
             for number, (point, _) in enumerate(same[0].case.edits):
@@ -133,16 +145,16 @@ class LateRuns:
                 changes = [[shifted(one, place, shape, start) for one in each.case.edits[number][1]] for each in same]
                 expected = (path, place, inputs.length - start)
                 bindings.append(Binding(point, RowRange(changes, batch, first, rows, expected)))
-        given = inputs.rest(start, cache, rows)
         with BatchedSession(runner.model, bindings):
             output = runner.run_and_read(lambda: runner.model(**given))
         try:
-            *found, rest = parts(output, rows, batch)
+            return parts(output, rows, batch)
         except CannotBatch as error:
             raise NotCausal(str(error)) from error
-        if _differ(runner.unedited, with_prefix(runner.unedited, rest, start)):
-            raise NotCausal("the unedited input gives another result with a prefix than as a whole")
-        return [with_prefix(runner.unedited, each, start) for each in found], rest
+
+    def _whole(self, rest: Any, start: int) -> Any:
+        """Return the output for all positions."""
+        return with_prefix(self._runner.unedited, rest, start)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -157,16 +169,32 @@ class LateRuns:
         most = max(FEWEST, len(group) // SHARE)
         return found[:: -(-len(found) // most)]
 
-    def _compare(self, inputs: PrefixInputs, chosen: list[Late], outputs: dict[int, Any]) -> None:
-        """Raise if some cases give another result in runs of the whole sequence."""
-        runner = self._runner
-        alone, together = chosen[:ALONE], chosen[ALONE:]
-        whole = [(each, runner.run_edits(each.case.edits)) for each in alone]
-        if together:
-            whole += zip(together, self._run_rows(inputs, together, 0, None)[0], strict=True)
-        for each, output in whole:
-            if _differ(output, outputs[each.case.index]):
+    def _compare(
+        self, inputs: PrefixInputs, chosen: list[Late], outputs: dict[int, Any], rest: Any, start: int
+    ) -> None:
+        """Raise if some cases give another result in runs of the whole sequence, or if the model is not causal.
+
+        One case runs alone. The others run as one batch, together with the input that has other tokens after the
+        prefix.
+        """
+        unedited, (first, *others) = self._runner.unedited, chosen
+        given = inputs.with_perturbed(start, len(others) + 2)
+        *whole, same, perturbed = self._run_rows(inputs, others, given, 0)
+        if changes_before(unedited, perturbed, rest, start):
+            raise NotCausal(f"the model is not causal: other tokens from {start} on change earlier positions")
+        if _differ(unedited, same):
+            raise NotCausal("the unedited input gives another result in a batch than alone")
+        for each, output in ((first, self._alone(first.case)), *zip(others, whole, strict=True)):
+            if _differ(output, self._whole(outputs[each.case.index], start)):
                 raise NotCausal(f"case {each.case.index} ({each.case.case}) gives another result with a prefix")
+
+    def _alone(self, case: Prepared) -> Any:
+        """Run one case on the whole input, by itself."""
+        runner = self._runner
+        args, kwargs = runner.given
+        bindings = [value_binding(point, one, check=True) for point, changes in case.edits for one in changes]
+        with BatchedSession(runner.model, bindings):
+            return runner.run_and_read(lambda: runner.model(*args, **kwargs))
 
 
 def _differ(one: Any, other: Any) -> bool:

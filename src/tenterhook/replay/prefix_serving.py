@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import Path, replace_at, tensors
-from tenterhook.address import Point, Site
+from tenterhook.address import Point
 from tenterhook.batch.inputs import InputNames
 from tenterhook.edit.change import Change, as_change
 from tenterhook.edit.ready import Edit
@@ -33,6 +33,7 @@ from tenterhook.replay.growing_batch import apart
 __all__ = [
     "CACHE",
     "FEWEST",
+    "IDS",
     "SHARE",
     "Late",
     "NotCausal",
@@ -102,10 +103,12 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
 def _late(case: Prepared, shapes: dict[Point, Shapes], length: int) -> Late:
     start, places = length, []
     for point, changes in case.edits:
+        if point not in shapes:
+            raise NotCausal(f"it edits the parameter {point}")
         path, place = _position_of(point, shapes[point], length)
         size = len(shapes[point].of[path])
         for change in changes:
-            if point.site is Site.PARAMETER or isinstance(change.call, Skip) or not isinstance(change.call, Edit):
+            if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
                 raise NotCausal(f"{change.name} at {point} does not say which positions it changes")
             start = min(start, _bounds(_part_at(change.call.at, place, size), length)[0])
         places.append((path, place))
@@ -255,13 +258,14 @@ class PrefixInputs:
             given |= {CACHE: own, USE_CACHE: True}
         return given
 
-    def perturbed(self, start: int) -> dict[str, Any]:
-        """Return the arguments with other tokens from ``start`` on: those of earlier positions, in another order."""
-        other = self.ids.clone()
-        other[:, start:] = self.ids.roll(1, 1).flip(1)[:, start:]
-        same = other[:, start:] == self.ids[:, start:]
-        other[:, start:][same] = (other[:, start:][same] + 1) % max(2, int(self.ids.max()) + 1)
-        return {**self.kwargs, IDS: other}
+    def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
+        """Return the arguments of runs of the whole sequence. The last one has other tokens from ``start`` on."""
+        given = self.rest(0, None, times)
+        ids, batch = given[IDS], len(self.ids)
+        other = self.ids.roll(1, 1).flip(1)[:, start:]  # Tokens of this input, in another order.
+        other = other.where(other != self.ids[:, start:], (other + 1) % max(2, int(self.ids.max()) + 1))
+        ids[-batch:, start:] = other
+        return given
 
 
 def with_prefix(unedited: Any, rest: Any, start: int) -> Any:

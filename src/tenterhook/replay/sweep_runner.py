@@ -81,29 +81,21 @@ class Runner:
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
         self._checks: list[Tensor] = []  # Comparisons of the unedited input in a batch, not read from the device yet.
         self._replay: Replay | None = None
-        self.bytes_per_case = 0
+        self._script: Any = None
         self._late = LateRuns(self)
         self.result = Sweep([each.case for each in cases], axes, ServedCall())
 
     def go(self) -> Sweep:
         """Run every case that has no result yet, and return the results."""
         result = self.result
+        todo = [each for each in self.cases if each.index not in result._found]
         with torch.no_grad():
-            if self._replay is None:
-                self._record()
-            session = Replay(self.model, self._script, verify=False)
-            session.served = session.server.served = result.served
-            self._replay = session
-            todo = [each for each in self.cases if each.index not in result._found]
             try:
                 with bar("sweep", total=len(todo), shown=self._progress) as move:
                     whole = self._late.run(todo)
                     move(advance=len(todo) - len(whole))
                     if whole:
-                        with _quietly(session):
-                            for _ in self._run_all(self._in_order(_groups(whole))):
-                                move(advance=1)
-                            self._settle()
+                        self._run_whole(whole, move)
             except KeyboardInterrupt as error:
                 raise SweepInterrupted(result) from error
         if result.failed:
@@ -112,6 +104,18 @@ class Runner:
             result._runner = None  # Nothing is left to run, and the runner holds the model.
         result.how = self._how()
         return result
+
+    def _run_whole(self, cases: list[Prepared], move: Callable[..., None]) -> None:
+        """Run cases on the whole input, with the calls before their edits served from the unedited run."""
+        if self._script is None:
+            self._record()
+        session = Replay(self.model, self._script, verify=False)
+        session.served = session.server.served = self.result.served
+        self._replay = session
+        with _quietly(session):
+            for _ in self._run_all(self._in_order(_groups(cases))):
+                move(advance=1)
+            self._settle()
 
     # -- unedited run --------------------------------------------------------------------------------------------------
 
@@ -123,26 +127,30 @@ class Runner:
         # The kernels of batch norm change buffers without a new version.
         buffers = dict(self.model.named_buffers()) if any(each.training for each in self.model.modules()) else {}
         before = digest(list(buffers.values()))
-        with session as tape, BatchedSession(self.model, self._late.bindings()):
+        with session as tape:
             output = self.run_and_read(lambda: self.model(*args, **kwargs))
         after = digest(list(buffers.values()))
         changed = [name for name, then, now in zip(buffers, before, after, strict=True) if then != now]
         if changed:
             self._warn_of_training(changed)
-        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
-        self.unedited = output
+        self.note_unedited(output)
         self._script = tape.script
         found = [tensor for _, tensor in tensors((self.given, output))]
         device = next((tensor.device for tensor in found), torch.device("cpu"))
         size = tape.script.nbytes + sum(tensor.nbytes for tensor in found)
-        self.bytes_per_case, self._room = size, room_for(size, device)
+        self._room = room_for(size, device)
         if device.type == "cpu":
             keep_memory()
+
+    def note_unedited(self, output: Any) -> None:
+        """Remember the output of the unedited run, and its metric."""
+        self.unedited = output
+        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
 
     @staticmethod
     def _warn_of_training(changed: list[str]) -> None:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=5)
+        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=6)
 
     def run_and_read(self, run: Callable[[], Any]) -> Any:
         if self.read is None:
