@@ -29,7 +29,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
+.PHONY: help setup demo lint format types pyright test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ format: $(READY) ## rewrite the sources in the house format
 
 types: $(READY) ## check the types, strictly
 	@$(BIN)/mypy
+
+pyright: $(READY) ## check the types of the public names with pyright too; needs npx
+	@npx --yes pyright
 
 test: lint types ## lint, types, tests, and the examples in README, docs and docstrings
 	@$(PYTEST) $(PYTEST_ARGS)

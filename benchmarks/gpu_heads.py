@@ -150,8 +150,8 @@ def page(path: Path) -> None:
 
     result = json.loads(path.read_text(encoding="utf-8"))
     about = (
-        f"One H200, torch {result.pop('torch')}, bf16: every head of a Llama-shaped model of 1B (16 layers × 32 heads) at "
-        "the last of 64 positions; 16 prompts of 8 to 64 tokens through GPT-2 small."
+        f"One H200, torch {result.pop('torch')}, bf16: every head of a Llama-shaped model of 1B (16 layers × 32 heads) "
+        "at the last of 64 positions; 16 prompts of 8 to 64 tokens through GPT-2 small."
     )
     lines = [
         f"## Heads and batches on a GPU\n\n{about}\n",

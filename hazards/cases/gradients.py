@@ -78,7 +78,7 @@ def _(tool: Tool) -> bool:
     return same(found, model.inner.weight.sum(0).expand(3, 4))
 
 
-@case("Gradients", "the input is used elsewhere too: only what flows through this module")
+@case("Gradients", "the input is used elsewhere too: the gradient through this module only")
 def _(tool: Tool) -> bool:
     model = seeded(lambda: Wrapped(nn.Linear(4, 4), lambda inner, x: (inner(x) + x * 7).sum()))
     found = tool.input_gradient(model, "inner", Call(model, X.clone().requires_grad_()))

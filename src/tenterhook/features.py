@@ -15,7 +15,7 @@ from tenterhook.address.grammar import CallRange
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import find
 from tenterhook.compiled.traced_features import FeaturePoint, feature_points, several, traced
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, AmbiguousCall, SelectorError, ValueChanged
 from tenterhook.pytorch.dynamo import disable, mark_as_traced, resume_compiling, stop_compiling
@@ -199,7 +199,7 @@ class _FeatureSession(Session):
         return patch.value
 
 
-class FeatureAction:
+class FeatureAction(Action):
     """An action that collects a value, copied if a later operation of the model may change it in place."""
 
     observes = True

@@ -352,12 +352,20 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_output_and_a_scaler_scales
 
 def test_no_gradient_and_no_backward_are_told_apart():
     model = Calls(lambda self, x: (self.used(x), self.unused(x))[0], used=nn.Linear(3, 3), unused=nn.Linear(3, 3))
-    with th.record(model, "unused", grad=True) as tape:
+    with th.record(model, "used", "unused", grad=True) as tape:
         loss = model(X).sum()
         with pytest.raises(th.NoBackward, match="has not run"):
             tape.grad["unused"]
         loss.backward()
         with pytest.raises(th.NoGradient, match="no gradient flowed to 'unused'"):
+            tape.grad["unused"]
+
+
+def test_if_no_point_has_a_gradient_the_error_names_both_reasons():
+    model = Calls(lambda self, x: (self.used(x), self.unused(x))[0], used=nn.Linear(3, 3), unused=nn.Linear(3, 3))
+    with th.record(model, "unused", grad=True) as tape:
+        model(X).sum().backward()
+        with pytest.raises(th.NoBackward, match="has not run, or the loss depends on none of the recorded values"):
             tape.grad["unused"]
 
 

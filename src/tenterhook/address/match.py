@@ -31,7 +31,7 @@ from tenterhook.address.walk import (
     first_names,
     last_structure,
     named_tensors,
-    structure_and_modules,
+    structure,
     through_wrappers,
     true_names,
     walk,
@@ -137,7 +137,7 @@ def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
         return None
     known = last_structure(model)
     if known is not None and text in known.globs:
-        return FoundOutputs(known, text)  # The start of the session checks whether the model has changed since.
+        return FoundOutputs(known, text)  # The start of the session looks whether the model has changed since.
     return _found(model, text, plan)
 
 
@@ -147,10 +147,22 @@ def outputs_now(model: nn.Module, found: FoundOutputs) -> FoundOutputs:
 
 
 def _found(model: nn.Module, text: str, plan: _Plan) -> FoundOutputs:
-    structure, modules = structure_and_modules(model)
-    if text not in structure.globs:
-        structure.globs[text] = remember(_glob(model, text, plan), modules)
-    return FoundOutputs(structure, text, modules)
+    known, _, modules = structure(model)
+    if text not in known.globs:
+        known.globs[text] = remember(_glob(model, text, plan), modules, _above(model, plan.address.path))
+    found = FoundOutputs(known, text)
+    found.look(model)
+    return found
+
+
+def _above(model: nn.Module, path: tuple[Pattern, ...]) -> list[nn.Module] | None:
+    """Return the modules whose children decide what a glob matches, or None if these may be any modules."""
+    firsts, others = walk(model)
+    if others or any(Wild.DEEP in part.pieces for part in path) or any(True for _ in _wrapped(model)):
+        return None
+    fits = [_fits(path[:depth]) for depth in range(len(path))]
+    depths = ((name.count(".") + 1 if name else 0, name, module) for name, module in firsts)
+    return [module for depth, name, module in depths if depth < len(fits) and fits[depth](name)]
 
 
 def canonical(model: nn.Module, points: Sequence[Point]) -> tuple[Point, ...]:
@@ -271,11 +283,11 @@ def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module)
 
 
 def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
-    address, walked = plan.address, walk(model)
+    address = plan.address
     if plan.fits_name is not None:
-        points = _modules_and_tensors(model, walked, plan.fits, plan.fits_name)
+        points = _modules_and_tensors(model, walk(model), plan.fits, plan.fits_name)
         return _some(points, lambda: _no_glob(model, text, address))
-    modules = walked[0] if plan.every else _matching(model, walked, lambda path, _: plan.fits(path))
+    modules = walk(model)[0] if plan.every else _matching_path(model, plan)
     if not modules:
         raise _no_glob(model, text, address)
     if address.meaning is not None:
@@ -309,6 +321,18 @@ def _matching(
         return found
     ids = {id(module) for path, module in true_names(model) if fits(path, module)}
     return [item for item in firsts if id(item[1]) in ids]
+
+
+def _matching_path(model: nn.Module, plan: _Plan) -> list[Named]:
+    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+    known, _, modules = structure(model)
+    path = plan.address.path
+    found = known.matches.get(path)
+    if found is None:
+        places = {id(module): place for place, module in enumerate(modules)}
+        matching = _matching(model, walk(model), lambda name, _: plan.fits(name))
+        found = known.matches[path] = [(name, places[id(module)]) for name, module in matching]
+    return [(name, modules[place]) for name, place in found]
 
 
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:

@@ -8,6 +8,8 @@ the module inside has the name that it has without the wrapper.
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from tenterhook.address.point import Point
 
 __all__ = [
+    "Children",
+    "Looked",
     "Named",
     "Structure",
     "aliases",
@@ -35,7 +39,6 @@ __all__ = [
     "named_children",
     "named_tensors",
     "structure",
-    "structure_and_modules",
     "through_wrappers",
     "true_names",
     "walk",
@@ -114,84 +117,120 @@ def named_children(module: nn.Module) -> list[Named]:
 class Structure:
     """The modules of a model, their positions and their names. It keeps no module alive.
 
-    A module is identified by its position in the list of all children: first the children of the model, then the
+    A module is identified by its position in the list of all children: first the model, then its children, then the
     children of each module that has any, in the order of that list.
     """
 
-    __slots__ = ("_alive", "_firsts", "_gone", "_ids", "_leaves", "_names", "_others", "_parents", "globs")
+    __slots__ = ("_alive", "_firsts", "_gone", "_leaves", "_others", "_parents", "children", "globs", "matches")
 
     def __init__(self, model: nn.Module, walked: tuple[list[Named], list[Named]]) -> None:
         modules: list[nn.Module | None] = [model]
         places: dict[nn.Module, int] = {}
-        self._parents: list[int] = []
+        parents: list[nn.Module] = []
         self._leaves: list[int] = []
         for place, module in enumerate(modules):  # The list grows during the loop.
             if module is not None and module not in places:
                 places[module] = place
                 children = children_of(module)
-                (self._parents if children else self._leaves).append(place)
-                modules += children.values()
-        self._ids, self._names = list(map(id, modules)), self._look(model)[1]
+                if children:
+                    parents.append(module)
+                    modules += children.values()
+                else:
+                    self._leaves.append(place)
+        # The root is not referred to here, because a weak reference to it would be one more object to look at.
+        self._parents = [ref(module) for module in parents if module is not model]
+        self.children = Children.of(parents)
         # An id may be reused after its module was garbage-collected. The structure is valid only if this list is empty.
         self._gone: list[Any] = []
         self._alive = [ref(module, self._gone.append) for module in places]
         self.globs: dict[str, Remembered] = {}
         """the results of globs in this structure"""
+        self.matches: dict[Any, list[tuple[str, int]]] = {}
+        """the paths and positions of the modules that match a pattern of paths"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
 
-    def _look(self, model: nn.Module) -> tuple[list[Any], list[str]]:
-        """Return the modules of a model, parent after parent, and the names of the children."""
-        modules: list[Any] = [model]
-        names: list[str] = []
-        for place in self._parents:
-            own = children_of(modules[place])
-            names += own.keys()
-            names.append("")  # Marks the end of one parent, so that a child that moves to another parent is noticed.
-            modules += own.values()
-        return modules, names
-
-    def still_has(self, model: nn.Module) -> list[Any] | None:
-        """Return the modules if all are at their old positions, else None. Modules without children are not checked."""
+    def look(self, model: nn.Module) -> tuple[Looked, list[Any]] | None:
+        """Return what was looked at and the modules, or None if the structure of the model has changed."""
         if self._gone:
             return None
-        try:
-            modules, names = self._look(model)
-        except (AttributeError, IndexError):  # There are fewer modules, or one was replaced by None.
+        parents = [model, *[parent() for parent in self._parents]] if children_of(model) else []
+        looked = self.children.look(parents)
+        if looked is None:
             return None
-        return modules if names == self._names and list(map(id, modules)) == self._ids else None
-
-    def modules(self, model: nn.Module) -> list[Any] | None:
-        """Return the modules, or None if the structure of the model has changed."""
-        modules = self.still_has(model)
-        if modules is None or any(map(children_of, [modules[place] for place in self._leaves])):
+        modules: list[Any] = [model, *looked.modules]
+        if any(map(children_of, [modules[place] for place in self._leaves])):
             return None
-        return modules
+        return looked, modules
 
     def again(self, model: nn.Module) -> tuple[list[Named], list[Named]] | None:
         """Return the cached result of the walk, or None if the structure of the model has changed."""
-        modules = self.modules(model)
-        if modules is None:
+        looked = self.look(model)
+        if looked is None:
             return None
+        modules = looked[1]
         firsts, others = ([(path, modules[place]) for path, place in part] for part in (self._firsts, self._others))
         return firsts, others
+
+
+class Children:
+    """The names and identities of the children of some modules, to see whether they have changed."""
+
+    __slots__ = ("_counts", "_ids", "_names")
+
+    def __init__(self, names: list[str], ids: list[int], counts: list[int]) -> None:
+        self._names, self._ids, self._counts = names, ids, counts
+
+    @classmethod
+    def of(cls, parents: Sequence[nn.Module]) -> Children:
+        """Return the children that these modules have now."""
+        tables = [children_of(parent) for parent in parents]
+        ids = list(map(id, chain.from_iterable(map(_VALUES, tables))))
+        return cls(list(chain.from_iterable(map(_NAMES, tables))), ids, list(map(len, tables)))
+
+    def look(self, parents: Sequence[Any]) -> Looked | None:
+        """Return the children of these modules, or None if they have changed. A dead module is None."""
+        try:
+            tables = list(map(children_of, parents))
+        except AttributeError:
+            return None
+        modules = list(chain.from_iterable(map(_VALUES, tables)))
+        # The counts tell a child that moved to another parent.
+        if list(map(id, modules)) != self._ids or list(map(len, tables)) != self._counts:
+            return None
+        return Looked(tables, modules) if list(chain.from_iterable(map(_NAMES, tables))) == self._names else None
+
+
+class Looked(NamedTuple):
+    """The tables of children that were looked at, and the modules in them. It keeps the modules alive."""
+
+    tables: list[dict[str, nn.Module | None]]
+    modules: list[Any]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the tables still hold the same modules."""
+        return list(chain.from_iterable(map(_VALUES, self.tables))) == self.modules
+
+
+# Methods by name, because the children of a scripted module are not in a dict.
+_NAMES, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
-def structure(model: nn.Module) -> Structure:
-    """Return the current structure of a model: the same object until the structure changes."""
-    return structure_and_modules(model)[0]
+def structure(model: nn.Module) -> tuple[Structure, Looked, list[Any]]:
+    """Return the structure of a model, what was looked at, and the modules by their positions.
 
-
-def structure_and_modules(model: nn.Module) -> tuple[Structure, list[Any]]:
-    """Return the structure of a model, and its modules by their positions in it."""
+    The structure is the same object until the model changes.
+    """
     known = _known.get(model)
-    modules = known.modules(model) if known is not None else None
-    if known is None or modules is None:
+    looked = known.look(model) if known is not None else None
+    if known is None or looked is None:
         known = _known[model] = Structure(model, _walk(model, as_built=False))
-        modules = known.modules(model) or []
-    return known, modules
+        looked = known.look(model)
+        assert looked is not None  # noqa: S101  It was built from this model just now.
+    return known, *looked
 
 
 def last_structure(model: nn.Module) -> Structure | None:

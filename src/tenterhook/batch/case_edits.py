@@ -11,7 +11,7 @@ import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.batch.layout import CaseRows, Dimensions, Layouts, separates, write_part
 from tenterhook.edit.change import Change, check_same_kind
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import BatchError
 
@@ -44,10 +44,11 @@ class EditSession(Session):
     verb = "edit"
 
 
-class ShapesSeen:
+class ShapesSeen(Action):
     """An action at every step of a generation, so that the shapes of a later step are known when a case edits it."""
 
-    observes, again, reached = False, False, True
+    observes = False
+    reached = True
 
     def __init__(self, layouts: Layouts) -> None:
         self._layouts = layouts
@@ -57,16 +58,16 @@ class ShapesSeen:
         return value
 
 
-class CaseEdits:
+class CaseEdits(Action):
     """An edit at one point for all cases of a batch."""
 
     observes = False
     again = True
+    reached = False
 
     def __init__(self, layouts: Layouts) -> None:
         self._layouts = layouts
         self._cases: list[tuple[int, CaseRows, list[Change], Callable[[], Any]]] = []
-        self.reached = False
         self.calls: set[int] = set()
         """the calls in which it acted"""
 

@@ -75,9 +75,9 @@ def tape_of_case(
 
     # Values are cut when the tape is read: many cases have many values, and most are never read.
     log = tape.log
-    tape.make_tracks_later(lambda tracks: _fill_values(tracks, log, whole, mine, cut, is_mine))
+    tape.make_tracks = lambda tracks: _fill_values(tracks, log, whole, mine, cut, is_mine)
     if grad is not None:
-        tape.grad.make_tracks_later(lambda tracks: _fill_gradients(tracks, whole, mine, grad, is_mine))
+        tape.grad.make_tracks = lambda tracks: _fill_gradients(tracks, whole, mine, grad, is_mine)
     return tape
 
 

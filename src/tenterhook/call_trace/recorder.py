@@ -23,6 +23,7 @@ from tenterhook.call_trace.trace import (
     Unkeepable,
     storages,
 )
+from tenterhook.engine.action import Guard
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped
@@ -60,7 +61,7 @@ class _Frame:
         self.versions = _versions(self.leaves)
 
 
-class RunRecorder:
+class RunRecorder(Guard):
     """The guard that records a call trace: inputs and outputs of each call, and reasons why it cannot be served.
 
     ``modules``: the modules whose calls are recorded. Calls of modules below other modules are part of those modules'

@@ -19,7 +19,7 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.cli.errors import CommandError, ModelFailed, show_debug
 from tenterhook.cli.inputs import Inputs
 from tenterhook.edit.verb import edit
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.errors import NeverReached, SessionError, TenterhookError
 from tenterhook.record.failure import failure
@@ -45,7 +45,7 @@ class RunRequest:
     keep: Literal["all", "last"] | int = "all"
 
 
-class OrderNotes:
+class OrderNotes(Action):
     """An action that notes the order in which points are reached."""
 
     observes = True

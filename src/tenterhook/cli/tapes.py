@@ -156,7 +156,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
         if most < LEAST:
             raise CommandError(f"--size {size}: a page needs at least {LEAST:,} bytes, for its script and its numbers.")
         tapes = {_name(file, files): read_tape(file) for file in files}
-        with bar("pictures") as progress, _told_as_trouble():
+        with bar("pictures") as progress, _as_command_error():
             written = write_tapes(target, tapes, size=most, maps=maps, title=title, progress=progress)
         say(f"{target}: {written / 1e6:.1f} MB")
     if open_:
@@ -164,7 +164,7 @@ def page(files: tuple[Path, ...], target: Path | None, size: str, maps: int, tit
 
 
 @contextlib.contextmanager
-def _told_as_trouble() -> Iterator[None]:
+def _as_command_error() -> Iterator[None]:
     """Convert a ``ValueError`` about the page's options to :class:`CommandError`."""
     try:
         yield

@@ -41,8 +41,7 @@ def begin(session: Session) -> None:
 
 
 def _kind(action: Any) -> tuple[str, str]:
-    change = getattr(action, "change", None)
-    return type(action).__name__, change.name if change is not None else ""
+    return type(action).__name__, action.change.name if action.change is not None else ""
 
 
 def waiting(session: Session, points: Any) -> None:
@@ -61,7 +60,7 @@ def with_traced_forward(patch: ForwardPatch, function: Any, general: Callable[[A
         return _uncompiled(patch, engine)
     inlined = traced_forward(patch, engine)
     if any(patch.module in actions.session.entries for actions in patch.action_sets):
-        prepared = any(hasattr(actions.guard, "prepare") for actions in patch.action_sets)
+        prepared = any(actions.prepares for actions in patch.action_sets)
         function = entry(patch, engine, traced_forward(patch, engine, begins=True) if prepared else inlined)
     inline(function, inlined)
     return function

@@ -90,7 +90,7 @@ def is_guarded(session: Session) -> bool:
 
 def _asks_here(session: Session) -> bool:
     """Return whether the entry of the model needs code of ours: to raise a stop, or to prepare served calls."""
-    return is_guarded(session) or any(getattr(binding.action, "stops", False) for binding in session.bindings)
+    return is_guarded(session) or any(binding.action.stops for binding in session.bindings)
 
 
 def _begins(module: nn.Module, plan: Any) -> bool:
@@ -127,7 +127,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
         if any(actions.edits_out or actions.looks_out for actions in patch.action_sets)
         else inlined
     )
-    guards: Any = [actions.guard for actions in patch.action_sets if hasattr(actions.guard, "prepare")]
+    guards: Any = [actions.guard for actions in patch.action_sets if actions.prepares]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal known, run, packed_for

@@ -111,8 +111,7 @@ def _edit(session: Session, error: Any) -> TenterhookError | None:
 
 def _is_on(binding: Binding, stack: Any) -> bool:
     """Return whether the function of an edit is on the stack of the traced code."""
-    change = getattr(binding.action, "change", None)
-    function = getattr(change, "call", None)
+    function = getattr(binding.action.change, "call", None)
     if not isinstance(function, FunctionType):
         return False
     code = code_of(function)
@@ -149,7 +148,7 @@ def _reason(text: str) -> TenterhookError | None:
 
 
 def _stop(session: Session, text: str) -> TenterhookError | None:
-    stops = [binding for binding in session.bindings if getattr(binding.action, "stops", False)]
+    stops = [binding for binding in session.bindings if binding.action.stops]
     if not stops or "Stopped" not in text:
         return None
     return SessionError(WHOLE.format(what=STOP.format(points=_listed(stops))))

@@ -83,10 +83,10 @@ def _why_not(actions: ModuleActions, outer: nn.Module) -> str | None:
 
 def _why_not_outside(actions: ModuleActions) -> str | None:
     """Return the reason, for a graph that begins before the compiled module's own forward, or None."""
-    if hasattr(actions.guard, "prepare"):
+    if actions.prepares:
         return UNDECIDED
     bindings = (*actions.looks_out, *actions.inner, *(binding for _, binding in actions.looks_in))
-    return STOPS if any(getattr(binding.action, "stops", False) for binding in bindings) else None
+    return STOPS if any(binding.action.stops for binding in bindings) else None
 
 
 def _begins_outside(outer: nn.Module) -> bool:

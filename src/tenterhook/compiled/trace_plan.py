@@ -42,14 +42,14 @@ class Step:
 
     def __init__(self, binding: Binding, actions: ModuleActions) -> None:
         point, action = binding.point, binding.action
-        kind = getattr(action, "compiled", None)
+        kind = action.compiled
         if kind is None:
             raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
-        self.stops = bool(getattr(action, "stops", False))
+        self.stops = action.stops
         self.opaque = self.check = self.copies = self.plain = False
         self.dtype = self.context = self.part = self.token = self.called = None  # type: Any
         self.function: Any = None
@@ -143,7 +143,7 @@ class TracedPart:
 
     def __init__(self, actions: ModuleActions, graph_outputs: GraphOutputs) -> None:
         self.graph_outputs, self.actions, self.bound = graph_outputs, actions, Bound(actions)
-        ahead = getattr(actions.guard, "ahead", None)
+        ahead = actions.guard.ahead if actions.guard is not None else None
         self.serve_spec = ahead.serve_specs.get(actions.module) if ahead is not None else None
         self.running: list[int] = []
         self.edits_in = tuple([(place, Step(binding, actions)) for place, binding in actions.edits_in])
@@ -175,7 +175,7 @@ class TracedPart:
 
 def _acts(binding: Binding) -> bool:
     """Return whether there is something to trace. Some actions have a second half that only does clean-up."""
-    return getattr(binding.action, "compiled", None) != "nothing"
+    return binding.action.compiled != "nothing"
 
 
 def _exchanged(swap: Any, actions: ModuleActions, graph_outputs: GraphOutputs) -> Exchanged:
@@ -229,7 +229,7 @@ def _served(patch: ForwardPatch, body: Callable[..., Any], *, begins: bool) -> C
         guard, serve_spec = actions.guard, actions.part.serve_spec
         if guard is None:
             continue
-        if serve_spec is None or (hasattr(guard, "prepare") and not begins):
+        if serve_spec is None or (guard.prepare is not None and not begins):
             raise Untraceable(UNDECIDED)
         body = served(actions.part, serve_spec, body)
     return body

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.edit.change import Change, check_same_kind
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import EditError
 from tenterhook.pytorch.autograd import is_older, own_alias
 from tenterhook.sites.inplace import model_changes_in_place
@@ -75,7 +75,7 @@ class AppliedEdit:
         return new  # type: ignore[no-any-return]
 
 
-class _Base:
+class _Base(Action):
     """Shared state of gradient edits: the change, whether it was ever applied, and the reason if it was not."""
 
     observes = False
@@ -84,21 +84,12 @@ class _Base:
 
     def __init__(self, change: Change, *, check: bool) -> None:
         self.why = NOTHING_FLOWED
+        self.change, self.check = change, check
         self._apply = AppliedEdit(change, check=check)
 
     @property
     def reached(self) -> bool:
         return self._apply.reached
-
-    @property
-    def change(self) -> Change:
-        """The change, for one tensor at a time."""
-        return self._apply.change
-
-    @property
-    def check(self) -> bool:
-        """True if the new gradient must keep the shape, dtype and device of the old one."""
-        return self._apply.check
 
     def mark(self) -> None:
         """Mark the edit as applied, because a compiled graph contains it and its backward pass will run it."""
@@ -209,7 +200,7 @@ class _GivenGradient:
         return self.new._version != self._version
 
 
-class _WriteBack:
+class _WriteBack(Action):
     """The second half of an InputGradientEdit, which runs on the module's output."""
 
     observes = False

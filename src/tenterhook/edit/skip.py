@@ -63,13 +63,13 @@ class SkipEdit(SkipAction):
 
     observes = False
     again = True
+    reached = False
 
     def __init__(self, skip: Skip, point: Point) -> None:
         if point.site is not Site.RETURN:
             raise EditError(NOT_OUTPUT.format(point=point, path=point.path or ":return"))
         self._value = skip.value
         self._place = argument(point.module, None)
-        self.reached = False
         if skip.value is None and (reason := _why_not(point.module)):
             raise EditError(f"{point} cannot be skipped as it is: {reason}.\n{GIVE}")
 

@@ -14,7 +14,7 @@ from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradien
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.skip import Skip, SkipEdit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.runs import Numbering
 from tenterhook.engine.session import Session
 from tenterhook.errors import AddressError, EditError
@@ -129,9 +129,8 @@ class Editing(Session):
     def on_start(self) -> None:
         super().on_start()
         for binding in self.bindings:
-            install = getattr(binding.action, "install", None)
-            if install is not None:
-                self._handles.append(install(binding.point, self))
+            if binding.action.install is not None:
+                self._handles.append(binding.action.install(binding.point, self))
 
     def on_close(self) -> None:
         for handle in self._handles:
@@ -146,16 +145,16 @@ def value_binding(point: Point, change: Change, *, check: bool) -> Binding:
     return Binding(point, ValueEdit(change, check=check))
 
 
-class ValueEdit:
+class ValueEdit(Action):
     """An action that replaces the value at a point."""
 
     observes = False
     again = True
     compiled = "edit"
+    reached = False
 
     def __init__(self, change: Change, *, check: bool) -> None:
         self.change, self.check = change, check
-        self.reached = False
 
     def __call__(self, value: Any, context: Context) -> Any:
         new = self.change(value, context)

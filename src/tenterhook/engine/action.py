@@ -1,7 +1,8 @@
-"""The protocols of the actions that the engine runs at a point."""
+"""The base classes of the actions that the engine runs at a point."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -32,30 +33,50 @@ class Context:
         return printable(f"<{self.address}#{self.call}>")
 
 
-class Action(Protocol):
-    """One thing that a session does at a point.
+class Action:
+    """One thing that a session does at a point. Subclasses set the attributes and methods that they support."""
 
-    ``observes``: the action sees the final value, after all edits. It returns None, or an alias of the value that has
-    its own autograd history. An action that does not observe is an edit: its return value replaces the value.
-    ``again``: the action must run again when activation checkpointing recomputes the call. ``reached``: the action has
-    run at least once.
+    observes = True
+    """The action sees the final value, after all edits. It returns None, or an alias of the value that has its own
+    autograd history. An action that does not observe is an edit: its return value replaces the value."""
+    again = False
+    """the action must run again when activation checkpointing recomputes the call"""
+    stops = False
+    """the action may end the run"""
+    why: str | None = None
+    """the reason why the action had no effect, if it knows one"""
+    enter: Callable[..., None] | None = None
+    """for an action at a module's output: called at the start of each call with the call index, the sequence number of
+    autograd's next operation, and the arguments"""
+    install: Callable[..., Any] | None = None
+    """for an action at a parameter that needs no exchange of the parameter: called with the point and the session at
+    the start; it returns a handle with ``remove``"""
 
-    An action that can be part of a compiled graph has an attribute ``compiled``: "value", "gradient", "edit", "gradient
-    edit", or "nothing" if there is nothing to trace. For an observer, ``taken`` is called after the graph has run, with
-    the recorded value and the number of that run. An edit has ``change`` and ``check``, and ``mark`` is called after
-    the edit was applied.
+    direct = False
+    """the action is a :class:`Direct` observer"""
+    base = 0
+    """the key of the first call, for a :class:`Direct` observer"""
+    watch: Callable[..., Any] | None = None
+    """for an action that watches a gradient: called by the fast path in place of the action"""
 
-    An action at a module's output may also have a method ``enter``. It is called at the start of each call with the
-    call index, the sequence number of autograd's next operation, and the arguments.
-    """
-
-    observes: bool
-    again: bool
+    compiled: str | None = None
+    """The kind of an action that can be part of a compiled graph: "value", "gradient", "edit", "gradient edit", or
+    "nothing" if there is nothing to trace. For an observer, ``taken`` is called after the graph has run, with the
+    recorded value and the number of that run. After an edit was applied, ``mark`` is called."""
+    change: Any = None
+    """the change that an edit applies"""
 
     @property
-    def reached(self) -> bool: ...
+    def reached(self) -> bool:
+        """True if the action has run at least once."""
+        return False
 
-    def __call__(self, value: Any, context: Context) -> Any: ...
+    def rest(self) -> None:
+        """Release what a graph must not keep alive after the session."""
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        """Run at a value."""
+        raise NotImplementedError
 
 
 class Direct(Protocol):
@@ -71,7 +92,7 @@ class Direct(Protocol):
     keep: int
 
 
-class SkipAction:
+class SkipAction(Action):
     """An edit of a module's output that takes the place of the module's call.
 
     Dispatch asks it for the output before the call, and calls it with that output like any other edit afterwards.
@@ -82,17 +103,23 @@ class SkipAction:
         raise NotImplementedError
 
 
-class Guard(Protocol):
+class Guard:
     """An object that can replace the forward of a module: a replay uses it to serve recorded values.
 
-    It runs after the edits of the arguments and before the edits of the output. ``before`` returns the value to use
-    instead of the call, or ``MISSING`` to make the call. ``after`` gets the result of the call, or ``MISSING`` if the
-    call raised.
+    It runs after the edits of the arguments and before the edits of the output.
     """
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    prepare: Callable[..., None] | None = None
+    """for a guard that decides before compiled code runs: called with the arguments of the call"""
+    ahead: Any = None
+    """what such a guard has decided"""
 
-    def after(self, module: nn.Module, value: Any) -> None: ...
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value to use instead of the call, or ``MISSING`` to make the call."""
+        raise NotImplementedError
+
+    def after(self, module: nn.Module, value: Any) -> None:
+        """Get the result of the call, or ``MISSING`` if the call raised."""
 
 
 class Binding:

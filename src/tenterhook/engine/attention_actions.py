@@ -124,4 +124,4 @@ def _all_read(acting: list[Acting], name: str) -> bool:
 
 def _only_reads(binding: Binding) -> bool:
     """Return whether an action reads a value, and neither replaces it nor needs its place in the graph."""
-    return binding.action.observes and getattr(binding.action, "compiled", None) == "value"
+    return binding.action.observes and binding.action.compiled == "value"

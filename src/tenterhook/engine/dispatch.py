@@ -117,10 +117,10 @@ def guarded(
 ) -> Any:
     """Run the call between its guards, or return the value that a guard serves instead of the call."""
     value: Any = MISSING
-    told = 0
+    begun = 0
     try:
         for guard in guards:
-            told += 1
+            begun += 1
             served = guard.before(module, args, kwargs)
             value = value if served is MISSING else served
         if value is MISSING:
@@ -129,7 +129,7 @@ def guarded(
         value = MISSING
         raise
     finally:
-        for guard in reversed(guards[:told]):
+        for guard in reversed(guards[:begun]):
             guard.after(module, value)
     return value
 

@@ -91,7 +91,7 @@ class RewrittenFunction:
         """Find the places that can use the fast path. Call this after all bindings were added."""
         for place, looks in self._looks.items():
             (actions, binding), *more = looks
-            direct = getattr(binding.action, "direct", False) and binding.numbers is None
+            direct = binding.action.direct and binding.numbers is None
             if not more and place not in self._edits and direct:
                 self._short[place] = (actions, binding, binding.action)
         for below in self._below.values():

@@ -88,11 +88,10 @@ class ModuleActions:
         point, observes = binding.point, binding.action.observes
         self.again = self.again or binding.action.again
         if point.site is Site.RETURN:
-            enter = getattr(binding.action, "enter", None)
-            if enter is not None:
-                self.enters += (enter,)
+            if binding.action.enter is not None:
+                self.enters += (binding.action.enter,)
             if observes:
-                if not self.looks_out and (base := getattr(binding.action, "base", 0)):
+                if not self.looks_out and (base := binding.action.base):
                     self.base, self.next_key = base, itertools.count(base).__next__
                 self.looks_out += (binding,)
             else:
@@ -159,13 +158,16 @@ class ModuleActions:
         """
         looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
         for binding in looks:
-            rest = getattr(binding.action, "rest", None)
-            if rest is not None:
-                rest()
+            binding.action.rest()
         self.session = self.session.without_tape()
         for view in self.views:
             view.session = self.session
         self.views = ()
+
+    @property
+    def prepares(self) -> bool:
+        """True if a guard decides, before compiled code runs, what to serve."""
+        return self.guard is not None and self.guard.prepare is not None
 
     @property
     def only_inside(self) -> bool:
@@ -181,8 +183,8 @@ class ModuleActions:
         looks = self.looks_out
         if len(looks) != 2 or looks[0].point.call is not None or looks[-1].point.call is not None:  # noqa: PLR2004
             return None
-        first, watch = looks[0].action, getattr(looks[1].action, "watch", None)
-        return (first, watch) if getattr(first, "direct", False) and watch is not None else None
+        first, watch = looks[0].action, looks[1].action.watch
+        return (first, watch) if first.direct and watch is not None else None
 
 
 def _return_value(value: Any, *_: Any) -> Any:

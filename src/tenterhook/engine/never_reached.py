@@ -51,7 +51,7 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
         return "the run was stopped before this point"
     actions = session._action_sets.get(point.module)
     calls = session.calls_of(point.module)
-    if calls or (point.site is Site.PARAMETER and hasattr(binding.action, "why")):
+    if calls or (point.site is Site.PARAMETER and binding.action.why is not None):
         return _called(binding, calls)
     if actions is not None and actions.strangers:
         return f"{kind} was called {_times(actions.strangers)}, but not by the thread that opened the session"
@@ -60,9 +60,8 @@ def why(session: Session, binding: Binding, *, called: bool) -> str:
 
 def _called(binding: Binding, calls: int) -> str:
     point = binding.point
-    own = getattr(binding.action, "why", None)
-    if own is not None:
-        return str(own)
+    if binding.action.why is not None:
+        return binding.action.why
     first = point.call.first if isinstance(point.call, CallRange) else point.call
     if first is not None and first >= calls:
         return f"the module was called {_times(calls)}, so its last call is #{calls - 1}"

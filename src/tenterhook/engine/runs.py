@@ -10,11 +10,11 @@ import functools
 from bisect import bisect_right
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
+from tenterhook.engine.action import Action
 from tenterhook.engine.install import locked
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.sites.threads import current
@@ -80,7 +80,7 @@ class RunNumbers:
         self._generating -= 1
 
 
-class RunStart:
+class RunStart(Action):
     """The action at the whole model that begins a run with each of its calls."""
 
     observes, again, reached = True, False, True
@@ -104,28 +104,32 @@ class GenerateListener(Protocol):
     def end(self, output: Any) -> None: ...
 
 
-class _Generate:
-    """The listeners of one model's ``generate``, and what stood in its place."""
+class _Listened(NamedTuple):
+    """A model's own ``generate`` attribute, if it has one, and the listeners with the threads of their sessions."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = ref(model)
-        self.own = model.__dict__.get(GENERATE)
-        self.listeners: list[tuple[Any, GenerateListener]] = []
+    own: Any
+    listeners: list[tuple[Any, GenerateListener]]
 
-    def function(self, original: Callable[..., Any]) -> Any:
-        """Return the function that takes the place of the model's ``generate``."""
 
-        @functools.wraps(original)
-        def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not self.model():  # A copy of the model, made while the session was open.
-                model.__dict__.pop(GENERATE, None)
-                return getattr(model, GENERATE)(*args, **kwargs)
-            call: Any = self.own or MethodType(original, model)
-            mine = [listener for owner, listener in self.listeners if owner == current.token]
-            return _between(mine, call, args, kwargs)
+_listened: dict[int, _Listened] = {}
+"""by the id of a model that an open session keeps alive"""
 
-        generate.tenterhook = self  # type: ignore[attr-defined]
-        return generate
+
+@functools.lru_cache(maxsize=256)
+def _function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that takes the place of a model's ``generate`` while a session listens."""
+
+    @functools.wraps(original)
+    def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        listened = _listened.get(id(model))
+        if listened is None:  # A copy of the model, made while the session was open.
+            model.__dict__.pop(GENERATE, None)
+            return getattr(model, GENERATE)(*args, **kwargs)
+        call: Any = listened.own or MethodType(original, model)
+        mine = [listener for owner, listener in listened.listeners if owner == current.token]
+        return _between(mine, call, args, kwargs)
+
+    return generate
 
 
 def _between(listeners: list[GenerateListener], call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,38 +146,35 @@ def _between(listeners: list[GenerateListener], call: Any, args: tuple[Any, ...]
             listener.end(output)
 
 
-def _installed(model: nn.Module) -> _Generate | None:
-    method = model.__dict__.get(GENERATE)
-    found = getattr(getattr(method, "__func__", None), "tenterhook", None)
-    return found if isinstance(found, _Generate) and found.model() is model else None
-
-
-def listen(model: nn.Module, listener: GenerateListener) -> bool:
-    """Call a listener around this thread's calls of the model's ``generate``; return False if it has none."""
+def listen(model: nn.Module, listener: GenerateListener) -> None:
+    """Call a listener around this thread's calls of the model's ``generate``, if it has one."""
     model = unwrapped(model)
     original = getattr(type(model), GENERATE, None)
-    if not callable(original):
-        return False
+    if original is None or not callable(original):
+        return
     with locked:
-        generate = _installed(model)
-        if generate is None:
-            generate = _Generate(model)
-            model.__dict__[GENERATE] = MethodType(generate.function(original), model)
-        generate.listeners.append((current.token, listener))
-    return True
+        listened = _listened.get(id(model))
+        if listened is None:
+            state = model.__dict__
+            listened = _listened[id(model)] = _Listened(state.get(GENERATE), [])
+            state[GENERATE] = MethodType(_function(original), model)
+        listened.listeners.append((current.token, listener))
 
 
 def stop_listening(model: nn.Module, listener: GenerateListener) -> None:
     """Remove a listener, any number of times; with the last one, the model's ``generate`` is its own again."""
     model = unwrapped(model)
+    listened = _listened.get(id(model))
+    if listened is None:
+        return
     with locked:
-        generate = _installed(model)
-        if generate is None:
+        listened.listeners[:] = [pair for pair in listened.listeners if pair[1] is not listener]
+        if listened.listeners:
             return
-        generate.listeners = [pair for pair in generate.listeners if pair[1] is not listener]
-        if generate.listeners:
-            return
-        if generate.own is None:
-            del model.__dict__[GENERATE]
-        else:
-            model.__dict__[GENERATE] = generate.own
+        state = model.__dict__
+        if getattr(state.get(GENERATE), "__func__", None) is _function(getattr(type(model), GENERATE)):
+            if listened.own is None:
+                del state[GENERATE]
+            else:
+                state[GENERATE] = listened.own
+        _listened.pop(id(model), None)  # Last: an interrupt before it repeats the step above.

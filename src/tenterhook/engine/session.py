@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from torch import nn
 
 from tenterhook._text import printable
 from tenterhook.address.match import Point, Site
-from tenterhook.address.walk import Structure, find, last_structure, structure, walk
+from tenterhook.address.walk import Looked, Structure, find, last_structure, structure, walk
 from tenterhook.engine.action import Binding, Context
 from tenterhook.engine.compile_counts import Compiled
 from tenterhook.engine.compiled_support import compiled_support
@@ -32,8 +34,8 @@ from tenterhook.pytorch.checkpointing import refuse_checkpoints
 from tenterhook.pytorch.distributed import require_fsdp
 from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
-from tenterhook.pytorch.support import require
-from tenterhook.pytorch.wrappers import unwrapped, wrappers_of
+from tenterhook.pytorch.support import require, works
+from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
 from tenterhook.sites.fused_layers import FUSED, unfused
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.parameter import Exchange, Swap, is_offloaded, own_update
@@ -84,6 +86,30 @@ class Session:
     needs: tuple[str, ...] = ()
     """The features of PyTorch that this kind of session needs, besides those that all sessions need."""
 
+    # Class attributes, because a session that is opened for one call uses few of them.
+    done = False
+    stopped = False
+    tape: Any = None
+    depth = 0
+    """the number of `with` blocks around"""
+    graph_outputs: Any = None
+    """where compiled graphs store what they record; see tenterhook.compiled"""
+    plan_key: tuple[Any, ...] = ()
+    _state = "new"
+    _compiles = False
+    """True if this process has compiled anything"""
+    _fused: tuple[str, ...] = ()
+    """the paths of layers whose fast path bypasses their children"""
+    _shared_forwards: SharedForwards | None = None
+    _readers: Readers | None = None
+    _neighbours: Sequence[Session] = ()
+    _planned: Structure | None = None
+    """the model's structure when its points were found, if known"""
+    _looked: Looked | None = None
+    """the model's structure at the start, to compare at the end"""
+    _compile_counts = Compiled()
+    _rest: Self | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -91,29 +117,20 @@ class Session:
         required: list[list[Binding]],
         runs: RunNumbers | None = None,
     ) -> None:
-        self.model = model
-        self.bindings, self.required = bindings, required
-        self.done = False
-        self.stopped = False
-        self.tape: Any = None
+        self.model, self.bindings, self.required, self._runs = model, bindings, required, runs
         self.owner = current.token
         self._action_sets: dict[nn.Module, ModuleActions] = {}
-        self._shared_forwards: SharedForwards | None = None
-        self._readers: Readers | None = None
         self._swaps: list[Exchange] = []
-        self.makers: dict[Any, Any] = {}  # Factories of forwards; see fast_path.watched.
-        self._neighbours: list[Session] = []
-        self._state = "new"
-        self.depth = 0  # The number of `with` blocks around.
-        self._planned: Structure | None = None  # The model's structure when its points were found, if known.
-        self._structure: Structure | None = None
-        # Compiled graphs store what they record here; see tenterhook.compiled.
-        self.graph_outputs: Any = None
-        self.entries: dict[nn.Module, str] = {}
-        self.plan_key: tuple[Any, ...] = ()
-        self._compile_counts = Compiled()
-        self._rest: Self | None = None
-        self._runs = runs
+
+    @cached_property
+    def makers(self) -> dict[Any, Any]:
+        """Factories of forwards; see fast_path.watched."""
+        return {}
+
+    @cached_property
+    def entries(self) -> dict[nn.Module, str]:
+        """The modules at which compiled graphs begin; see tenterhook.compiled."""
+        return {}
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -124,9 +141,10 @@ class Session:
         self.owner = current.token
         try:
             require(*NEEDED, *self.needs)
+            self._compiles, self._fused = has_compiled_anything(), facts(self.model).fused
             self._plan()
             self._check_torch()
-            if has_compiled_anything():
+            if self._compiles:
                 compiled_support().begin(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
@@ -135,7 +153,7 @@ class Session:
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
             self._neighbours = _local.open
-            self._neighbours.append(self)
+            _local.open.append(self)
         except BaseException:
             self._undo()
             self._release()
@@ -157,20 +175,22 @@ class Session:
                 self._actions_of(point.module, point.path).add(binding)
         self._leave_fast_paths()
         self._check_model()
-        for wrapper in wrappers_of(self.model):
-            if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
-                raise UnsupportedModel(REPLICAS)
+        if wrapped_name(self.model) is not None:
+            for wrapper in wrappers_of(self.model):
+                if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
+                    raise UnsupportedModel(REPLICAS)
 
     def _check_model(self) -> None:
         """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
         if not self.is_explicit:
-            if self._structure is None:
-                self._structure = structure(self.model)
-            if self._structure is self._planned:
+            if self._looked is not None:
+                return
+            known, self._looked, _ = structure(self.model)
+            if known is self._planned:
                 return
         places = [(actions.path, module) for module, actions in self._action_sets.items()]
         if self._shared_forwards is not None:
-            places += [(path, module) for module, path in self._shared_forwards.modules.items()]
+            places += [(self._shared_forwards.path_of(module), module) for module in self._shared_forwards.modules]
         if self.is_explicit:
             gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
@@ -182,10 +202,11 @@ class Session:
 
     def _check_torch(self) -> None:
         """Raise if this release of PyTorch lacks something that only this model needs."""
-        modules = [*self._action_sets, *(self._shared_forwards.modules if self._shared_forwards is not None else ())]
-        hooked = GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules)
-        if hooked:
-            require("hooks of other libraries")
+        if not works("hooks of other libraries"):
+            shared = self._shared_forwards.modules if self._shared_forwards is not None else ()
+            modules = [*self._action_sets, *shared]
+            if GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules):
+                require("hooks of other libraries")
         if any(binding.action.again for binding in self.bindings):
             refuse_checkpoints(self.model)
         if "stopping a run" in self.needs:
@@ -211,7 +232,7 @@ class Session:
         point, action = binding.point, binding.action
         if is_offloaded(point.module, point.tensor):
             raise UnsupportedModel(OFFLOADED.format(address=point.address))
-        if action.observes or hasattr(action, "install") or point.tensor is None:
+        if action.observes or action.install is not None or point.tensor is None:
             return
         context = Context(point.address, 0, point.module, self)
         readers = self._readers = self._readers or Readers(self.model)
@@ -237,7 +258,7 @@ class Session:
 
     def _leave_fast_paths(self) -> None:
         """Make fused layers call their children, if a point is inside them."""
-        for path in facts(self.model).fused:
+        for path in self._fused:
             layer = find(self.model, path)
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
                 exchange = unfused(layer)
@@ -261,7 +282,7 @@ class Session:
 
         Compiled code, and fused layers that may bypass their children, must know all points before the run.
         """
-        return has_compiled_anything() or bool(facts(self.model).fused)
+        return self._compiles or bool(self._fused)
 
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
@@ -316,12 +337,13 @@ class Session:
 
     def _release(self) -> None:
         """Drop the references to this session, so that it and its tape are freed without the garbage collector."""
-        self._action_sets, self.bindings, self.required, self.entries, self.graph_outputs = {}, [], [], {}, None
-        self._shared_forwards, self._readers, self._swaps = None, None, []
+        self._action_sets, self.bindings, self.required, self.graph_outputs = {}, [], [], None
+        self.__dict__.pop("entries", None)
+        self._shared_forwards, self._readers, self._looked, self._swaps = None, None, None, []
 
     def _undo(self) -> list[str]:
         """Remove everything. Return the paths of modules whose forward other code has replaced."""
-        if self in self._neighbours:
+        if isinstance(self._neighbours, list) and self in self._neighbours:
             self._neighbours.remove(self)
         replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
         try:
@@ -354,7 +376,7 @@ class Session:
     def _say_what_was_missed(self) -> None:
         if self.graph_outputs is not None and self.graph_outputs.error is not None:
             raise self.graph_outputs.error
-        if self._structure is not None and self._structure.still_has(self.model) is None:
+        if self._looked is not None and not self._looked.is_unchanged:
             text = (
                 f"{type(self.model).__name__} gained or lost modules while a {self.verb} session with a pattern was "
                 "open on it: new modules were not part of it, and lost ones may have been missed."

@@ -19,7 +19,8 @@ from torch import nn
 from tenterhook.engine.bound_method import bind, shows_attributes
 from tenterhook.engine.dispatch import OWN_FILES, leave
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
-from tenterhook.pytorch.dynamo import disable
+from tenterhook.pytorch.dynamo import disabled
+from tenterhook.sites.module import can_be_called
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
@@ -31,7 +32,8 @@ __all__ = ["SharedForwards"]
 OWN_FILES.add(__file__)
 
 Forward = Callable[..., Any]
-Make = Callable[[Forward, "SharedForwards"], Forward]
+SKIPPED = disabled(OPEN)
+"""the attributes of a function that Dynamo skips"""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,28 +44,36 @@ def _signature(function: Forward) -> inspect.Signature:
 class SharedForwards:
     """The modules of one session that have a shared ``forward``.
 
-    ``make`` builds the function for a class from the class's own ``forward`` and this object. ``bindings`` returns the
-    bindings of a module and the number of its calls so far; it is used when the module gets its own actions.
+    A subclass makes the function for a class from the class's own ``forward`` (``make_forward``). It returns the
+    bindings of a module, and the number of its calls so far, when the module gets its own actions (``bindings_of``).
+    ``modules`` maps each module that has a shared forward to a number of the subclass. For a function, a module that is
+    missing there has its own actions.
     """
 
-    __slots__ = ("_bindings", "_make", "_methods", "_scripted", "_session", "modules")
+    __slots__ = ("_methods", "_scripted", "_session", "ended", "modules")
 
-    def __init__(
-        self,
-        session: Session,
-        modules: dict[nn.Module, str],
-        make: Make,
-        bindings: Callable[[nn.Module], tuple[list[Binding], int]],
-    ) -> None:
+    def __init__(self, session: Session, modules: dict[nn.Module, int]) -> None:
         self._session: Session | None = session  # None after the session has ended.
-        self._make, self._bindings = make, bindings
-        self.modules = modules  # Maps modules to their paths.
+        self.modules = modules
+        self.ended: dict[nn.Module, int] = {}  # The numbers of the modules at the end of the session.
         self._methods: list[Any] = []  # In the order of installation.
         self._scripted: nn.Module | None = None
 
+    def make_forward(self, original: Forward) -> Forward:
+        """Return the function for all modules of a class whose own ``forward`` is given."""
+        raise NotImplementedError
+
+    def bindings_of(self, module: nn.Module) -> tuple[list[Binding], int]:
+        """Return the bindings that replace the shared forward of a module, and how many of its calls have begun."""
+        raise NotImplementedError
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return the path of a module."""
+        raise NotImplementedError
+
     def install(self) -> None:
         """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
-        add, functions = self._methods.append, dict[type, Any]()
+        add, functions, others = self._methods.append, dict[type, Any](), []
         with locked:
             for module in tuple(self.modules):
                 kind, state = type(module), module.__dict__
@@ -72,30 +82,26 @@ class SharedForwards:
                 except KeyError:
                     function = functions[kind] = self._function(kind)
                 if function is None or "forward" in state:
-                    self._hand_over(module)
+                    if "forward" in state or can_be_called(module):
+                        others.append(module)
                     continue
                 method = MethodType(function, module)
                 add(method)  # Append first, so that an interrupt still undoes it.
                 state["forward"] = method
-            self._refuse_script()
-
-    def _refuse_script(self) -> None:
-        """Make torch.jit.script refuse the model.
-
-        A submodule alone fails anyway, because a script cannot have ``*args``.
-        """
-        if self._session is not None and SCRIPT not in self._session.model.__dict__:
-            model = self._scripted = self._session.model
-            model.__dict__[SCRIPT] = bind(refuse, model)
+            for module in others:
+                self._hand_over(module)
+            # Make torch.jit.script refuse the model. A submodule alone fails anyway: a script cannot have ``*args``.
+            if self._session is not None and SCRIPT not in self._session.model.__dict__:
+                model = self._scripted = self._session.model
+                model.__dict__[SCRIPT] = bind(refuse, model)
 
     def _function(self, kind: Any) -> Any:
         own = getattr(kind, "forward", None)
         if type(own) is not FunctionType or own is nn.Module.forward or shows_attributes(kind):
             return None
-        made: Any = self._make(own, self)
+        made: Any = self.make_forward(own)
         # Not __wrapped__: torch.jit.script would then read the source of the class's own forward.
-        made.__signature__, made.shared = _signature(own), self
-        disable(made, OPEN)
+        made.__dict__.update(SKIPPED, __signature__=_signature(own), shared=self)
         return made
 
     # -- what the functions ask for -----------------------------------------------------------------------------------
@@ -133,10 +139,10 @@ class SharedForwards:
         return self._session._action_sets.get(module) if self._session is not None else None
 
     def _hand_over(self, module: nn.Module) -> None:
-        path = self.modules.pop(module)
         method = next((method for method in self._methods if method.__self__ is module), None)
         assert self._session is not None  # noqa: S101  After the end of the session there are no modules.
-        bindings, calls = self._bindings(module)
+        (bindings, calls), path = self.bindings_of(module), self.path_of(module)
+        del self.modules[module]
         actions = self._session._actions_of(module, path)
         for binding in bindings:
             actions.add(binding)
@@ -173,10 +179,12 @@ class SharedForwards:
                 if state.get("forward") is method:
                     del state["forward"]
                 else:
-                    replaced.append(self.modules[method.__self__] or ":return")
+                    replaced.append(self.path_of(method.__self__) or ":return")
             if self._scripted is not None:
                 allow_script(self._scripted)
-            self.modules, self._methods, self._session, self._scripted = {}, [], None, None
+            self.ended = self.modules.copy()
+            self.modules.clear()  # A forward that other code has kept looks its module up here.
+            self._methods, self._session, self._scripted = [], None, None
         return replaced
 
     def __repr__(self) -> str:

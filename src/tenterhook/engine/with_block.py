@@ -8,6 +8,7 @@ The lookup returns an object that closes the session when it is garbage-collecte
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class _End(functools.partial[bool]):
     alive, and the frame would keep this object alive.
     """
 
-    depth: int
+    depth = sys.maxsize  # An interrupt may come before it is set. Then the session was not started either.
 
     def __new__(cls, function: Any, session: Session) -> Self:
         end = super().__new__(cls, function, session)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tenterhook.address import Point, Site
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.errors import HarvestError
 from tenterhook.harvest.rows import PickedRows, RowRule, tensor_at
 from tenterhook.store.device_copy import Piece
@@ -60,7 +60,7 @@ class EarlyRows:
         return (rows, piece) if same and tensor.stride() == value.stride() else None
 
 
-class _Passing:
+class _Passing(Action):
     """The action at a point. It sees the same values as the recorder, and changes nothing."""
 
     observes = True

@@ -112,7 +112,7 @@ def _edits(describer: Describer, model: nn.Module) -> dict[str, Tree]:
         if not modules.isdisjoint(map(id, session.model.modules())):
             for place, binding in enumerate(session.bindings):
                 if not binding.action.observes:
-                    what = getattr(binding.action, "change", binding.action)  # The rest of the action counts calls.
+                    what = binding.action.change or binding.action  # The rest of the action counts calls.
                     found[f"{place} at {binding.point}"] = describer.of(what, f"an edit at {binding.point}")
     return found
 

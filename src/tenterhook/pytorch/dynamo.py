@@ -18,6 +18,7 @@ __all__ = [
     "INLINED",
     "ORIGINAL_MODULE",
     "disable",
+    "disabled",
     "has_compiled_anything",
     "inline",
     "inline_only",
@@ -64,7 +65,8 @@ def _has_backend(dynamo: Any) -> bool:
     backends = getattr(dynamo, "cached_backends", None)
     if backends is None:  # Unknown, so assume that something was compiled.
         return True
-    return any(backend is not None for backend in list(backends.values()))
+    found = list(backends.values())
+    return found.count(None) < len(found)
 
 
 def _is_loaded_elsewhere() -> bool:
@@ -98,6 +100,11 @@ def disable(function: Any, reason: str = "") -> None:
     setattr(function, DISABLED, True)
     if reason:
         setattr(function, DISABLED_REASON, reason)
+
+
+def disabled(reason: str) -> dict[str, Any]:
+    """Return the attributes of a function that Dynamo skips."""
+    return {DISABLED: True, DISABLED_REASON: reason}
 
 
 def inline(function: Any, instead: Callable[..., Any]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "feature",
     "is_available",
     "require",
+    "works",
 ]
 
 
@@ -150,6 +151,16 @@ def require(*names: str) -> None:
         if found.run() is Status.UNAVAILABLE:
             raise found.error()
     _work.add(names)
+
+
+def works(name: str) -> bool:
+    """Return whether a feature works, directly or with its fallback. Fast, once the probe has run."""
+    if (name,) in _work and _patchable() == _probed:
+        return True
+    if not is_available(name):
+        return False
+    _work.add((name,))
+    return True
 
 
 def check(holds: object, what: str) -> None:

@@ -59,7 +59,7 @@ def name_of_wrapper(module: nn.Module) -> str:
 
 def _kind(module: nn.Module) -> tuple[str, str] | None:
     children = children_of(module)
-    if not children or WRAPPED_NAMES.isdisjoint(children.keys()):
+    if WRAPPED_NAMES.isdisjoint(children.keys()):
         return None
     for place, name, child, called in WRAPPERS:
         if child in children and children[child] is not None:
@@ -85,6 +85,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     >>> unwrapped(nn.DataParallel(nn.DataParallel(plain))) is plain
     True
     """
+    if WRAPPED_NAMES.isdisjoint(children_of(module).keys()):  # As for most modules; every session asks this.
+        return module
     for wrapper in wrappers_of(module):
         module = wrapped_module(wrapper)
     return module

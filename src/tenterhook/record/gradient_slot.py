@@ -33,11 +33,11 @@ from tenterhook.sites.tensor_hooks import (
 from tenterhook.sites.tensor_wrappers import gathered
 
 __all__ = [
-    "DONE",
     "NO_PARTS",
     "GradientHook",
     "GradientSlot",
     "GradientSlots",
+    "PassState",
     "SharedMemoryHook",
     "caught",
     "edge_of",
@@ -50,7 +50,6 @@ __all__ += ["watch_leaf", "watch_parameter"]
 Edge = tuple[Any, ...]
 
 NO_PARTS: Any = MappingProxyType({})  # The shared initial value of most slots.
-DONE: Any = MappingProxyType({(): []})  # Marks a slot that is no longer on a tape and accepts no gradients.
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by other code that "
     "received it, so the recorded gradient is lost. A hook should return a new tensor."
@@ -72,8 +71,7 @@ class GradientSlot:
 
     # A slot is created for each call of a recorded module, and most slots set only these attributes.
     __slots__ = (
-        "__dict__", "__weakref__", "_found", "base", "before", "edges", "first", "hooks", "kept", "lone", "spent",
-        "version", "views",
+        "__dict__", "__weakref__", "_found", "edges", "first", "kept", "lone", "passes", "spent", "version",
     )  # fmt: skip
 
     first: Tensor | None
@@ -87,16 +85,7 @@ class GradientSlot:
     lone: int
     """For a batch of one example, the stride of that dimension in a gradient that needs no closer check. 0 if no
     dimension has size one, and -1 if other dimensions have."""
-    before: Tensor | None
-    """The gradient of an earlier call, if it is small, until this slot has its own. If it were freed earlier, the model
-    would reuse its memory, and it would no longer be in the processor's cache."""
-    hooks: Any
-    """The hook table of its tensor, if its own hook is the first entry, and None otherwise."""
-    views: Any
-    """The state of backward passes; see :class:`tenterhook.record.view_gradients.ViewGradients`."""
-    base: Any
-    """For a view whose base has no hook: the base, its ViewGradients, and the hook table of the base. After the graph
-    was released: the number of the backward pass that released it. Otherwise None."""
+    passes: PassState
 
     shape: Any = None  # The value's own structure, with None in place of each tensor.
     path: Path = ()  # The path of the tensor in the value, if there is only one.
@@ -114,7 +103,7 @@ class GradientSlot:
 
     def __init__(self, value: Any, why: str | None = None) -> None:
         self._found: dict[Path, list[tuple[Tensor, int]]] = {}
-        self.first, self.edges, self.spent, self.kept, self.base, self.hooks = None, (), False, None, None, None
+        self.first, self.edges, self.spent, self.kept = None, (), False, None
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
@@ -163,7 +152,6 @@ class GradientSlot:
         if self.parts is NO_PARTS:
             self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
-        self.before = None
         if frees:
             self.release()
 
@@ -189,9 +177,6 @@ class GradientSlot:
 
     def release(self) -> None:
         """Drop all references to the graph. Gradients stay, and hooks can still add more."""
-        if self.base is not None and not self.spent:
-            task = current_backward_id()
-            self.base = (self.base[1].task if task < 0 else task,)
         self.spent, self.edges = True, ()
         if self.aliases:
             self.aliases = ()
@@ -208,36 +193,44 @@ def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor |
         return None
     kept = slot.kept
     if (
-        ((noted or not slot.views.plain) and not _is_plain(slot.views)) or slot.first is not None or slot._found
+        ((noted or not slot.passes.plain) and not _is_plain(slot.passes)) or slot.first is not None or slot._found
         or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
         return _caught(slot, gradient)
     if slot.lone and gradient.stride()[0] != slot.lone:
         gradient = copy_if_layout_sensitive(gradient)
     slot.first, slot.version = gradient, gradient._version
-    if kept is not None and slot.base is not None and not slot.spent:
-        slot.base = (current_backward_id(),)
-    slot.spent, slot.edges, slot.before = True, (), None
+    slot.spent, slot.edges = True, ()
     return None
 
 
-def _is_plain(views: Any) -> bool:
+class PassState:
+    """The last backward pass that has reached the values of a tape.
+
+    ``plain`` is True if that pass kept no graph, built none and had no sums to correct. Until the next module call or
+    gradient read, a further pass is assumed to be alike. If it keeps its graph, its slots release the graph all the
+    same, and ``tape.backward`` has to search for them. If sums may need correction, each pass is checked.
+    """
+
+    __slots__ = ("asked", "plain")
+
+    def __init__(self) -> None:
+        self.plain, self.asked = False, -1
+
+
+def _is_plain(passes: PassState) -> bool:
     """Return whether the backward pass keeps no graph, builds none and has no sums to correct. Check once per pass."""
     task = current_backward_id()
-    if task != views.asked:
+    if task != passes.asked:
         if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
             return False
-        views.plain, views.asked = True, task
+        passes.plain, passes.asked = True, task
     return True
 
 
 def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
     """Store a gradient like ``caught``, for the unusual cases."""
-    if slot._found is DONE:
-        return None
     if slot.overwritten:  # The hook of the base delivers this gradient.
-        if slot.base is not None and not slot.spent:
-            slot.base[1].found(slot)
         return None
     new = corrected(slot, gradient) if noted and current_backward_id() not in quiet else None
     slot.add(slot.path, gradient if new is None else new)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import Opaque, map_tensors
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import TapeError, ValueChanged
 from tenterhook.pytorch.transforms import in_transform, is_wrapped, outside_transforms, unwrapped
 from tenterhook.sites.tensor_hooks import shows_every_change
@@ -123,7 +123,7 @@ class Policy:
             return self._keep_one(unwrapped(tensor)[0].clone())
 
 
-class GradientOnly:
+class GradientOnly(Action):
     """The replacement of a :class:`Recorder` if only the gradient is recorded. It stores nothing."""
 
     observes = True
@@ -144,7 +144,7 @@ class GradientOnly:
         """Do nothing. The action for the gradient does all the work."""
 
 
-class Recorder:
+class Recorder(Action):
     """An action that records the value at a point."""
 
     observes = True

@@ -14,7 +14,6 @@ it. A walk through the graph from the module's outputs to the input finds these 
 from __future__ import annotations
 
 import weakref
-from sys import getrefcount
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -26,7 +25,7 @@ from tenterhook._draw import Drawn, Table
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.address.grammar import CallRange
 from tenterhook.compiled.expected_gradients import expect
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.pytorch.autograd import (
     PYTHON_NODE,
@@ -43,10 +42,10 @@ from tenterhook.pytorch.autograd import (
 )
 from tenterhook.record.alias_sums import begin_pass, note, number_for, shared_edges
 from tenterhook.record.gradient_slot import (
-    DONE,
     NO_PARTS,
     GradientSlot,
     GradientSlots,
+    PassState,
     caught,
     edge_of,
     lone_of,
@@ -55,10 +54,9 @@ from tenterhook.record.gradient_slot import (
 )
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
 from tenterhook.record.tape import TapeView
-from tenterhook.record.view_gradients import ViewGradients, watch_view
+from tenterhook.record.view_gradients import watch_view
 from tenterhook.sites import tensor_hooks as sites
 from tenterhook.sites.tensor_hooks import (
-    ALONE,
     TensorPlace,
     base_of,
     is_own,
@@ -77,14 +75,11 @@ __all__ = [
     "InputGradientOut",
     "OutputGradient",
     "TotalGradient",
+    "watch_output",
 ]
 
 WHY = sites.WHY | {
     "tied": f"{sites.TIED}.",
-    "lost": (
-        "it is a view whose memory was changed in place after it was recorded, and a backward pass may have missed it. "
-        "Record with copy='always' to avoid this."
-    ),
     "shared": (
         "all cases of the batch share this value, so that their gradients there cannot be separated. Run the cases one "
         "at a time: th.batch(..., batch=1)."
@@ -93,7 +88,6 @@ WHY = sites.WHY | {
 new_slot = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
-SMALL = 2**16  # Largest size, in bytes, of a gradient that may be held until the next one arrives.
 NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
@@ -104,7 +98,7 @@ class Gradients(Drawn, TapeView):
         super().__init__(tape._model())
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
-        self.views = ViewGradients()
+        self.passes = PassState()
         self._ends: list[Any] = []
         self.unread: dict[int, GradientSlots] = {}
         """The slots of tracks that are not created yet, because nothing has read them."""
@@ -136,13 +130,8 @@ class Gradients(Drawn, TapeView):
         """Return the graph nodes of the outputs of one run of the model, or an empty list after they were released."""
         return self._ends[run] if run < len(self._ends) else []
 
-    def begin(self) -> None:
-        """Store the number of the last backward pass at the start of the session."""
-        self.views.begin()
-
     def end(self) -> None:
         """Release the graphs at the end of the session, if a backward pass has used one of them."""
-        self.views.settle()
         slots = self.slots()
         if any(slot.spent for slot in slots):
             self._ends.clear()
@@ -151,7 +140,7 @@ class Gradients(Drawn, TapeView):
 
     def slots(self) -> list[GradientSlot]:
         """Return every slot of the tape."""
-        tracks = self.unread.values() if self._make_tracks is not None else (t.entries for t in self._tracks.values())
+        tracks = self.unread.values() if self.make_tracks is not None else (t.entries for t in self._tracks.values())
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
     def _find(self, address: str) -> tuple[str, int | CallRange | None]:
@@ -163,8 +152,7 @@ class Gradients(Drawn, TapeView):
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, GradientSlot):
             return super()._read(entry, address)
-        self.views.plain = False
-        self.views.doubt(entry)
+        self.passes.plain = False
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
         if entry.parts:
@@ -173,15 +161,16 @@ class Gradients(Drawn, TapeView):
 
     def _missing(self, address: str) -> GradientError:
         some = any(self._held(entry) for track in self._tracks.values() for entry in track.entries.values())
-        if some or self.views.ran():
+        if some:
             return NoGradient(f"backward() ran, but no gradient flowed to {address!r}: the loss does not depend on it.")
-        text = f"there is no gradient of {address!r} yet: backward() has not run."
-        return NoBackward(f"{text}\nCall loss.backward() or tape.backward(loss) first.")
+        return NoBackward(
+            f"there is no gradient of {address!r} yet: backward() has not run, or the loss depends on none of the "
+            "recorded values.\nCall loss.backward() or tape.backward(loss) first."
+        )
 
     def _held(self, entry: Any) -> bool:
         if not isinstance(entry, GradientSlot):
             return True
-        self.views.doubt(entry)
         return bool(entry.parts) and not entry.why
 
     def _unknown(self, address: str) -> TenterhookError:
@@ -214,7 +203,7 @@ class BeginPass:
                 call_after_backward(ends.clear)
 
 
-class ModelReturned:
+class ModelReturned(Action):
     """The action at the output of the whole model, which calls :meth:`Gradients.returned`."""
 
     observes, again, reached, compiled = True, False, True, "nothing"
@@ -227,7 +216,7 @@ class ModelReturned:
         return gradients.returned(value) if gradients is not None else None
 
 
-class _Gradient:
+class _Gradient(Action):
     """The base of the actions below. It has one slot per call, and no new slot if a call is only recomputed."""
 
     observes = True
@@ -292,31 +281,26 @@ class _Gradient:
 class OutputGradient(_Gradient):
     """An action that stores the gradient of a module's output."""
 
-    trusts = False  # Whether another view of the tape checks the views of this module. See record.view_gradients.
-
     def __init__(
         self,
         entries: GradientSlots,
         keep: int,
         *,
         whole: bool = False,
-        views: ViewGradients | None = None,
+        passes: PassState | None = None,
         of: int = -1,
     ) -> None:
         super().__init__(entries, keep, whole=whole)
+        self._latest = max(entries, default=-1)  # A shared forward may have served earlier calls.
         self._of = of  # The number of its module, for the fast path.
         self._since: dict[int, int] = {}
-        self._shape: torch.Size | None = None  # The shape of the last value. _lone and _small follow from it.
-        self._lone, self._small = 0, False
-        # A slot that is no longer needed, and whose graph is freed. Another call reuses it with its hook.
-        self._spare: Any = None
-        self.views = ViewGradients() if views is None else views
+        self._passes = PassState() if passes is None else passes
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """Store the operation number at the start of a call. The module did not make tensors that are older."""
         self._since[call] = since
 
-    def watch(  # noqa: C901, PLR0912, PLR0915 - written out, because it runs at every call
+    def watch(
         self,
         tensor: Tensor,
         call: int,
@@ -326,76 +310,15 @@ class OutputGradient(_Gradient):
         _args: Any,
         _kwargs: Any,
     ) -> Tensor | None:
-        """Hook a tensor on the fast path, which covers the most frequent cases.
-
-        Return the tensor that the module returns, possibly an alias, or None if this value needs the general path.
-        ``kept`` is the value on the tape with its version, or None if only the gradient is recorded. ``value`` is the
-        tensor, or a tuple with the tensor as its first element and no other tensors.
-        """
-        node: Any = tensor.grad_fn
-        if node is None or self._whole or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
+        """Hook a tensor on the fast path; see :func:`watch_output`."""
+        if self._whole:
             return None
-        existed = existed_before(node, since)
-        if existed:
-            tensor = own_alias(tensor)
-            node = tensor.grad_fn
-        slot: Any = self._spare
-        if slot is None or existed or getrefcount(slot.hooks) != ALONE or len(slot.hooks) != 1:
-            slot = new_slot(GradientSlot)
-            slot.hooks = None
-        else:
-            self._spare = None
-            if slot.path:
-                slot.shape, slot.path = None, ()
-        slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
-        slot.first = slot.kept = slot.base = slot.before = None
-        shape = tensor.shape
-        if shape != self._shape:
-            self._look_at(shape, tensor)
-        views = self.views
-        slot.lone, slot.views, views.plain = self._lone, views, False
-        if type(value) is tuple:
-            slot.shape, slot.path = (None,) * len(value), (0,)
-        self.entries[call] = slot
-        if existed:
-            note(slot, self._of)
-        self._latest = call
-        if call >= self.keep:
-            old = self.entries.pop(call - self.keep, None)
-            if old is not None:
-                if self._small:
-                    slot.before = old.first
-                if old.hooks is not None:
-                    old.first, old._found, old.edges, old.before = None, DONE, (), None
-                    self._spare = old
-        base, hooks = view_base(tensor), slot.hooks
-        if hooks is not None:
-            if base is None and tensor_hooks(tensor) is None:
-                if set_hooks(tensor, node, hooks) is not hooks:
-                    slot.hooks = None
-                return tensor
-            slot.hooks = None
-        find = ref(slot)
-        if base is not None:
-            if self.trusts and views.calm:
-                slot.kept, slot.base = kept or _memory(tensor), (base, views, tensor_hooks(base))
-                views.waiting.append(find)
-            elif base.grad_fn is not None:
-                slot.kept = kept or _memory(tensor)
-                watch_view(slot, tensor, node, base, self)
-                return tensor
-        hook = MethodType(caught, find)
-        hooks = tensor_hooks(tensor)
-        if hooks is None:
-            hooks = set_hooks(tensor, node, LightHookTable())
-            slot.hooks = hooks if base is None and type(hooks) is LightHookTable else None
-        hooks[hook if hooks else FIRST] = hook
-        return tensor
-
-    def _look_at(self, shape: torch.Size, tensor: Tensor) -> None:
-        """Compute what depends on the shape of a value. The shape rarely changes between calls."""
-        self._shape, self._lone = shape, lone_of(shape) if 1 in shape else 0
-        self._small = tensor.nbytes <= SMALL
+        own = watch_output(self.entries, self._passes, self.keep, tensor, call, since, kept, value)
+        if own is not None:
+            self._latest = call
+            if own is not tensor:
+                note(self.entries[call], self._of)
+        return own
 
     def __call__(self, value: Any, context: Context) -> Any:
         call = context.call
@@ -423,9 +346,48 @@ class OutputGradient(_Gradient):
         return alias
 
 
-def _memory(view: Tensor) -> tuple[Tensor, int]:
-    """Return a detached view and its version, to detect changes in place."""
-    return view.detach(), view._version
+def watch_output(
+    entries: GradientSlots,
+    passes: PassState,
+    keep: int,
+    tensor: Tensor,
+    call: int,
+    since: int,
+    kept: tuple[Tensor, int] | None,
+    value: Any,
+) -> Tensor | None:
+    """Hook the output of a call in the most frequent cases. This runs at every call, so it is written out.
+
+    Return the tensor that the module returns, possibly an alias, which the caller has to :func:`note`; or None if this
+    value needs an action of its own. ``kept`` is the value on the tape with its version, or None if only the gradient
+    is recorded. ``value`` is the tensor, or a tuple with the tensor as its first element and no other tensors.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
+        return None
+    if existed_before(node, since):
+        tensor = own_alias(tensor)
+        node = tensor.grad_fn
+    slot = new_slot(GradientSlot)
+    slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
+    slot.first = slot.kept = None
+    shape = tensor.shape
+    slot.lone, slot.passes, passes.plain = lone_of(shape) if 1 in shape else 0, passes, False
+    if type(value) is tuple:
+        slot.shape, slot.path = (None,) * len(value), (0,)
+    entries[call] = slot
+    if call >= keep:
+        entries.pop(call - keep, None)
+    hook, base = MethodType(caught, ref(slot)), view_base(tensor)
+    if base is not None and base.grad_fn is not None:
+        slot.kept = kept or (tensor.detach(), tensor._version)
+        watch_view(slot, tensor, node, base, hook)
+        return tensor
+    hooks = tensor_hooks(tensor)
+    if hooks is None:
+        hooks = set_hooks(tensor, node, LightHookTable())
+    hooks[hook if hooks else FIRST] = hook
+    return tensor
 
 
 class TotalGradient(_Gradient):
@@ -481,7 +443,7 @@ class InputGradient(_Gradient):
             entered.slot.edges += (whole,)
 
 
-class InputGradientOut:
+class InputGradientOut(Action):
     """The second half of an :class:`InputGradient`, which runs on the module's output."""
 
     observes = True

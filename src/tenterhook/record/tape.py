@@ -101,24 +101,25 @@ class TapeView(Mapping[str, Any]):
 
     _what = "value"
 
+    make_tracks: Callable[[dict[str, Track]], None] | None = None
+    """the function that creates the tracks on first access, because most of a large tape is never read"""
+
     def __init__(self, model: nn.Module | None = None) -> None:
         self._made: dict[str, Track] = {}
-        self._make_tracks: Callable[[dict[str, Track]], None] | None = None
         self._model = ref(model) if model is not None else _gone
-        self._aliases: dict[str, str] = {}
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return {}
 
     @property
     def _tracks(self) -> dict[str, Track]:
-        """The tracks by address. They are created on first access, because most of a large tape is never read."""
-        make = self._make_tracks
+        """The tracks by address."""
+        make = self.make_tracks
         if make is not None:
-            self._make_tracks = None
+            self.make_tracks = None
             make(self._made)
         return self._made
-
-    def make_tracks_later(self, make: Callable[[dict[str, Track]], None]) -> None:
-        """Set the function that creates the tracks on first access."""
-        self._make_tracks = make
 
     def __getitem__(self, address: str) -> Any:
         base, call = self._find(address)
@@ -266,10 +267,13 @@ class Tape(Drawn, TapeView):
     started = True
     """False for the tape of a session that was not started yet"""
 
+    script: Any = None
+    """the data for th.replay, if replay= was given"""
+
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model)
+        self._made = {}
+        self._model = ref(model) if model is not None else _gone
         self.log = TapeLog()
-        self.script: Any = None  # The data for th.replay, if replay= was given.
         self.notes: dict[str, Any] = {}
         """Other facts about the run, as plain JSON: ``failure``, ``model``, ``tokens``, ``order``"""
 

@@ -41,7 +41,6 @@ def backward(
     """Compute the gradients of ``loss`` at the tape's points. See ``Tape.backward``."""
     slots = tape.grad.slots()
     _check(slots, loss, gradient)
-    tape.grad.views.settle()
     for slot in slots:
         slot.graphs = create_graph
     try:
@@ -92,7 +91,7 @@ def _to_points(
     wanted = [*parameters, *(edge for slot in slots for edge in slot.edges)]
     targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
     before = [_caught(slot) for slot in slots]
-    tape.grad.views.plain = False
+    tape.grad.passes.plain = False
     for slot, _ in leaves:
         slot.silent = True
     try:

@@ -8,9 +8,10 @@ output is stored when its call returns, an argument when the call begins, a vari
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain, count
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from tenterhook.record.kept_value import without_graph
@@ -28,24 +29,23 @@ Returned = tuple[int, Any]
 class TapeLog:
     """Recorded entries of all tracks in order. ``ordered`` is False if only the order within each track is known."""
 
-    __slots__ = (
-        "_calls", "_cleared", "_entries", "_held", "_is_open", "_last", "_new", "_rebuilt", "_stamp", "_tick",
-        "_windows", "fresh", "ordered",
-    )  # fmt: skip
+    # Class attributes, because a session that is opened for one call uses few of them.
+    ordered = _is_open = True
+    _new = 0
+    """the first key of the next track"""
+    _windows: Mapping[int, Iterable[tuple[int, Returned]]] = MappingProxyType({})
+    _rebuilt = -1
+    _cleared: frozenset[int] = frozenset()
+    _calls: dict[int, dict[int, None]] | None = None
+    _last: int | None = None
+    _stamp: tuple[int, int | None] | None = None
+    """the size and last key for which _held is valid"""
+    _held: dict[int, list[int]]
 
     def __init__(self) -> None:
         self._entries: dict[int, Any] = {}
         self.fresh: list[Returned] = []
-        """Outputs of modules since the tape was last read."""
-        self._windows: dict[int, deque[tuple[int, Returned]]] = {}
-        self._tick, self._rebuilt = count(), -1
-        self._cleared: set[int] = set()
-        self.ordered = self._is_open = True
-        self._new = 0  # The first key of the next track.
-        self._calls: dict[int, dict[int, None]] = {}
-        self._last: int | None = None
-        self._held: dict[int, list[int]] = {}
-        self._stamp: tuple[int, int | None] = (0, None)  # The size and last key for which _held is valid.
+        """outputs of modules since the tape was last read"""
 
     def new_base(self) -> int:
         """Return the first key of a new track."""
@@ -69,16 +69,21 @@ class TapeLog:
 
     def windows(self, keep: int) -> Callable[[Returned], None]:
         """Return a function that keeps the last ``keep`` calls of each module, for a tape that records nothing else."""
-        windows = self._windows
+        windows: dict[int, Any] = {}
+        self._windows = windows
+        tick = count().__next__
+
+        def replace(returned: Returned) -> None:
+            windows[returned[0] // SPAN] = ((tick(), returned),)
 
         def add(returned: Returned) -> None:
             track = returned[0] // SPAN
             window = windows.get(track)
             if window is None:
                 window = windows[track] = deque(maxlen=keep)
-            window.append((next(self._tick), returned))
+            window.append((tick(), returned))
 
-        return add
+        return replace if keep == 1 else add
 
     def _rebuild(self) -> None:
         """Fill the entries from the windows, in the order of recording."""
@@ -112,10 +117,12 @@ class TapeLog:
 
     def end(self) -> None:
         """Accept no more entries, even from a call in flight, and detach values that have joined a graph."""
-        self.fresh, self._is_open = self.fresh.copy(), False
+        self._is_open = False
+        fresh, self.fresh = self.fresh, self.fresh.copy()
+        fresh.clear()  # A forward that other code has kept refers to this list.
         if self._windows:
             self._rebuild()
-            self._windows = {}
+            self._windows.clear()  # type: ignore[attr-defined]
         for place, (key, entry) in enumerate(self.fresh):
             if type(entry) is not tuple or entry[0].requires_grad:
                 self.fresh[place] = (key, without_graph(entry))
@@ -133,15 +140,17 @@ class TapeLog:
         return found
 
     def _calls_now(self, base: int) -> list[int]:
-        self._look()
-        calls = self._calls.get(base, {})
+        known = self._look()
+        calls = known.get(base, {})
         held = [call for call in calls if base + call in self.entries]
         if len(held) < len(calls):
-            self._calls[base] = dict.fromkeys(held)
+            known[base] = dict.fromkeys(held)
         return held
 
-    def _look(self) -> None:
-        """Assign the entries since the last call of this method to their tracks."""
+    def _look(self) -> dict[int, dict[int, None]]:
+        """Assign the entries since the last call of this method to their tracks. Return the calls of each track."""
+        if self._calls is None:
+            self._calls = {}
         new = []
         for key in reversed(self.entries):
             if key == self._last:
@@ -152,6 +161,7 @@ class TapeLog:
             self._calls.setdefault(key - call, {})[call] = None
         if new:
             self._last = new[0]
+        return self._calls
 
     def places(self) -> dict[int, int]:
         """Return the position of each key in the order of recording."""
@@ -161,11 +171,10 @@ class TapeLog:
         """Delete all entries. The tracks stay."""
         self._cleared |= self.reached()
         self.fresh.clear()
-        self._windows.clear()
+        if self._windows:
+            self._windows.clear()  # type: ignore[attr-defined]
         self._entries.clear()
-        self._calls.clear()
-        self._last = None
-        self._held, self._stamp = {}, (0, None)
+        self._calls = self._last = self._stamp = None
 
 
 class LogEntries(MutableMapping[int, Any]):

@@ -16,9 +16,9 @@ from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.address.found_outputs import FoundOutputs
 from tenterhook.address.match import merged, outputs_found, outputs_now
 from tenterhook.address.suggest import listed
-from tenterhook.address.walk import Structure, last_structure, structure_and_modules, with_wrappers
+from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
@@ -186,6 +186,7 @@ class Recording(Session):
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
+        self._is_found_later = isinstance(points, FoundOutputs) and self._shares
         if self._is_found_later:
             return  # They are created when the session starts.
         outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
@@ -200,11 +201,6 @@ class Recording(Session):
         """True if one shared forward per class can record the outputs of modules."""
         return not self._stop and (not self._grad or self._policy.by_reference)
 
-    @property
-    def _is_found_later(self) -> bool:
-        """True if the points are found only when the session starts."""
-        return isinstance(self.points, FoundOutputs) and self._shares
-
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
         if isinstance(self.points, FoundOutputs) and self._is_found_later:
@@ -213,10 +209,10 @@ class Recording(Session):
 
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
         grad, values = bool(self._grad), self._values
-        return Outputs(self.tape, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
+        return Outputs(self, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
 
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
-        keys = self._outputs.keys if self._outputs is not None else {}
+        keys = self._outputs.modules if self._outputs is not None else {}
         for point in points:
             if self._outputs is not None and point.module in keys and _is_plain_output(point):
                 self._outputs.make_track(point)
@@ -276,8 +272,8 @@ class Recording(Session):
     def _gradient_bindings(self, point: Point, entries: GradientSlots) -> list[Binding]:
         keep, whole = self._keep, self._policy.gather
         if point.site is Site.RETURN:
-            of, views = number_for(point.module), self.tape.grad.views
-            return [Binding(point, OutputGradient(entries, keep, whole=whole, views=views, of=of))]
+            of, passes = number_for(point.module), self.tape.grad.passes
+            return [Binding(point, OutputGradient(entries, keep, whole=whole, passes=passes, of=of))]
         if point.site is Site.VARIABLE or self._grad == "total":
             total = TotalGradient(entries, keep, whole=whole)
             if point.site is not Site.VARIABLE:
@@ -324,16 +320,13 @@ class Recording(Session):
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
             return None
-        return SharedForwards(self, outputs.named(), outputs.make(), outputs.bindings)
+        return outputs
 
     def _find_outputs(self, points: FoundOutputs) -> None:
         """Find the modules that the glob matches in the model's present state."""
-        found_in, modules = structure_and_modules(self.model)
-        if found_in is points.structure:
-            points.bind(modules)
-        else:
+        if not points.look(self.model):
             points = outputs_now(self.model, points)
-        self.points, self._planned, self._structure = points, found_in, found_in
+        self.points, self._looked = points, points.looked
         self._groups = [points]
         self._outputs = self._make_outputs(points, alone=True)
 
@@ -346,8 +339,7 @@ class Recording(Session):
         return max(super().calls_of(module), calls)
 
     def has_calls(self) -> bool:
-        outputs = self._outputs
-        return super().has_calls() or (outputs is not None and any(map(outputs.calls_of, outputs.keys)))
+        return super().has_calls() or (self._outputs is not None and self._outputs.has_calls())
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also record the run for replay: all modules, or only what is needed to serve edits at some modules."""
@@ -379,10 +371,19 @@ class Recording(Session):
             self._watch_parameter(point, recorder, grads)
         if self._waiting:
             compiled.waiting(self, self._waiting)
-        if self._grad:
-            self.tape.grad.begin()
+        listen(self.model, self)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a call of ``generate`` begins."""
+        if self._generation is not None:  # One call of generate may be inside another.
+            self._generation.close()
         self._generation = GenerationNotes(self.model, self.tape)
-        listen(self.model, self._generation)
+        self._generation.begin(args, kwargs)
+
+    def end(self, output: Any) -> None:
+        """Note what a call of ``generate`` returned, or None if it raised."""
+        if self._generation is not None:
+            self._generation.end(output)
 
     def _watch_parameter(self, point: Point, recorder: Recorder | None, grads: dict[int, Any]) -> None:
         tensor = point.tensor
@@ -403,8 +404,8 @@ class Recording(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        stop_listening(self.model, self)
         if self._generation is not None:
-            stop_listening(self.model, self._generation)
             self._generation.close()
         super().on_close()
         self.tape._release()
@@ -478,7 +479,7 @@ class _Stopping(Recorder):
         self._session.reached(self._point)
 
 
-class _Unreached:
+class _Unreached(Action):
     """The action of a point that was never reached."""
 
     observes, again, reached = True, False, False

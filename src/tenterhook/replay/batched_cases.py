@@ -12,7 +12,7 @@ import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for 
 from tenterhook._tree import map_tensors, replace_at, tensors
 from tenterhook.edit.change import Change, check_same_kind
 from tenterhook.edit.ready import Edit, Set, Zero, fit
-from tenterhook.engine.action import Binding, Context
+from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
 from tenterhook.pytorch.modes import copy_all
 from tenterhook.replay.row_checks import is_probe, spread
@@ -37,15 +37,15 @@ class BatchedSession(Session):
         super().__init__(model, bindings, [[binding] for binding in bindings if binding.point.explicit])
 
 
-class Slices:
+class Slices(Action):
     """An edit at one point for several cases, each on its own examples. A case without changes stays as it is."""
 
     observes = False
     again = True
+    reached = False
 
     def __init__(self, changes: list[list[Change]], batch: int) -> None:
         self._changes, self._batch = changes, batch
-        self.reached = False
         self.measures: Tensor | None = None  # Statistics of the edited values of each case.
 
     def __call__(self, value: Any, context: Context) -> Any:

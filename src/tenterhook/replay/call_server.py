@@ -25,6 +25,7 @@ from tenterhook.call_trace.trace import (
     same_content,
 )
 from tenterhook.compiled.serve_spec import GRADIENTS, UNLIKE
+from tenterhook.engine.action import Guard
 from tenterhook.replay.compiled_serving import CompiledServing
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import MISSING
@@ -72,7 +73,7 @@ class ServedCall(Drawn):
         return Table(title, columns, tuple(rows))
 
 
-class CallServer:
+class CallServer(Guard):
     """The guard that serves the calls of each run.
 
     With ``times``, the current run contains every example of the recorded run that many times, case after case.

@@ -24,7 +24,7 @@ from tenterhook.batch.inputs import InputNames
 from tenterhook.edit.change import Change, as_change
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.skip import Skip
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.replay.batched_cases import Slices
 from tenterhook.replay.cases import Prepared
@@ -58,10 +58,10 @@ class NotCausal(Exception):
     """Cases cannot run from a later position. The text has the reason."""
 
 
-class Shapes:
+class Shapes(Action):
     """An action that remembers the value's shape in the unedited run."""
 
-    observes, again, reached = True, False, True
+    reached = True
 
     def __init__(self) -> None:
         self.calls = 0

@@ -15,6 +15,7 @@ from tenterhook.call_trace.digest import digest
 from tenterhook.call_trace.module_state import ambient, in_the_way
 from tenterhook.call_trace.recorder import RunRecorder
 from tenterhook.call_trace.trace import CallTrace, TracedRun
+from tenterhook.engine.action import Guard
 from tenterhook.engine.install import ModuleActions, attach, detach
 from tenterhook.engine.session import Session, open_here
 from tenterhook.errors import ReplayError, TenterhookWarning
@@ -217,7 +218,7 @@ class Replay(Session):
                 detach(actions)
 
 
-class _Root:
+class _Root(Guard):
     """The guard of the model itself."""
 
     def __init__(self, session: Replay) -> None:

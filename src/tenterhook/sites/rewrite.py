@@ -21,7 +21,7 @@ from tenterhook.pytorch.python_code import cell_value, cells_of, free_names
 
 __all__ = ["PlaceCallbacks", "key_of", "rebuilt", "rewritten"]
 
-HANDS = "__tenterhook__"
+CALLBACKS = "__tenterhook__"
 
 
 class PlaceCallbacks(Protocol):
@@ -33,15 +33,15 @@ class PlaceCallbacks(Protocol):
 
 
 def rewritten(
-    function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], hands: PlaceCallbacks
+    function: FunctionType, tapped: frozenset[Place], entered: frozenset[Place], callbacks: PlaceCallbacks
 ) -> FunctionType:
-    """Return the function with ``tapped`` values and ``entered`` calls passed through ``hands``."""
+    """Return the function with ``tapped`` values and ``entered`` calls passed through ``callbacks``."""
     code = _code(function.__code__, function.__qualname__, tapped, entered)
-    closure: tuple[CellType, ...] = (CellType(hands),)
+    closure: tuple[CellType, ...] = (CellType(callbacks),)
     free = free_names(code)
     if len(free) > 1:
         cells = cells_of(function)
-        cells[HANDS] = closure[0]
+        cells[CALLBACKS] = closure[0]
         closure = tuple(cells[name] for name in free)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -66,7 +66,7 @@ def _code(code: CodeType, qualname: str, tapped: frozenset[Place], entered: froz
     ]
     tree.body = [*given, *(new for statement in tree.body for new in writer.statements(statement))]
     ast.fix_missing_locations(tree)
-    return compiled(source, tree, code, extra=HANDS)
+    return compiled(source, tree, code, extra=CALLBACKS)
 
 
 class _Writer(ast.NodeTransformer):
@@ -161,11 +161,11 @@ class _Writer(ast.NodeTransformer):
 
 def _through(method: str, place: Place, value: ast.expr) -> ast.expr:
     """Return the expression ``__tenterhook__.method(place, value)`` at the location of the value."""
-    hands = ast.Attribute(value=ast.Name(id=HANDS, ctx=ast.Load()), attr=method, ctx=ast.Load())
-    new = ast.Call(func=hands, args=[ast.Constant(value=key_of(place)), value], keywords=[])
+    callbacks = ast.Attribute(value=ast.Name(id=CALLBACKS, ctx=ast.Load()), attr=method, ctx=ast.Load())
+    new = ast.Call(func=callbacks, args=[ast.Constant(value=key_of(place)), value], keywords=[])
     # For a method call over several lines, Python uses the last line: a debugger would see one line more than before.
     added = {"lineno": value.lineno, "end_lineno": value.lineno, "col_offset": value.col_offset}
-    for node in (hands, hands.value, new.args[0]):
+    for node in (callbacks, callbacks.value, new.args[0]):
         for name, number in (added | {"end_col_offset": value.col_offset}).items():
             setattr(node, name, number)
     return ast.copy_location(new, value)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +31,6 @@ from tenterhook.pytorch.hook_tables import TENSOR_ACCUMULATED, TENSOR_BACKWARD
 from tenterhook.pytorch.transforms import is_wrapped
 
 __all__ = [
-    "ALONE",
     "TIED",
     "WHY",
     "Counter",
@@ -46,7 +44,6 @@ __all__ = [
     "is_own",
     "layout_of",
     "mark_own",
-    "put_in_order",
     "shows_every_change",
     "why_no_gradient",
 ]
@@ -134,21 +131,6 @@ class PostAccumulateHook(_TracelessHook):
         super().__init__(tensor, lambda: tensor.register_post_accumulate_grad_hook(function))
 
 
-class _Holder:
-    __slots__ = ("hooks",)
-
-    def __init__(self) -> None:
-        self.hooks = LightHookTable()
-
-    def count(self) -> int:
-        """Return the reference count without other references. It depends on the interpreter."""
-        return getrefcount(self.hooks)
-
-
-ALONE = _Holder().count()
-"""The reference count of a dict of hooks that only one attribute refers to, and no tensor or graph."""
-
-
 def attach_hook(tensor: Tensor, hook: Callable[[Tensor], Any], node: Any = None) -> None:
     """Register a hook on a tensor with a history. Without a handle, this costs a third of ``Tensor.register_hook``."""
     hooks: Any = tensor_hooks(tensor)
@@ -167,12 +149,14 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     """
     hook.number = operation_number(node)
     hooks: Any = tensor_hooks(base)
-    attach_hook(base, hook)
-    if hooks:
-        put_in_order(hooks)
+    if hooks is None:
+        hooks = set_hooks(base, base.grad_fn, LightHookTable())
+    hooks[hook] = hook
+    if len(hooks) > 1:
+        _put_in_order(hooks)
 
 
-def put_in_order(hooks: dict[Any, Any]) -> None:
+def _put_in_order(hooks: dict[Any, Any]) -> None:
     """Sort the hooks of a base into that order."""
     found: Any = hooks.items()
     if len(hooks) > MANY:  # A tensor that lives long and is used often: remove hooks without an owner.

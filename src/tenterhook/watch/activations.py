@@ -25,7 +25,7 @@ from tenterhook.address.grammar import Inner, Pattern
 from tenterhook.address.inner_points import InnerPoint, sites_inside
 from tenterhook.address.places import Place, walk
 from tenterhook.address.source import read_source
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import NoSource
 from tenterhook.pytorch.python_code import code_of, free_names, globals_of, mentioned_names
 from tenterhook.pytorch.transforms import in_transform
@@ -50,7 +50,7 @@ FUNCTIONS = {
 DEPTH = 4  # Maximum depth of calls that are searched.
 
 
-class Activation:
+class Activation(Action):
     """An action that counts the idle units of an activation called inside a ``forward``."""
 
     observes = True

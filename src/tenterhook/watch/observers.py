@@ -24,7 +24,7 @@ from torch import Tensor
 from tenterhook._text import counted
 from tenterhook._tree import Path, show_path, tensors
 from tenterhook.address import Point
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.errors import TenterhookWarning
 from tenterhook.pytorch.autograd import (
     current_backward_id,
@@ -199,7 +199,7 @@ class StepLedger:
         self.opened.clear()
 
 
-class ValueObserver:
+class ValueObserver(Action):
     """An action that logs the value at a point until it is measured."""
 
     observes = True
@@ -328,7 +328,7 @@ def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> Hel
     return held
 
 
-class CaughtGradientObserver:
+class CaughtGradientObserver(Action):
     """An action that holds the gradient of an argument or a variable, with the help of the action ``inner``."""
 
     observes = True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Action, Context
 from tenterhook.engine.install import ForwardPatch, ModuleActions, attach, detach
 from tenterhook.errors import TenterhookWarning
 from tenterhook.pytorch.autograd import current_backward_id, new_backward_id
@@ -152,7 +152,7 @@ class BackwardBegins:
             watch.backward_begins()
 
 
-class ModelCalled:
+class ModelCalled(Action):
     """An action that calls ``on_call`` of a watch when the model is called."""
 
     observes = True
