@@ -382,6 +382,23 @@ def test_a_loss_over_the_batch_is_refused():
         th.batch(model, [th.case(first, labels=first), th.case(second, labels=second)])
 
 
+def test_a_value_with_rows_in_another_order_is_refused():
+    class Sorted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            order = x[:, 0].argsort()
+            return self.inner(x[order])[order.argsort()]
+
+    model = nn.Sequential(Sorted()).double().eval()
+    cases = [th.case(torch.full((1, 6), 5.0 - n).double(), record="0.inner") for n in range(4)]
+    with pytest.raises(th.BatchError, match=r"'0\.inner' differs .*\nThe output is the same.*Do not record it"):
+        th.batch(model, cases)
+    assert len(th.batch(model, [th.case(*each.args) for each in cases])) == 4
+
+
 def test_sampling_is_refused():
     model, draw = gpt2(), random.Random(0)
     with pytest.raises(th.BatchError, match="do_sample=True draws other tokens"):

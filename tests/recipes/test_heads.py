@@ -98,7 +98,7 @@ def test_paths_between_heads():
         recipes.head_paths(model, ids(0), ids(1), receivers="model.layers.0.self_attn@q[2]", metric=metric)
 
 
-def test_pictures_have_the_tokens_on_the_axes():
+def test_pictures_have_the_tokens_on_the_axes(tmp_path):
     pytest.importorskip("matplotlib")
     model = llama()
     found = recipes.attention_patterns(model, ids(0, 2), tokens=list("abcdefgh"))
@@ -111,6 +111,8 @@ def test_pictures_have_the_tokens_on_the_axes():
     drawn = torch.as_tensor(figure.axes[1].images[0].get_array())
     assert torch.allclose(drawn.double(), tape["model.layers.0.self_attn@pattern"][1, 3], atol=1e-6)
     assert "<img" in found._repr_html_()
+    th.page(tmp_path / "run.html", tape, also=[found, found.show(0)])
+    assert "attention patterns of 2 layers" in (tmp_path / "run.html").read_text()
     numbers = recipes.attention_patterns(model, ids(0))
     assert numbers.tokens == tuple(map(str, ids(0)[0].tolist()))
     assert len(recipes.ablate_heads(model, ids(0), metric=metric, at=[1, 2]).show().axes) == 2

@@ -170,6 +170,8 @@ class BatchRunner:
         except Exception as error:
             for each in cases:
                 self._alone(each)  # If a case fails by itself, its own error is the one to see.
+            if isinstance(error, TenterhookError):
+                raise  # It says what to do.
             raise BatchError(FAILED.format(error=error)) from error
 
     # -- checks -------------------------------------------------------------------------------------------------------
