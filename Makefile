@@ -29,7 +29,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types pyright test test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
+.PHONY: help setup demo lint format types pyright test coverage test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ pyright: $(READY) ## check the types of the public names with pyright too; needs
 
 test: lint types ## lint, types, tests, and the examples in README, docs and docstrings
 	@$(PYTEST) $(PYTEST_ARGS)
+
+coverage: $(READY) ## count the lines that the tests run; PYTEST_ARGS="tests/edit" for a part
+	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage report --skip-covered --sort=miss
 
 test-slow: $(READY) .venv-s3/.ready ## the tests that take long
 	@$(PYTEST) -m "slow or zoo or soak" $(PYTEST_ARGS)

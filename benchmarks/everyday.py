@@ -226,5 +226,12 @@ def _compare(work: Work) -> None:
     for name, value in wanted.items():
         ours = found["tenterhook"].get(name or ":return")
         first, second = (each[0] if isinstance(each, tuple) else each for each in (value, ours))
-        if isinstance(first, torch.Tensor) and not (isinstance(second, torch.Tensor) and torch.equal(first, second)):
+        if isinstance(first, torch.Tensor) and not (isinstance(second, torch.Tensor) and _same(first, second)):
             raise WrongValues(f"{work.name}: {name!r} is not what raw hooks kept")
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two runs gave the same value. On a GPU, attention adds gradients in an order that varies."""
+    if not first.is_cuda:
+        return torch.equal(first, second)
+    return bool((first - second).abs().max() <= 0.02 * first.abs().max())  # noqa: PLR2004 - bf16

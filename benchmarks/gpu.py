@@ -1,168 +1,108 @@
-"""The cost of recording on a GPU, compared with raw hooks: `PYTHONPATH=src python -m benchmarks.gpu`.
+"""The everyday session on a GPU: open, run once, close. `PYTHONPATH=src python -m benchmarks.gpu [PATH]`.
 
-It measures the wall time of whole steps with the device synchronised before and after. Contenders take turns, and the
-minimum counts. With a path, the figures are written there. `--page PATH` puts such figures into docs/benchmarks.md.
+The work and the ways are those of :mod:`benchmarks.everyday`. The device is synchronised before and after each call.
+With a path, the figures are written there. `--page PATH` puts such figures into docs/benchmarks.md, on any machine.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
+from benchmarks import everyday
+from benchmarks.everyday import Work
 
-ROUNDS, CALLS = 20, 3
+ROUNDS = 60
+SIZES = ((1, 32), (8, 512))
 MIDDLE = "transformer.h.6"
+GOALS = {
+    (1, "outputs of all modules"): 1.15,
+    (1, "outputs of 12 blocks by glob"): 1.04,
+    (1, "gradients of all modules (forward and backward)"): 1.23,
+}
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> Any:
     """Return GPT-2 small in bf16."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(use_cache=False)).to("cuda", torch.bfloat16).train(mode=False)
 
 
-def turns(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, float]:
-    """Return milliseconds for each way.
-
-    The ways take turns, and each is opened again for its turn, outside of the timing.
-    """
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(ROUNDS):
-        for name, opened in ways.items():
-            step = opened()
-            step()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                step()
-            torch.cuda.synchronize()
-            best[name] = min(best[name], (time.perf_counter() - began) / CALLS * 1e3)
-            getattr(step, "close", lambda: None)()
-    return best
+def works(model: Any, ids: torch.Tensor) -> Iterator[tuple[bool, Work]]:
+    """Yield each piece of work, and whether it needs gradients."""
+    yield False, everyday.outputs(model, ids)
+    yield False, everyday.blocks(model, ids)
+    yield False, everyday.edit(model, ids)
+    yield False, everyday.variables(model, ids)
+    yield True, everyday.gradients(model, ids)
+    yield True, to_the_middle(model, ids)
 
 
-class Step:
-    """A step, and the function that closes it."""
+def to_the_middle(model: Any, ids: torch.Tensor) -> Work:
+    """Compute the gradient of one block in the middle, without continuing further back."""
 
-    def __init__(self, run: Callable[[], None], close: Callable[[], None] = lambda: None) -> None:
-        self._run, self.close = run, close
-
-    def __call__(self) -> None:
-        self._run()
-
-
-def forward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the ways to record values."""
-
-    def run() -> None:
-        with torch.no_grad():
-            model(ids)
-
-    def raw() -> Step:
+    def by_hand() -> Mapping[str, Any]:
         kept: dict[str, Any] = {}
-        handles = [
-            module.register_forward_hook(lambda _m, _a, out, name=name: kept.__setitem__(name, out))
-            for name, module in model.named_modules()
-        ]
-        return Step(run, lambda: [handle.remove() for handle in handles] and None)
-
-    def ours(*selectors: str) -> Step:
-        session = th.record(model, *selectors, keep="last").start()
-        return Step(run, session.close)
-
-    return {
-        "forward": lambda: Step(run),
-        "forward, raw hooks on all modules": raw,
-        "forward, tenterhook on all modules": lambda: ours("**"),
-        "forward, tenterhook on 12 blocks": lambda: ours("transformer.h.*"),
-    }
-
-
-def backward_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the ways to record gradients."""
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        model(ids, labels=ids).loss.backward()
-
-    def tensor_hooks() -> Step:
-        kept: dict[str, Any] = {}
-
-        def hook(_m: Any, _a: Any, out: Any, name: str) -> None:
-            if isinstance(out, torch.Tensor) and out.requires_grad:
-                out.register_hook(lambda grad: kept.__setitem__(name, grad))
-
-        handles = [
-            module.register_forward_hook(lambda m, a, out, name=name: hook(m, a, out, name))
-            for name, module in model.named_modules()
-        ]
-        return Step(run, lambda: [handle.remove() for handle in handles] and None)
-
-    def full_hooks() -> Step:
-        kept: dict[str, Any] = {}
-        handles = [
-            module.register_full_backward_hook(lambda _m, _i, out, name=name: kept.__setitem__(name, out[0]))
-            for name, module in model.named_modules()
-            if name and not isinstance(module, torch.nn.ModuleList)
-        ]
-        return Step(run, lambda: [handle.remove() for handle in handles] and None)
-
-    def ours(*selectors: str) -> Step:
-        session = th.record(model, *selectors, grad=True, keep="last").start()
-        return Step(run, session.close)
-
-    return {
-        "step": lambda: Step(run),
-        "step, tensor hooks on all modules": tensor_hooks,
-        "step, full backward hooks on all modules": full_hooks,
-        "step, tenterhook on all modules": lambda: ours("**"),
-        "step, tenterhook on 12 blocks": lambda: ours("transformer.h.*"),
-    }
-
-
-def middle_ways(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the ways to compute the gradient of one block in the middle, without continuing further back."""
-    kept: dict[str, Any] = {}
-
-    def bare() -> Step:
-        handle = model.get_submodule(MIDDLE).register_forward_hook(lambda _m, _a, out: kept.__setitem__("x", out))
-
-        def run() -> None:
+        handle = model.get_submodule(MIDDLE).register_forward_hook(lambda _m, _a, out: kept.update(x=out))
+        try:
             loss = model(ids, labels=ids).loss
-            out = kept["x"]
-            torch.autograd.grad(loss, out[0] if isinstance(out, tuple) else out)
+        finally:
+            handle.remove()
+        out = kept["x"]
+        return {MIDDLE: torch.autograd.grad(loss, out[0] if isinstance(out, tuple) else out)}
 
-        return Step(run, handle.remove)
+    def ours() -> Mapping[str, Any]:
+        with th.record(model, MIDDLE, grad=True) as tape:
+            tape.backward(model(ids, labels=ids).loss)
+        return tape.grad
 
-    def ours() -> Step:
-        session = th.record(model, MIDDLE, grad=True, keep="last").start()
+    return Work("gradient of the middle block alone", {"raw hook": by_hand, "tenterhook": ours}, "ratio", 1.03)
 
-        def run() -> None:
-            session.tape.backward(model(ids, labels=ids).loss)
 
-        return Step(run, session.close)
+def synchronised(way: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+    """Return a way that waits for the device before it returns."""
 
-    return {"autograd.grad to the middle block": bare, "tape.backward at the middle block": ours}
+    def run() -> Mapping[str, Any]:
+        kept = way()
+        torch.cuda.synchronize()
+        return kept
+
+    return run
 
 
 def main() -> None:
-    """Measure, then print and write the times with their ratios."""
+    """Measure, then print and write the rows."""
     model = gpt2()
-    ids = torch.randint(0, 50257, (8, 512), device="cuda")
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for group in (forward_ways, backward_ways, middle_ways):
-        times = turns(group(model, ids))
-        base = next(iter(times.values()))
-        for name, took in times.items():
-            print(f"{name:45s} {took:8.2f} ms  {took / base:6.3f}", flush=True)
-            result[name] = {"ms": took, "ratio": took / base}
+    rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    for batch, length in SIZES:
+        ids = torch.randint(0, 50257, (batch, length), device="cuda")
+        for grad, work in works(model, ids):
+            for name, way in work.ways.items():
+                work.ways[name] = synchronised(way)
+            with torch.set_grad_enabled(grad):
+                for row in everyday.measure(work, ROUNDS):
+                    goal = GOALS.get((batch, row.work)) if row.who == "tenterhook" else None
+                    rows.append(
+                        {
+                            "batch": batch, "tokens": length, "work": row.work, "way": row.who,
+                            "ms": row.seconds * 1e3, "ratio": row.figure, "quartiles": row.spread[::2], "goal": goal,
+                        }
+                    )  # fmt: skip
+                    print(f"{batch} x {length:4d}  {row.work:50s} {row.who:12s} {row.figure:6.3f}", flush=True)
+            gc.collect()
+    print(f"{time.perf_counter() - began:.0f} s")
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(result, indent=1), encoding="utf-8")
 
@@ -172,14 +112,21 @@ def page(path: Path) -> None:
     from benchmarks.report import write_section
 
     result = json.loads(path.read_text(encoding="utf-8"))
+    title = (
+        f"## GPU\n\n{result['device']}, torch {result['torch']}, GPT-2 small, bf16. One session for each call, with "
+        f"opening and closing it; median of the ratios of {ROUNDS} rounds to the first way.\n"
+    )
     lines = [
-        f"## GPU\n\n{result.pop('device')}, torch {result.pop('torch')}, GPT-2 small, bf16, batch 8, 512 tokens.\n"
+        title,
+        "| batch × tokens | work | way | ms | ratio | quartiles | goal |",
+        "|---|---|---|--:|--:|---|---|",
     ]
-    lines += ["| work | ms | ratio | goal |", "|---|--:|--:|---|"]
-    goals = {"step, tenterhook on all modules": "≤ 1.15", "tape.backward at the middle block": "≤ 1.03"}
-    lines += [
-        f"| {name} | {row['ms']:.2f} | {row['ratio']:.3f} | {goals.get(name, '')} |" for name, row in result.items()
-    ]
+    for row in result["rows"]:
+        goal = f"≤ {row['goal']:g}" + (" (missed)" if row["ratio"] > row["goal"] else "") if row["goal"] else ""
+        lines.append(
+            f"| {row['batch']} × {row['tokens']} | {row['work']} | {row['way']} | {row['ms']:.2f} | {row['ratio']:.3f} "
+            f"| {row['quartiles'][0]:.3f} – {row['quartiles'][1]:.3f} | {goal} |"
+        )
     write_section("gpu", "\n".join(lines))
 
 
