@@ -126,6 +126,8 @@ def _mask(tokens: Tensor, given: Mapping[str, Any], model: nn.Module, prompt: in
     if isinstance(attention, Tensor) and isinstance(ids, Tensor) and attention.shape == ids.shape:
         times = tokens.shape[0] // max(attention.shape[0], 1)  # num_return_sequences repeats each prompt.
         width = min(prompt, attention.shape[1])
+        if not _equal(tokens[:, : ids.shape[1]], ids.repeat_interleave(times, 0)):
+            width = 0  # The mask is that of an encoder, and these are the tokens of its decoder.
         mask[:, :width] = attention[:, :width].repeat_interleave(times, 0).to(mask)
     ends = end_tokens(given, model)
     if ends:
