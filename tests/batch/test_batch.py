@@ -399,6 +399,17 @@ def test_a_value_with_rows_in_another_order_is_refused():
     assert len(th.batch(model, [th.case(*each.args) for each in cases])) == 4
 
 
+def test_an_edit_around_a_batch_is_checked_every_time():
+    model, draw = gpt2(), random.Random(0)
+    cases = [th.case(ids(draw, 1, 4)), th.case(ids(draw, 1, 6))]
+    th.batch(model, cases)
+    with th.edit(model, {"transformer.h.0": th.zero(at=th.at[:, -1])}):  # The last position is padding for one case.
+        with pytest.raises(th.BatchError, match="does not hide padding"):
+            th.batch(model, cases)
+        with torch.no_grad():
+            close(model(cases[0].args[0]).logits, th.batch(model, cases, batch=1)[0].output.logits)
+
+
 def test_sampling_is_refused():
     model, draw = gpt2(), random.Random(0)
     with pytest.raises(th.BatchError, match="do_sample=True draws other tokens"):

@@ -219,6 +219,15 @@ def test_inputs_and_models_that_do_not_fit_say_why(kind):
     compare(model, cases, found, **given)
 
 
+def test_an_edit_around_the_sweep_acts_on_whole_sequences():
+    model = llama()
+    cases = heads(model, th.at[:, -1])
+    with th.edit(model, {"model.layers.0": th.scale(1 + 1e-3, at=th.at[:, 0])}):
+        found = th.sweep(model, cases, metric, ids())
+        assert found.how[0].startswith("whole sequences: another session is open")
+        compare(model, cases, found, ids())
+
+
 def test_a_case_that_fails_is_reported_as_ever():
     model = llama()
     cases = [*heads(model, th.at[:, -1]), {"model.layers.0": th.set(torch.ones(3).double(), at=th.at[:, -1])}]

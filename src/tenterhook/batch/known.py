@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from tenterhook.batch.layout import Layouts
+from tenterhook.engine.session import open_here
+from tenterhook.pytorch.wrappers import unwrapped
 
 __all__ = ["EVERY", "Known", "known_model"]
 
@@ -49,6 +51,8 @@ _known: WeakKeyDictionary[nn.Module, dict[Any, Known]] = WeakKeyDictionary()
 
 def known_model(model: nn.Module, kind: Any) -> Known:
     """Return what is known of a model, as it is now, with one kind of cases."""
+    if any(unwrapped(session.model) is unwrapped(model) for session in open_here()):
+        return Known()  # The edits of another session may act on the rows or the padding.
     found = _known.setdefault(model, {})
     # Another mode or another module may mix rows.
     now = tuple((id(type(module)), module.training) for module in model.modules())

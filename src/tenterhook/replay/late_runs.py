@@ -15,6 +15,8 @@ from tenterhook.address import Point, Site
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.verb import value_binding
 from tenterhook.engine.action import Binding
+from tenterhook.engine.session import open_here
+from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, parts, room_for
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.growing_batch import apart
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LateRuns"]
 
+OPEN = "whole sequences: another session is open on the model, and its indices refer to whole sequences"
 HOW = (
     "{cases} ran only the positions from {start} on, of {length}, on a shared prefix: the model is causal on this "
     "input, and {compared} gave the same results in runs of the whole sequence"
@@ -59,11 +62,15 @@ class LateRuns:
             return
         if any(module.training for module in runner.model.modules()):
             return  # Dropout would differ in each run.
+        if not takes_tokens(runner.model):
+            return
+        if any(unwrapped(session.model) is unwrapped(runner.model) for session in open_here()):
+            self.how.append(OPEN)
+            return
         try:
             self._inputs = PrefixInputs.of(runner.model, *runner.given)
         except NotCausal as error:
-            if takes_tokens(runner.model):
-                self.how.append(f"whole sequences: {error}")
+            self.how.append(f"whole sequences: {error}")
 
     def _run_unedited(self) -> None:
         """Run the unedited input, and find the shapes of the edited values."""
