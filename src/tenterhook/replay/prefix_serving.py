@@ -105,7 +105,7 @@ def _late(case: Prepared, shapes: dict[Point, Shapes], length: int) -> Late:
     for point, changes in case.edits:
         if point not in shapes:
             raise NotCausal(f"it edits the parameter {point}")
-        path, place = _position_of(point, shapes[point], length)
+        path, place = _position_of(point, shapes[point], length, {_part_of(change) for change in changes})
         size = len(shapes[point].of[path])
         for change in changes:
             if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
@@ -117,9 +117,15 @@ def _late(case: Prepared, shapes: dict[Point, Shapes], length: int) -> Late:
     return Late(case, start, places)
 
 
-def _position_of(point: Point, shapes: Shapes, length: int) -> tuple[Path, int]:
+def _part_of(change: Change) -> Path | None:
+    """Return the path of the tensor that an edit changes, if the edit names it."""
+    part = getattr(change.call, "part", None)
+    return part if part is None or isinstance(part, tuple) else (part,)
+
+
+def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | None]) -> tuple[Path, int]:
     """Return the tensor of a value that is edited, and its dimension of positions."""
-    found = [path for path, shape in shapes.of.items() if len(shape) > 1]
+    found = [path for path, shape in shapes.of.items() if len(shape) > 1 and (path in parts or parts == {None})]
     if shapes.calls != 1 or len(found) != 1:
         raise NotCausal(f"{point} has no single value with positions")
     shape = shapes.of[found[0]]
@@ -218,7 +224,7 @@ class PrefixInputs:
         """Return the inputs, or raise NotCausal if the model or its inputs are of another kind."""
         names = InputNames(model)
         config = getattr(unwrapped(model), "config", None)
-        if CACHE not in names or USE_CACHE not in names or getattr(config, "is_encoder_decoder", False):
+        if CACHE not in names or getattr(config, "is_encoder_decoder", False):
             raise NotCausal("the model has no key-value cache for its inputs")
         named = {names.positional[place]: given for place, given in enumerate(args) if place < len(names.positional)}
         given = {name: value for name, value in (named | kwargs).items() if value is not None and name != USE_CACHE}
