@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Selector
+from tenterhook.errors import HarvestError
 
 if TYPE_CHECKING:
+    from tenterhook.harvest.engine_job import HarvestEngine
     from tenterhook.harvest.progress import Harvest
     from tenterhook.store.read import Store
 
@@ -20,8 +22,11 @@ __all__ = ["harvest", "open"]
 Engine = Literal["auto", "local", "ranks", "ray"]
 
 
+NO_OPTIONS = "generate= is a dict of options; got {given!r}. For a number of tokens: generate=dict(max_new_tokens=16)"
+
+
 def harvest(  # noqa: PLR0913  # all but three have a default
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | HarvestEngine,
     batches: Any,
     *points: Selector,
     to: str | os.PathLike[str] | Callable[[dict[str, Tensor]], Any] | Any,
@@ -32,6 +37,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     dtype: torch.dtype | None = None,
     grad: Callable[[Any, Any], Tensor] | None = None,
     call: Callable[[nn.Module, Any], Any] | None = None,
+    generate: Mapping[str, Any] | None = None,
     stop: bool = True,
     copy: Literal["auto", "always"] = "auto",
     batch_size: int | None = None,
@@ -67,7 +73,9 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     (4, 100)
 
     Args:
-        model: any ``nn.Module``, or a function that returns it. Each remote worker calls the function itself.
+        model: any ``nn.Module``, or a function that returns it. Each remote worker calls the function itself. Or an
+            engine of :func:`tenterhook.integrations.vllm.attach`, which takes a list of prompts: texts, or lists of
+            token ids.
         batches: an iterable of tensors, tuples or dicts; a ``DataLoader``; a data set; a tensor of samples; a file
             (``.npy``, ``.safetensors``, ``.parquet``, or ``.txt`` with a tokenizer).
         *points: the points to store; any selectors.
@@ -82,6 +90,10 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         grad: a function ``(output, batch)`` that returns a loss. The gradients at the points are stored too.
         call: a function ``(model, batch)`` that runs the model; by default ``model(batch)``, ``model(*batch)`` for a
             tuple, ``model(**batch)`` for a dict.
+        generate: options of ``model.generate``, such as ``dict(max_new_tokens=64)``, which is then called for each
+            batch of prompts. There is one row for each token that the model reads, of the prompt and of the generated
+            text, and the column ``step``. The model never reads the last token, so it has no row. With an engine, the
+            other options are those of its sampling parameters.
         stop: end each run of the model after the last of the points.
         copy: ``"always"`` for a model that reuses the memory of its values.
         batch_size: samples per batch, if the data is not in batches already.
@@ -109,11 +121,14 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         DifferentHarvest: the store belongs to another harvest.
         StoreError: the store is damaged or in use, or the directory contains other files.
     """
+    from tenterhook.harvest.engine_job import EngineJob, HarvestEngine, prompts_of, refuse_options
     from tenterhook.harvest.job import Job
     from tenterhook.harvest.rows import RowRule
     from tenterhook.harvest.runners import HarvestOptions, run
 
-    taking = RowRule(rows, mask, reduce, project, dtype)
+    if generate is not None and not isinstance(generate, Mapping):
+        raise HarvestError(NO_OPTIONS.format(given=generate))
+    taking = RowRule("token" if generate is not None and reduce is None else rows, mask, reduce, project, dtype)
     options = HarvestOptions(
         to=to,
         asked={"shard_rows": shard_rows, "shard_bytes": shard_bytes},
@@ -127,9 +142,15 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         wait=wait,
     )
 
+    if isinstance(model, HarvestEngine):
+        refuse_options({"grad": grad, "call": call, "tokenizer": tokenizer, "workers": workers, "address": address})
+        options.engine = "local"  # It has workers of its own.
+        served = EngineJob(model, points, taking, generate=generate)
+        return run(lambda: served, prompts_of(batches, batch_size), options)
+
     def job() -> Job:
         made = model if isinstance(model, nn.Module) else model()
-        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call)
+        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call, generate=generate)
 
     return run(job, batches, options)
 
