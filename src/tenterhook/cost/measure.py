@@ -30,7 +30,7 @@ from tenterhook.errors import CostError, TenterhookError
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import has_compiled_parts, parameters_of
 
-__all__ = ["Request", "measure", "tried"]
+__all__ = ["CostRequest", "measure", "tried"]
 
 NO_TIME = "the meta device computes nothing, so there is no time to measure; leave out time=True"
 NO_PEAK = (
@@ -45,7 +45,7 @@ PEAK_OF_PASS = "The peak is that of one pass. Optimizer state and gradients of e
 
 
 @dataclass
-class Request:
+class CostRequest:
     """The model, its inputs, and what to measure."""
 
     model: nn.Module
@@ -78,7 +78,7 @@ class Request:
         return OnePass(self.model, args, kwargs, self.backward, self.loss)
 
 
-def measure(asked: Request) -> Cost:
+def measure(asked: CostRequest) -> Cost:
     """Return the cost.
 
     Raises:
@@ -106,7 +106,7 @@ def measure(asked: Request) -> Cost:
     return found
 
 
-def tried(asked: Request, advice: CheckpointAdvice, before: Cost) -> CheckpointAdvice:
+def tried(asked: CostRequest, advice: CheckpointAdvice, before: Cost) -> CheckpointAdvice:
     """Return an advice with the effect that it has when it is followed."""
     on_meta = asked.device.type == "meta"
     timed = before if before.totals.seconds is not None or on_meta else measure(replace(asked, time=True))
@@ -124,7 +124,7 @@ def _seconds(cost: Cost) -> float:
 class _Counting:
     """The pass in which everything but the time is counted."""
 
-    def __init__(self, asked: Request) -> None:
+    def __init__(self, asked: CostRequest) -> None:
         self._asked = asked
         self._peak = asked.peak or (known_peak(asked.device) if asked.time else None)
         self._sizes = CallSizes()
@@ -217,7 +217,7 @@ def _on_meta(known: KnownValues, tensor: Tensor) -> Tensor:
     return found
 
 
-def _check_inputs(asked: Request) -> None:
+def _check_inputs(asked: CostRequest) -> None:
     """Raise if an argument of the forward is missing."""
     wanted = [
         each

@@ -63,12 +63,12 @@ def cost(
         AddressError: a selector matches nothing.
         SessionError: a session is open that would record the pass.
     """
-    from tenterhook.cost.measure import Request, measure, tried
+    from tenterhook.cost.measure import CostRequest, measure, tried
 
     require("memory and graph nodes", "backward passes", "modes")
     resolve(model, [])  # Raises an error if it is not a model.
     _refuse_sessions(model)
-    asked = Request(model, inputs, keywords, backward=backward, loss=loss, time=time, peak=peak)
+    asked = CostRequest(model, inputs, keywords, backward=backward, loss=loss, time=time, peak=peak)
     asked.lines = _modules(model, lines)
     asked.checkpointed = _modules(model, checkpoint)
     found = measure(asked)
