@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 
-__all__ = ["TOLERANCE", "Graph", "Group", "Nodes", "Receiver", "Sender", "graph_of", "weight_of"]
+__all__ = ["TOLERANCE", "Graph", "Group", "Nodes", "Receiver", "Sender", "first_tensor", "graph_of", "weight_of"]
 
 Nodes = Literal["heads", "layers"] | Mapping[str, tuple[str | None, str | None]]
 

@@ -334,7 +334,7 @@ def edges(  # noqa: PLR0913
         metric: a function from the model's output to one number for each example, or to one number.
         method: ``"eap"``, the gradient at each receiver times the change of each sender: two forward passes and one
             backward pass; ``"eap-ig"``, the same with the gradient averaged over ``steps`` inputs between the two;
-            ``"exact"``, a patch of each edge by itself, by ``th.sweep``.
+            ``"exact"``, a patch of each edge by itself, in batches.
         nodes: ``"heads"`` (the embedding, each head with separate edges into its query, key and value, each MLP, the
             logits) or ``"layers"`` (with whole attentions), for models of transformers; or a dict of name to ``(reads,
             writes)``: the point where a node reads the stream and the point whose value it adds, or None.
