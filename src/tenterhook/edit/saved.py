@@ -32,7 +32,7 @@ from tenterhook.edit.ready import Add, Clamp, Edit, Lowrank, Mask, Mean, Noise, 
 from tenterhook.edit.skip import Skip
 from tenterhook.errors import AddressError, EditFileError, TapeFileError
 
-__all__ = ["READY", "Edits", "load_edits", "save_edits"]
+__all__ = ["READY", "Edits", "decode_edits", "encode_edits", "load_edits", "save_edits"]
 
 FORMAT, FORMAT_VERSION = "tenterhook.edits", 1
 READY: dict[str, type[Edit]] = {
@@ -102,19 +102,23 @@ def save_edits(
     Raises:
         EditFileError: an edit is a function or holds a value that the file cannot store, or the write failed.
     """
-    from tenterhook.record.encode_values import Encoder  # Loads safetensors only when needed.
-    from tenterhook.record.tensor_file import target_of, write
+    from tenterhook.record.tensor_file import target_of, write  # Loads safetensors only when needed.
 
     target = target_of(_kind(), path)
+    text, tensors = encode_edits(edits)
+    texts = {"edits": text, "notes": _noted(getattr(edits, "notes", {}) if notes is None else notes)}
+    write(_kind(), target, tensors, texts)
+
+
+def encode_edits(edits: Mapping[Any, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Return ready edits as JSON text, and the tensors that it names."""
+    from tenterhook.record.encode_values import Encoder
+
     encoder = Encoder()
     described = [
         [address, [_described(edit, address, encoder) for edit in _listed(given)]] for address, given in _items(edits)
     ]
-    texts = {
-        "edits": json.dumps({"edits": described, "views": encoder.views}, separators=(",", ":")),
-        "notes": _noted(getattr(edits, "notes", {}) if notes is None else notes),
-    }
-    write(_kind(), target, encoder.tensors, texts)
+    return json.dumps({"edits": described, "views": encoder.views}, separators=(",", ":")), encoder.tensors
 
 
 def load_edits(
@@ -135,22 +139,34 @@ def load_edits(
     Raises:
         EditFileError: the file is missing, is not a file of edits, or is damaged.
     """
-    from tenterhook.record.decode_values import Decoder, restore
     from tenterhook.record.tensor_file import MALFORMED, read
 
     file = Path(path)
     texts, tensors = read(_kind(), file)
     try:
-        described = json.loads(texts["edits"])
-        tensors |= {name: restore(tensors[name], stored) for name, stored in described["views"].items()}
-        decode = Decoder({name: _moved(tensor, device, dtype) for name, tensor in tensors.items()}).decode
-        found = {_address(key): _made(edits, decode) for key, edits in described["edits"]}
+        found = decode_edits(texts["edits"], tensors, device=device, dtype=dtype)
         notes = json.loads(texts["notes"])
         if not isinstance(notes, dict):
             raise TypeError("its notes are not a dict")
     except (*MALFORMED, RecursionError) as error:
         raise EditFileError(f"{file} is malformed: {type(error).__name__}: {error}") from error
     return Edits(found, notes)
+
+
+def decode_edits(
+    text: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Return the edits of :func:`encode_edits`. A malformed text raises ValueError, TypeError or a similar error."""
+    from tenterhook.record.decode_values import Decoder, restore
+
+    described = json.loads(text)
+    true = {**tensors, **{name: restore(tensors[name], stored) for name, stored in described["views"].items()}}
+    decode = Decoder({name: _moved(tensor, device, dtype) for name, tensor in true.items()}).decode
+    return {_address(key): _made(edits, decode) for key, edits in described["edits"]}
 
 
 def _kind() -> Any:

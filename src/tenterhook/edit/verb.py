@@ -74,7 +74,8 @@ def edit(
     if not changes and not grad and not accumulated:
         raise EditError("nothing to edit: give a dict of changes, for example th.edit(model, {'h.3': th.zero()})")
     session = Editing(model, opaque=opaque)
-    session.number_by(numbering)
+    if numbering != "session":
+        session.number_by(numbering)
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [value_binding(point, one, check=check)])
     session.found_now()

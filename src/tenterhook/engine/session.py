@@ -35,7 +35,7 @@ from tenterhook.pytorch.distributed import require_fsdp
 from tenterhook.pytorch.dynamo import has_compiled_anything
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from tenterhook.pytorch.support import require, works
-from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
+from tenterhook.pytorch.wrappers import unwrapped, wrappers_of
 from tenterhook.sites.fused_layers import FUSED, unfused
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.parameter import Exchange, Swap, is_offloaded, own_update
@@ -148,7 +148,8 @@ class Session:
                 compiled_support().begin(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
-            attach_all(self._action_sets.values())
+            if self._action_sets:
+                attach_all(self._action_sets.values())
             self.on_start()
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
@@ -173,9 +174,10 @@ class Session:
                 self._plan_parameter(binding)
             else:
                 self._actions_of(point.module, point.path).add(binding)
-        self._leave_fast_paths()
+        if self._fused:
+            self._leave_fast_paths()
         self._check_model()
-        if wrapped_name(self.model) is not None:
+        if unwrapped(self.model) is not self.model:
             for wrapper in wrappers_of(self.model):
                 if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
                     raise UnsupportedModel(REPLICAS)
@@ -207,7 +209,7 @@ class Session:
             modules = [*self._action_sets, *shared]
             if GLOBAL_FORWARD_HOOKS or any(forward_hooks_of(module) for module in modules):
                 require("hooks of other libraries")
-        if any(binding.action.again for binding in self.bindings):
+        if self.bindings and any(binding.action.again for binding in self.bindings):
             refuse_checkpoints(self.model)
         if "stopping a run" in self.needs:
             require_fsdp(self.model)

@@ -15,7 +15,7 @@ import xxhash
 
 from tenterhook.errors import HarvestError, StoreError
 from tenterhook.harvest.batch_source import BatchSource
-from tenterhook.harvest.identity import Identity, identify
+from tenterhook.harvest.identity import Identity
 from tenterhook.harvest.job import Batch, Job, Key
 from tenterhook.harvest.resume import check_sample, compare
 from tenterhook.store.format import MANIFEST, StoredColumn, pack, read_manifest
@@ -69,7 +69,7 @@ def settle(
     Processes that run the model together ``agree`` on whether the manifest exists. Otherwise some would run the model
     and wait forever for others that do not.
     """
-    identity = identify(job, options.cutting)
+    identity = job.identify(options.cutting)
     if not options.trust:
         identity.check_known()
     data = {"batches": source.length, "fingerprint": source.fingerprint()}
@@ -99,7 +99,7 @@ def settle(
 
 def _changed_by_running(before: Identity, job: Job, options: HarvestOptions) -> list[str]:
     """Return the places where the model differs from what it was before its first batch."""
-    after = identify(job, options.cutting, weights=False)
+    after = job.identify(options.cutting, weights=False)
     same = ("data", *options.asked)
     after.tree |= {key: before.tree[key] for key in same}
     after.tree["model"]["weights"] = before.tree["model"]["weights"]
@@ -153,7 +153,7 @@ def _ranges(source: BatchSource, per_shard: int) -> list[dict[str, list[int]]] |
 
 
 def _columns(batch: Batch) -> list[StoredColumn]:
-    taken: set[str] = {"sample", "position", "token"}
+    taken: set[str] = {"sample", "position", "token", "step"}
     columns = []
     for (key, kind), rows in batch.rows.items():
         file = key

@@ -16,6 +16,7 @@ from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
 from tenterhook.harvest.batch_source import digest
 from tenterhook.harvest.early_rows import Begin, EarlyRows
+from tenterhook.harvest.identity import Identity, identify
 from tenterhook.harvest.rows import RowRule, tensor_at
 from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
 from tenterhook.record.kept_value import Copy
@@ -82,6 +83,10 @@ class Job:
     def _warn_of_training(self) -> None:
         if any(isinstance(module, (*DROPOUTS, *BATCH_NORMS)) and module.training for module in self.model.modules()):
             warnings.warn(TRAINING, TenterhookWarning, stacklevel=6)
+
+    def identify(self, cutting: dict[str, Any], *, weights: bool = True) -> Identity:
+        """Describe everything that the rows depend on."""
+        return identify(self, cutting, weights=weights)
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 

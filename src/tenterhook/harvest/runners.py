@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tenterhook.errors import HarvestError
-from tenterhook.harvest.batch_source import BatchSource, source_of
+from tenterhook.harvest.batch_source import BatchSource, Cut, source_of
 from tenterhook.harvest.harvest_plan import HarvestPlan, settle
 from tenterhook.harvest.job import Job
 from tenterhook.harvest.progress import Harvest, Progress, shown
@@ -75,6 +75,8 @@ class HarvestOptions:
 
     def source(self, batches: Any) -> BatchSource:
         """Return the source of batches."""
+        if isinstance(batches, Cut):
+            return batches
         return source_of(
             batches() if callable(batches) and not hasattr(batches, "__iter__") else batches, **self.cutting
         )

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook.address import Selector
+from tenterhook.errors import HarvestError
 
 if TYPE_CHECKING:
+    from tenterhook.harvest.engine_job import HarvestEngine
     from tenterhook.harvest.progress import Harvest
     from tenterhook.store.read import Store
 
@@ -21,7 +23,7 @@ Engine = Literal["auto", "local", "ranks", "ray"]
 
 
 def harvest(  # noqa: PLR0913  # all but three have a default
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | HarvestEngine,
     batches: Any,
     *points: Selector,
     to: str | os.PathLike[str] | Callable[[dict[str, Tensor]], Any] | Any,
@@ -46,6 +48,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     progress: bool | None = None,
     trust: bool = False,
     wait: bool | float = False,
+    generate: int = 0,
 ) -> Harvest:
     """Run a model over a data set and store the values at the points as rows, in a directory or an object store.
 
@@ -67,7 +70,9 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     (4, 100)
 
     Args:
-        model: any ``nn.Module``, or a function that returns it. Each remote worker calls the function itself.
+        model: any ``nn.Module``, or a function that returns it. Each remote worker calls the function itself. Or an
+            engine of :func:`tenterhook.integrations.vllm.attach`, which takes a list of prompts: texts, or lists of
+            token ids.
         batches: an iterable of tensors, tuples or dicts; a ``DataLoader``; a data set; a tensor of samples; a file
             (``.npy``, ``.safetensors``, ``.parquet``, or ``.txt`` with a tokenizer).
         *points: the points to store; any selectors.
@@ -100,6 +105,8 @@ def harvest(  # noqa: PLR0913  # all but three have a default
             cannot detect changes in them.
         wait: if another job harvests into the same store, wait until it ends (``True``) or at most this many seconds.
             By default it is an error, which names the machine and process of that job.
+        generate: with an engine: the number of tokens to generate for each prompt. They have rows too, except the last
+            one, which the model never reads.
 
     Returns:
         A :class:`Harvest` with the number of rows, the speed and the bottleneck. Its ``open()`` opens the store.
@@ -109,6 +116,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         DifferentHarvest: the store belongs to another harvest.
         StoreError: the store is damaged or in use, or the directory contains other files.
     """
+    from tenterhook.harvest.engine_job import EngineJob, HarvestEngine, prompts_of, refuse_options
     from tenterhook.harvest.job import Job
     from tenterhook.harvest.rows import RowRule
     from tenterhook.harvest.runners import HarvestOptions, run
@@ -126,6 +134,14 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         trust=trust,
         wait=wait,
     )
+
+    if isinstance(model, HarvestEngine):
+        refuse_options({"grad": grad, "call": call, "tokenizer": tokenizer, "workers": workers, "address": address})
+        options.engine = "local"  # It has workers of its own.
+        served = EngineJob(model, points, taking, generate=generate)
+        return run(lambda: served, prompts_of(batches, batch_size), options)
+    if generate:
+        raise HarvestError("generate= is for an engine: th.harvest(attach(llm), prompts, ..., generate=16)")
 
     def job() -> Job:
         made = model if isinstance(model, nn.Module) else model()

@@ -123,11 +123,16 @@ def record(  # noqa: PLR0913
     groups: list[Sequence[Point]] = [found] if found is not None else _resolved(model, selectors, replay)
     if not values and (stop or not grad):
         raise ValueError(STOPPED if grad else NOTHING)
-    policy = Policy(_checked_copy(copy), torch.device(device) if device is not None else None, dtype, gather=gather)
+    to = torch.device(device) if device is not None else None
+    policy = Policy(_checked_copy(copy), to, dtype, in_place=facts(model).in_place, gather=gather)
     points = groups[0] if len(groups) == 1 else merged(groups)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
-    session.require(_joined(selectors, groups), found.structure if found is not None else last_structure(model))
-    session.number_by(numbering)
+    if found is not None:
+        session.require(groups, found.structure)
+    else:
+        session.require(_joined(selectors, groups), last_structure(model))
+    if numbering != "session":
+        session.number_by(numbering)
     if replay is not False:
         session.keep_script([] if replay is True else [point.module for point in resolve(model, [replay])])
     return session
@@ -165,9 +170,7 @@ class Recording(Session):
         stop: bool,
         keep: int,
     ) -> None:
-        in_place = facts(model).in_place
-        self._policy = Policy(policy.copy, policy.device, policy.dtype, in_place=in_place, gather=policy.gather)
-        self._grad, self._stop, self._keep = grad, stop, keep
+        self._policy, self._grad, self._stop, self._keep = policy, grad, stop, keep
         self.needs = (*(("gradients",) if grad else ()), *(("stopping a run",) if stop else ()))
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
@@ -424,7 +427,7 @@ class Recording(Session):
             shown = listed([str(point) for point in self._waiting])
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
-        absent = [point.address for point in self._bound if self._is_absent_attention(point)]
+        absent = [point.address for point in self._bound if self._is_absent_attention(point)] if self._bound else []
         if absent:
             more = f", as at {counted(len(absent) - 1, 'other point')}" if len(absent) > 1 else ""
             text = NO_ATTENTION_WEIGHTS.format(address=absent[0], more=more)

@@ -1,0 +1,118 @@
+"""The points of a model as vLLM builds it: what their addresses mean, and which of them have one row for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenterhook._tree import describe, tensors
+from tenterhook.address import Point, Site, resolve
+from tenterhook.address.grammar import parse
+from tenterhook.address.meanings import register_meaning
+from tenterhook.errors import AddressError
+
+__all__ = ["BY_HEADS", "ValueLayout", "learn_meanings", "refuse_divided", "served_points"]
+
+HEADS = {"q": "query", "k": "key", "v": "value"}
+BY_HEADS = ("q", "z")
+"""meanings whose values are divided among tensor-parallel workers by heads, and can be joined"""
+UNKNOWN = ("scores", "pattern", "result")
+PAGED = (
+    "{address!r}: the paged attention of vLLM does not compute the {name}. @q, @k, @v and @z exist. For patterns, run "
+    "the model with transformers."
+)
+BEFORE = "{address!r}: vLLM adds the residual inside of a layer. Use @resid of the layer before."
+PARAMETER = "{address!r} is a parameter, the same for all requests. An engine records and edits values of requests."
+WHOLE = ("RowParallelLinear", "ReplicatedLinear", "VocabParallelEmbedding", "RMSNorm", "LayerNorm", "GemmaRMSNorm")
+DIVIDED = (
+    "{address!r} is divided among the {workers} tensor-parallel workers, or may be. Whole on every worker are the "
+    "residual stream (@resid), @attn_out, @mlp_out, embeddings, norms, and the outputs of o_proj and down_proj."
+)
+NO_ROWS = (
+    "{address!r} has no row for each token: for {count} tokens it is {value}. An engine records and edits values with "
+    "one row for each token."
+)
+TWO = "{address!r} has {count} tensors: {value}.{fix}"
+NOT_CALLED = "{address!r} was not reached when the engine ran the model on {count} tokens.{fix}"
+OFTEN = "{address!r} is reached {times} times for each token, so it has no one row for each token."
+TOKENS = 3
+"""tokens of the run that finds out the layout of values; unlikely to be another dimension of a value"""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLayout:
+    """The form of the value at a point."""
+
+    value: Any
+    """an example, with zeros"""
+    is_sum: bool
+    """True if the value is the residual stream, which vLLM keeps as two tensors, to be added"""
+    is_norm: bool = False
+    """True for a norm that also adds the residual, and returns its output and the residual"""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The first tensor of the example."""
+        return next(tensor for _, tensor in tensors(self.value))
+
+
+def learn_meanings(model: nn.Module) -> None:
+    """Teach the meanings ``@q``, ``@k``, ``@v`` and ``@z`` for the modules that hold one of vLLM's attention layers."""
+    from vllm.model_executor.layers.attention import Attention
+
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, Attention):
+                register_meaning(type(module), "z", name)
+                for meaning, argument in HEADS.items():
+                    register_meaning(type(module), meaning, f"{name}:{argument}")
+
+
+def served_points(model: nn.Module, selectors: list[str]) -> list[Point]:
+    """Return the points that the selectors match, without those that no engine can reach."""
+    for selector in selectors:
+        meaning = parse(selector).meaning
+        if meaning is not None and meaning.literal == "resid_pre":
+            raise AddressError(BEFORE.format(address=selector))
+        if meaning is not None and meaning.literal in UNKNOWN:
+            raise AddressError(PAGED.format(address=selector, name=meaning.literal))
+    found = list(resolve(model, selectors))
+    for point in found:
+        if point.site is Site.PARAMETER:
+            raise AddressError(PARAMETER.format(address=str(point)))
+        if point.call is not None:
+            text = str(replace(parse(str(point)), call=None))
+            raise AddressError(f"{point}: a request's tape has the tokens of all its calls; record {text!r}")
+    return found
+
+
+def layout_of(point: Point, seen: list[Any]) -> ValueLayout:
+    """Return the layout of a point from what passed it in one run on ``TOKENS`` tokens, or raise AddressError."""
+    address = str(point)
+    if len(seen) != 1:
+        fix = " It may be part of the sampler, or of another model in this engine." if not seen else ""
+        text = NOT_CALLED.format(address=address, count=TOKENS, fix=fix)
+        raise AddressError(OFTEN.format(address=address, times=len(seen)) if seen else text)
+    value, found = seen[0], list(tensors(seen[0]))
+    if len(found) == 2 and point.site is Site.RETURN and "Norm" in type(point.module).__name__:  # noqa: PLR2004
+        return ValueLayout(found[0][1], is_sum=False, is_norm=True)
+    if not found or any(tensor.dim() == 0 or len(tensor) != TOKENS for _, tensor in found):
+        raise AddressError(NO_ROWS.format(address=address, count=TOKENS, value=describe(value)))
+    is_sum = point.meaning == "resid" and len(found) > 1
+    if len(found) > 1 and not is_sum:
+        fix = f" If this is a layer, use {point.path}@resid, their sum." if point.site is Site.RETURN else ""
+        raise AddressError(TWO.format(address=address, count=len(found), value=describe(value), fix=fix))
+    return ValueLayout(value, is_sum)
+
+
+def refuse_divided(point: Point, layout: ValueLayout, workers: int, width: int) -> None:
+    """Raise AddressError if the value may be a part of what several workers have together."""
+    kind, path = point.module, str(point)
+    is_leaf = next(kind.children(), None) is None
+    named = any(each.__name__ in WHOLE for each in type(kind).__mro__)
+    is_wide = layout.tensor.shape[-1] == width
+    whole = point.site is Site.RETURN and (point.meaning == "resid" or (is_wide and (named or not is_leaf)))
+    if not whole and not (type(kind).__name__ == "ReplicatedLinear" and point.site is Site.RETURN):
+        raise AddressError(DIVIDED.format(address=path, workers=workers))

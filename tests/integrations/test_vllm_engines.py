@@ -1,0 +1,128 @@
+"""Engines of vLLM of many kinds: families of models, preemption, processes and workers. `make vllm` runs them."""
+
+import pytest
+from vllm_engines import (
+    POINT,
+    RESID,
+    assert_same,
+    generated,
+    greedy,
+    model_folder,
+    prompts,
+    read_tokens,
+    running,
+    serve,
+    vector,
+)  # fmt: skip
+
+import tenterhook as th
+from tenterhook.integrations.vllm import attach
+
+pytestmark = pytest.mark.vllm
+LONG, SHORT = 200, 5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+def test_64_requests_of_mixed_length_have_the_values_of_transformers(root, family):
+    folder, model = model_folder(root, family)
+    layer = "transformer.h.*" if family == "gpt2" else "model.layers.*"
+    with running(folder, alone=False, max_num_seqs=64, max_num_batched_tokens=256) as llm, attach(llm) as engine:
+        with engine.record(f"{layer}@resid", f"{layer}@attn_out", f"{layer}@mlp_out") as tape:
+            outputs = serve(llm, prompts([3 + 7 * number % 60 for number in range(64)]), greedy())
+        assert len(tape.requests) == 64
+        for output in outputs:
+            assert len(tape.request(output)) == 9
+            assert_same(tape.request(output), model, read_tokens(output))
+
+
+def test_requests_that_are_preempted_have_each_token_once(root):
+    folder, model = model_folder(root)
+    with running(folder, alone=False, num_gpu_blocks_override=4, max_num_seqs=3) as llm, attach(llm) as engine:
+        with engine.record(RESID) as tape:
+            outputs = serve(llm, prompts([118, 119, 120]), greedy(20))
+        computed = sum(len(rows) for chunks in tape._chunks.values() for _, rows in chunks["model.layers.0@resid"].rows)
+        assert computed > sum(len(read_tokens(output)) for output in outputs)  # Some were computed twice.
+        for output in outputs:
+            assert_same(tape.request(output), model, read_tokens(output))
+
+
+def test_a_preempted_request_keeps_its_edits(root):
+    folder, model = model_folder(root)
+    tokens = prompts([118, 119, 120])
+    with running(folder, alone=False, num_gpu_blocks_override=4, max_num_seqs=3) as llm, attach(llm) as engine:
+        params = [engine.params(greedy(20), edits={f"{POINT}#{{{n}..}}": th.add(vector(n))}) for n in range(3)]
+        outputs = serve(llm, tokens, params)
+    for number, output in enumerate(outputs):
+        ids, _ = generated(model, tokens[number], {f"{POINT}#{{{number}..}}": th.add(vector(number))}, count=20)
+        assert output.outputs[0].token_ids == ids
+
+
+def test_an_engine_without_the_extension_is_refused(root):
+    folder, _ = model_folder(root)
+    with running(folder, alone=False, worker_extension_cls="") as llm:
+        with pytest.raises(th.SessionError, match="worker_extension_cls="):
+            attach(llm)
+        assert serve(llm, prompts([9]), greedy())
+
+
+def test_an_engine_in_its_own_process_and_with_two_workers_has_the_same_values(root):
+    folder, model = model_folder(root)
+    for workers in (1, 2):
+        with running(folder, alone=False, workers=workers) as llm, attach(llm) as engine:
+            points = [RESID, "model.layers.1@mlp_out", "model.layers.1.self_attn@z"]
+            with engine.record(*points) as tape:
+                outputs = serve(llm, prompts([LONG, SHORT, 70]), greedy())
+            for output in outputs:
+                assert_same(tape.request(output), model, read_tokens(output))
+            params = engine.params(greedy(), edits={POINT: th.add(vector(0))})
+            (edited,) = serve(llm, prompts([SHORT]), params)
+            ids, _ = generated(model, prompts([SHORT])[0], {POINT: th.add(vector(0))})
+            assert edited.outputs[0].token_ids == ids
+            with pytest.raises(th.AddressError, match="Did you mean"), engine.record("model.layers.7"):
+                raise AssertionError
+            if workers == 2:
+                with pytest.raises(th.AddressError, match="divided among the 2"):
+                    engine.params(greedy(), edits={"model.layers.1.mlp.act_fn": th.zero()})
+            assert serve(llm, prompts([SHORT]), greedy())[0].finished
+
+
+def test_sampling_parameters_do_not_survive_a_restart_of_the_engine(root):
+    folder, model = model_folder(root)
+    (prompt,) = prompts([SHORT])
+    kept = None
+    for _ in range(2):
+        with running(folder, alone=False) as llm, attach(llm) as engine:
+            if kept is not None:
+                with pytest.raises(th.EditError, match="another engine"):
+                    serve(llm, [prompt], kept)
+            kept = engine.params(greedy(), edits={POINT: th.add(vector(0))})
+            (output,) = serve(llm, [prompt], kept)
+            assert output.outputs[0].token_ids == generated(model, prompt, {POINT: th.add(vector(0))})[0]
+
+
+def test_drafts_of_speculative_decoding_leave_no_rows(root):
+    folder, model = model_folder(root)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    (repeated,) = prompts([6])
+    with running(folder, alone=False, speculative_config=drafts) as llm, attach(llm) as engine:
+        with engine.record(RESID) as tape:
+            outputs = serve(llm, [repeated * 5, prompts([LONG])[0]], greedy(12))
+        with pytest.raises(th.TapeError, match="decodes speculatively"):
+            tape.request(outputs[0].request_id)
+    for output in outputs:
+        assert_same(tape.request(output), model, read_tokens(output))
+
+
+def test_compiled_code_without_declared_points_is_refused(root):
+    folder, _ = model_folder(root)
+    with running(folder, alone=False, enforce_eager=False) as llm, attach(llm) as engine:
+        with pytest.raises(th.SessionError, match="None was declared"), engine.record(RESID):
+            raise AssertionError
+        with pytest.raises(th.SessionError, match="enforce_eager=True"):
+            engine.params(greedy(), edits={POINT: th.zero()})
+        assert serve(llm, prompts([SHORT]), greedy())[0].finished
