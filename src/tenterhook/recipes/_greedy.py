@@ -14,7 +14,7 @@ from tenterhook.recipes._edge_scores import differences, measured, recorded
 from tenterhook.recipes._inputs import arguments, lone
 
 if TYPE_CHECKING:
-    from tenterhook.recipes.circuit import Task
+    from tenterhook.recipes._circuit_task import Task
 
 __all__ = ["removed"]
 
