@@ -16,6 +16,7 @@ from tenterhook._version import __version__
 from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
+    BatchError,
     ClosedSession,
     DifferentHarvest,
     EditError,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from tenterhook.address import Point, Selection
     from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
+    from tenterhook.batch.result import BatchResult
+    from tenterhook.batch.verb import batch, case
     from tenterhook.doctor.verb import Diagnosis, doctor
     from tenterhook.edit.learn import Learned, learn
     from tenterhook.edit.ready import Add as add
@@ -91,6 +94,8 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "Audit",
+    "BatchError",
+    "BatchResult",
     "ClosedSession",
     "Diagnosis",
     "Dictionary",
@@ -136,7 +141,9 @@ __all__ = [
     "add",
     "at",
     "audit",
+    "batch",
     "blackbox",
+    "case",
     "clamp",
     "doctor",
     "edit",
@@ -176,6 +183,7 @@ load_on_use(
     __name__,
     {
         "Audit": "tenterhook.audit.verb:Audit",
+        "BatchResult": "tenterhook.batch.result:BatchResult",
         "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
         "Dictionary": "tenterhook.splice.dictionary:Dictionary",
         "Features": "tenterhook.features:Features",
@@ -190,6 +198,8 @@ load_on_use(
         "at": "tenterhook.edit.ready:at",
         "audit": "tenterhook.audit.verb:audit",
         "blackbox": "tenterhook.watch.verb:blackbox",
+        "batch": "tenterhook.batch.verb:batch",
+        "case": "tenterhook.batch.verb:case",
         "clamp": "tenterhook.edit.ready:Clamp",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",

@@ -128,3 +128,17 @@ def test_steering(pair):
     torch.testing.assert_close(found.vector, vector, **CLOSE)
     with found.apply(model, 3), torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("meaning", "theirs"), [("pattern", "hook_pattern"), ("z", "hook_z"), ("result", "hook_result"), ("q", "hook_q")]
+)
+def test_patterns_and_heads(pair, meaning, theirs):
+    model, bridge = pair
+    bridge.set_use_attn_result(use_attn_result=True)
+    _, cache = cached(bridge, IDS)
+    names = [f"transformer.h.{layer}.attn@{meaning}" for layer in range(3)]
+    with torch.no_grad(), th.record(model, *names) as tape:
+        model(IDS)
+    for layer, name in enumerate(names):
+        torch.testing.assert_close(tape[name], cache[f"blocks.{layer}.attn.{theirs}"], **CLOSE)

@@ -10,6 +10,8 @@ Linear probes: ``probe``. Dictionaries: ``dictionary``, ``feature_texts``,
 
 Patching: the module ``patching``, with activation, attribution and path patching. Circuits: the module ``circuit``.
 
+Attention heads: ``patch_heads``, ``ablate_heads``, ``head_paths``, ``attention_patterns``.
+
 Adversarial examples: ``fgsm``, ``bim``, ``pgd``, ``deepfool``, ``feature_attack``.
 
 Interventions: ``steering``, ``ablate``, ``logit_lens``, ``tuned_lens``, ``jacobian_lens``, ``causal_trace``,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from tenterhook.recipes.feature_paths import FeatureEdges, feature_edges
     from tenterhook.recipes.features_in_text import FeatureTexts, feature_texts
     from tenterhook.recipes.gradients import deconvnet, guided_backprop, input_x_gradient, saliency, smoothgrad
+    from tenterhook.recipes.heads import ablate_heads, attention_patterns, head_paths, patch_heads
     from tenterhook.recipes.jacobian import jacobian_lens
     from tenterhook.recipes.learning_signals import learning_signal
     from tenterhook.recipes.lens import logit_lens, tuned_lens
@@ -55,7 +58,9 @@ __all__ = [
     "TextAttribution",
     "TrainedDictionary",
     "ablate",
+    "ablate_heads",
     "activation_penalty",
+    "attention_patterns",
     "attention_rollout",
     "bim",
     "causal_trace",
@@ -78,6 +83,7 @@ __all__ = [
     "gradcam_plus_plus",
     "guided_backprop",
     "guided_gradcam",
+    "head_paths",
     "input_x_gradient",
     "integrated_gradients",
     "jacobian_lens",
@@ -87,6 +93,7 @@ __all__ = [
     "logit_lens",
     "lrp",
     "occlusion",
+    "patch_heads",
     "patching",
     "per_sample_gradients",
     "pgd",
@@ -113,6 +120,7 @@ MODULES = {
     "features_in_text": ("FeatureTexts", "feature_texts"),
     "gradients": ("deconvnet", "guided_backprop", "input_x_gradient", "saliency", "smoothgrad"),
     "jacobian": ("jacobian_lens",),
+    "heads": ("ablate_heads", "attention_patterns", "head_paths", "patch_heads"),
     "lens": ("logit_lens", "tuned_lens"),
     "path": ("conductance", "integrated_gradients", "layer_integrated_gradients"),
     "perturbation": ("channel_ablation", "feature_ablation", "occlusion"),
