@@ -93,8 +93,9 @@ def exact(setting: Setting) -> dict[str, Any]:
     wanted = scored.table[:count]
     graph = scored.task.graph  # type: ignore[union-attr]
     senders = {each.name: place for place, each in enumerate(graph.senders)}
-    receivers = {each.name: each for each in graph.receivers}
-    from tenterhook.recipes._edge_scores import case, differences, recorded, through_norm
+    places = {each.name: place for place, each in enumerate(graph.receivers)}
+    from tenterhook.recipes._edge_batch import case, through_norm
+    from tenterhook.recipes._edge_scores import differences, recorded
 
     with torch.no_grad():
         change = differences(
@@ -107,10 +108,8 @@ def exact(setting: Setting) -> dict[str, Any]:
     def loop() -> Tensor:
         rows = []
         for sender, receiver, *_ in wanted:
-            at = receivers[receiver]
-            value = tape[at.stream]
-            value = value if isinstance(value, Tensor) else value[0]
-            new = through_norm(at, value + change[senders[sender]])
+            at = graph.receivers[places[receiver]]
+            new = through_norm(graph, places[receiver], tape[at.stream] + change[senders[sender]])
             [(point, edit)] = case(at, new).items()
             rows.append(metric(_hooked(model, point, edit, corrupt)) - base)
         return torch.cat(rows)

@@ -106,6 +106,33 @@ def test_some_edges_alone_are_scored_exactly(model):
         edges(model, only=best)
 
 
+class Coupled(nn.Module):
+    """A model whose examples depend on each other, so that no batch of cases gives what single runs give."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        stream = self.embed(x)
+        out = self.head(stream + self.a(stream))
+        return out + out.square().mean(0, keepdim=True)
+
+
+def test_a_batch_that_differs_from_single_runs_is_not_used():
+    model = Coupled().double()
+    one, other = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    nodes = {"embed": (None, "embed"), "a": ("a:in", "a"), "out": ("head:in", None)}
+    found = circuit.edges(model, one, other, metric=lambda out: out[:, 0], nodes=nodes, method="exact", progress=False)
+    assert "3 by a sweep" in found.how[0]
+    change = model.embed(one) - model.embed(other)
+    with th.edit(model, {"a:in": th.add(change)}):
+        patched = model(other)[:, 0]
+    expected = patched - model(other)[:, 0]
+    assert torch.allclose(found.scores[:, 0, 0], expected, atol=1e-10)
+
+
 def test_a_frozen_model_has_the_same_scores(model):
     frozen = gpt2(2).double().requires_grad_(False)
     assert torch.allclose(edges(frozen).scores, edges(model).scores)
@@ -240,7 +267,7 @@ def test_heads_of_other_families(make):
     kept[found.senders.index(sender), found.receivers.index(receiver)] = False
     alone = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
     assert (metric(alone.run()) - metric(model(CLEAN))).mean().item() == pytest.approx(value, abs=1e-4)
-    assert exact.how
+    assert exact.how[0].endswith("0 by a sweep")
 
 
 def test_norms_after_attention_and_mlp_count_as_writers():

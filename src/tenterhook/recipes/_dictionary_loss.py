@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tenterhook as th
 
-__all__ = ["Measured", "aux_loss", "measure"]
+__all__ = ["BatchLoss", "aux_loss", "measure"]
 
 BANDWIDTH = 0.03  # The width around a threshold in which it has a gradient, in units of the scaled values.
 L0_WEIGHT = 0.02
@@ -18,8 +18,8 @@ AUX_WEIGHT = 1 / 32
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one batch gives: the loss, the latents, and the error of the reconstruction."""
+class BatchLoss:
+    """The loss of a batch, its latents, and the error of the reconstruction."""
 
     loss: Tensor
     latents: Tensor
@@ -57,7 +57,7 @@ class _JumpReLU(torch.autograd.Function):
         return own, (-threshold * near / BANDWIDTH * gradients[0]).flatten(0, -2).sum(0)
 
 
-def measure(made: th.Dictionary, value: Tensor, target: Tensor, sparsity: float, ramp: float) -> Measured:
+def measure(made: th.Dictionary, value: Tensor, target: Tensor, sparsity: float, ramp: float) -> BatchLoss:
     """Return the loss of a batch. ``ramp``, from 0 to 1, is the share of the part that makes latents sparse."""
     before = made.preactivations(value)
     if made.kind == "jumprelu":
@@ -71,7 +71,7 @@ def measure(made: th.Dictionary, value: Tensor, target: Tensor, sparsity: float,
     elif made.kind == "jumprelu" and made.k is not None:
         active: Tensor = _Step.apply(before, made.threshold)  # type: ignore[no-untyped-call]
         loss = loss + ramp * L0_WEIGHT * (active.sum(-1).mean() / made.k - 1).square()
-    return Measured(loss, latents, error)
+    return BatchLoss(loss, latents, error)
 
 
 def aux_loss(made: th.Dictionary, value: Tensor, error: Tensor, dead: Tensor, count: int) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
+from tenterhook._text import counted
+from tenterhook.recipes._edge_batch import Patches
 from tenterhook.recipes._inputs import arguments, lone, restful
-from tenterhook.recipes._residual import Graph, Group, Receiver, weight_of
+from tenterhook.recipes._residual import Graph, Group, first_tensor, weight_of
 
-__all__ = ["case", "differences", "exact_scores", "gradient_scores", "measured", "recorded", "through_norm"]
+__all__ = ["differences", "exact_scores", "gradient_scores", "measured", "recorded"]
 
 Metric = Callable[[Any], Any]
 ROOM = 2**28  # elements of the gradients of receivers that exist at a time
@@ -160,68 +162,50 @@ def exact_scores(
     model: nn.Module, graph: Graph, start: Any, change: Tensor, metric: Metric, *, wanted: Tensor, batch: int | None,
     progress: bool | None,
 ) -> tuple[Tensor, tuple[str, ...]]:  # fmt: skip
-    """Return the scores ``[example or 1, sender, receiver]``: the effect of a patch of each wanted edge alone."""
+    """Return the scores ``[example or 1, sender, receiver]``: the effect of a patch of each wanted edge alone.
+
+    The patches run in batches. If a batch cannot be trusted, ``th.sweep`` runs its patches.
+    """
     restful(model)
     args, kwargs = arguments(start)
-    streams = list(dict.fromkeys((*graph.streams, *graph.consumers)))
+    streams = list(dict.fromkeys(graph.streams))
     with torch.no_grad(), th.record(model, *streams) as tape:
         output = model(*args, **kwargs)
-    before = {point: lone(tape[point], point) for point in streams}
+    before = {point: first_tensor(tape[point]) for point in streams}
     examples = change.shape[1]
+
+    def measure(output: Any) -> Tensor:
+        found = torch.as_tensor(metric(output)).detach()
+        return found.reshape(-1) if found.dim() < 2 else measured(metric, output, examples)  # noqa: PLR2004
+
     base = measured(metric, output, examples).detach().reshape(-1)
+    patches = Patches(model, graph, start, before, change, measure)
     scores = torch.zeros(len(base), len(graph.senders), len(graph.receivers), dtype=base.dtype)
+    edges = [(number, place) for place, number in wanted.T.nonzero().tolist()]
+    size, done, swept = patches.batch_size(batch), 0, 0
     how: tuple[str, ...] = ()
-    for edges, cases in _cases(graph, before, change, wanted):
-        found = th.sweep(
-            model, cases, lambda out: measured(metric, out, examples).reshape(-1), *args, batch=batch,
-            progress=progress, **kwargs,
-        )  # fmt: skip
-        if found.failed:
-            raise next(iter(found.failed.values()))
-        how = tuple(found.how)
-        for (number, place), value in zip(edges, found.values, strict=True):
-            scores[:, number, place] = (value - base.to(value.device)).cpu()
-    return scores, how
-
-
-def _cases(
-    graph: Graph, before: dict[str, Tensor], change: Tensor, wanted: Tensor
-) -> Iterator[tuple[list[tuple[int, int]], list[dict[str, Any]]]]:
-    """Yield the edges, and the edit of each for ``th.sweep``, in parts that fit in memory."""
-    edges: list[tuple[int, int]] = []
-    cases: list[dict[str, Any]] = []
-    held = 0
-    for group in graph.groups:
-        numbers = wanted[:, group.places].any(1).nonzero().flatten().tolist()
-        if not numbers:
+    while done < len(edges):
+        now = edges[done : done + size]
+        try:
+            values = patches.together(now, base) if len(now) > 1 else None
+        except torch.OutOfMemoryError:
+            size = max(1, size // 2)
             continue
-        values = through_norm(graph.receivers[group.places[0]], before[group.stream] + change[numbers])
-        held += values.numel()
-        for place in group.places:
-            for row, number in enumerate(numbers):
-                if wanted[number, place]:
-                    edges.append((number, place))
-                    cases.append(case(graph.receivers[place], values[row]))
-        if held > ROOM:
-            yield edges, cases
-            edges, cases, held = [], [], 0
-    if edges:
-        yield edges, cases
+        if values is None:
+            values, how = _swept(model, patches, now, measure, args, kwargs, batch=batch, progress=progress)
+            swept += len(now)
+        rows, columns = zip(*now, strict=True)
+        scores[:, list(rows), list(columns)] = (values - base.to(values.device)).T.cpu()
+        done += len(now)
+    together = f"{counted(len(edges) - swept, 'patch', 'patches')} ran in batches of up to {size}, {swept} by a sweep"
+    return scores, (together, *how)
 
 
-@torch.no_grad()
-def through_norm(receiver: Receiver, stream: Tensor) -> Tensor:
-    """Return the value at the consumer of a receiver, given the stream: all outputs of its projection, if any."""
-    value = stream if receiver.norm is None else receiver.norm(stream)
-    if receiver.projection is None:
-        return value
-    bias: Any = getattr(receiver.projection, "bias", None)
-    return nn.functional.linear(value, weight_of(receiver.projection), bias)
-
-
-def case(receiver: Receiver, value: Tensor) -> dict[str, Any]:
-    """Return the edit of a consumer, for ``th.sweep``: the value, or the part of the receiver in it."""
-    if receiver.projection is None:
-        return {receiver.consumer: th.set(value)}
-    part = slice(receiver.channels[0], receiver.channels[-1] + 1)  # The channels of a head are adjacent.
-    return {receiver.consumer: th.set(value[..., part], at=th.at[..., part])}
+def _swept(
+    model: nn.Module, patches: Patches, edges: list[tuple[int, int]], measure: Metric, args: Any, kwargs: Any,
+    **options: Any,
+) -> tuple[Tensor, tuple[str, ...]]:  # fmt: skip
+    found = th.sweep(model, [patches.case(edge) for edge in edges], measure, *args, **options, **kwargs)
+    if found.failed:
+        raise next(iter(found.failed.values()))
+    return torch.stack([value.reshape(-1) for value in found.values]), tuple(found.how)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 import tenterhook as th
 from tenterhook.recipes._circuit_run import patching_edits
-from tenterhook.recipes._edge_scores import case, differences, measured, recorded, through_norm
+from tenterhook.recipes._edge_batch import case, through_norm
+from tenterhook.recipes._edge_scores import differences, measured, recorded
 from tenterhook.recipes._inputs import arguments, lone
 
 if TYPE_CHECKING:
-    from tenterhook.recipes.circuit import Task
+    from tenterhook.recipes._circuit_task import Task
 
 __all__ = ["removed"]
 
@@ -66,7 +67,7 @@ class _Search:
         """Return the metric after the removal of the first waiting edge, of the first two, and so on."""
         task, receiver = self._task, self._task.graph.receivers[place]
         added = self._change[waiting].cumsum(0) + (self._change[gone].sum(0) if gone else 0)
-        values = through_norm(receiver, self._before[receiver.stream] + added)
+        values = through_norm(task.graph, place, self._before[receiver.stream] + added)
         later = patched.clone()
         later[:, place] = False
         edits = patching_edits(task.graph, later, self._other_value, known=(self._own | self._before, receiver.senders))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,11 +22,22 @@ import tenterhook as th
 from tenterhook._text import counted, printable
 from tenterhook.recipes._circuit_figure import curve_figure, graph_figure
 from tenterhook.recipes._circuit_run import patched_run
-from tenterhook.recipes._edge_scores import differences, exact_scores, gradient_scores, measured, recorded
+from tenterhook.recipes._circuit_task import (
+    Task,
+    chosen,
+    connected,
+    flat,
+    graph_for,
+    needed,
+    other_values,
+    pairs_of,
+    place_of,
+)
+from tenterhook.recipes._edge_scores import differences, exact_scores, gradient_scores, recorded
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
-from tenterhook.recipes._inputs import arguments, floats, restful, tensors_of
-from tenterhook.recipes._residual import TOLERANCE, Graph, Nodes, Sender, graph_of
+from tenterhook.recipes._inputs import restful
+from tenterhook.recipes._residual_find import Nodes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,40 +49,6 @@ Mode = Literal["denoise", "noise"]
 Patch = Literal["corrupt", "mean", "zero"]
 METHODS = ("eap", "eap-ig", "exact")
 SHOWN = 8
-OUTSIDE = (
-    "with every edge patched, the run of the clean input does not give the output of the corrupt one: the input "
-    "reaches the output by a way that is no edge, for instance through cross-attention. Give the nodes: nodes={...}."
-)
-
-
-@dataclass(frozen=True)
-class Task:
-    """The two inputs and the metric for which edges were scored."""
-
-    model: nn.Module
-    pairs: tuple[tuple[Any, Any], ...]
-    metric: Callable[[Any], Any]
-    graph: Graph
-
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """Return the metric of the clean and of the corrupt inputs, one number for each example."""
-        found = [[_numbers(self, given) for given in pair] for pair in self.pairs]
-        return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
-
-
-def _numbers(task: Task, given: Any) -> Tensor:
-    args, kwargs = arguments(given)
-    with torch.no_grad():
-        return _flat(task, task.model(*args, **kwargs), given)
-
-
-def _flat(task: Task, output: Any, given: Any) -> Tensor:
-    return measured(task.metric, output, _examples(given)).detach().reshape(-1)
-
-
-def _examples(given: Any) -> int:
-    args, kwargs = arguments(given)
-    return next((tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.dim()), 1)
 
 
 @dataclass(frozen=True)
@@ -104,7 +81,7 @@ class Edges(Pictured):
 
     def score(self, sender: str, receiver: str) -> float:
         """Return the score of one edge, averaged over the examples."""
-        place = _place(self.senders, sender, "sender"), _place(self.receivers, receiver, "receiver")
+        place = place_of(self.senders, sender, "sender"), place_of(self.receivers, receiver, "receiver")
         if not bool(self.exists[place]):
             raise th.RecipeError(f"there is no edge from {sender!r} to {receiver!r}: the receiver comes first")
         return float(self.values[place])
@@ -219,15 +196,15 @@ class Circuit(Pictured):
         return self._run(inputs, patch, corrupt, ~self.kept & self._exists())
 
     def _exists(self) -> Tensor:
-        return _needs(self.task).graph.exists
+        return needed(self.task).graph.exists
 
     def _run(self, inputs: Any, patch: Any, corrupt: Any, patched: Tensor) -> Any:
-        task = _needs(self.task)
+        task = needed(self.task)
         if inputs is None:
             inputs, corrupt = task.pairs[0]
         elif corrupt is None:
             raise th.RecipeError("run() needs corrupt=, the input that belongs to the clean one")
-        return patched_run(task.model, task.graph, inputs, patched, _others(task, corrupt, patch))
+        return patched_run(task.model, task.graph, inputs, patched, other_values(task, corrupt, patch))
 
     def faithfulness(self, *, patch: Patch = "corrupt") -> float:
         """Return how much of the metric the circuit keeps: 1 is that of the clean input, 0 of the corrupt one."""
@@ -241,9 +218,9 @@ class Circuit(Pictured):
         return self._share(self.kept, patch)
 
     def _share(self, patched: Tensor, patch: Patch) -> float:
-        task = _needs(self.task)
+        task = needed(self.task)
         clean, corrupt = task.ends()
-        found = [_flat(task, self._run(one, patch, other, patched), one) for one, other in task.pairs]
+        found = [flat(task, self._run(one, patch, other, patched), one) for one, other in task.pairs]
         gap = (clean - corrupt).mean()
         if float(gap) == 0:
             raise th.RecipeError("the metric is the same for the clean and the corrupt inputs; choose other pairs")
@@ -334,7 +311,7 @@ def edges(  # noqa: PLR0913
         metric: a function from the model's output to one number for each example, or to one number.
         method: ``"eap"``, the gradient at each receiver times the change of each sender: two forward passes and one
             backward pass; ``"eap-ig"``, the same with the gradient averaged over ``steps`` inputs between the two;
-            ``"exact"``, a patch of each edge by itself, by ``th.sweep``.
+            ``"exact"``, a patch of each edge by itself, in batches.
         nodes: ``"heads"`` (the embedding, each head with separate edges into its query, key and value, each MLP, the
             logits) or ``"layers"`` (with whole attentions), for models of transformers; or a dict of name to ``(reads,
             writes)``: the point where a node reads the stream and the point whose value it adds, or None.
@@ -359,9 +336,9 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"steps= is a positive int; got {steps!r:.40}")
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
-    pairs = _pairs(clean, corrupt)
-    task = Task(model, pairs, metric, _graph(model, pairs[0], nodes))
-    wanted = task.graph.exists if only is None else _chosen(task.graph, only, method)
+    pairs = pairs_of(clean, corrupt)
+    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes))
+    wanted = task.graph.exists if only is None else chosen(task.graph, only, method)
     found: list[Tensor] = []
     how: tuple[str, ...] = ()
     for pair in pairs:
@@ -408,8 +385,8 @@ def greedy(
     Returns:
         The :class:`Circuit` of the edges that are left.
     """
-    [pair] = _pairs(clean, corrupt, several=False)
-    task = Task(model, (pair,), metric, _graph(model, pair, nodes))
+    [pair] = pairs_of(clean, corrupt, several=False)
+    task = Task(model, (pair,), metric, graph_for(model, pair, nodes))
     restful(model)
     patched = removed(task, threshold, batch)
     kept = connected(task.graph, ~patched & task.graph.exists)
@@ -431,103 +408,6 @@ def load(path: str | os.PathLike[str]) -> Edges | Circuit:
         return Edges(senders, receivers, scores, exists, found["method"], found["mode"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise th.RecipeError(f"{path} holds no edges and no circuit: {type(error).__name__}: {error}") from error
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def _graph(model: nn.Module, pair: tuple[Any, Any], nodes: Nodes) -> Graph:
-    """Return the graph of a model. Its edges must carry everything: with all of them patched, one run is the other."""
-
-    def check(graph: Graph) -> None:
-        other = recorded(model, graph, pair[1], lambda _output: 0.0)[0]
-        patched = patched_run(model, graph, pair[0], graph.exists, lambda sender: sender.written(other[sender.point]))
-        with torch.no_grad():
-            ends = [model(*args, **kwargs) for args, kwargs in map(arguments, pair)]
-        found, one, two = (next(floats(output)).float() for output in (patched, *ends))
-        tolerance = TOLERANCE.get(next((each.dtype for each in model.parameters()), torch.float32), 1e-1)
-        if not float((found - two).norm()) <= tolerance * float((one - two).norm() + 0.05 * two.norm()):
-            raise th.RecipeError(OUTSIDE)
-
-    return graph_of(model, *pair, nodes, check)
-
-
-def connected(graph: Graph, kept: Tensor) -> Tensor:
-    """Return the edges that can carry something: others reach their sender, and others leave their receiver."""
-    kept, last = kept.clone(), -1
-    places = {sender.name: place for place, sender in enumerate(graph.senders)}
-    feeds = [[places[name] for name in receiver.feeds] for receiver in graph.receivers]
-    fed = {place for each in feeds for place in each}
-    while (count := int(kept.sum())) != last:
-        last = count
-        for place, outs in enumerate(feeds):
-            if outs and not bool(kept[outs].any()):
-                kept[:, place] = False
-        heard = {sender for place, outs in enumerate(feeds) if bool(kept[:, place].any()) for sender in outs}
-        for place in fed - heard:
-            kept[place] = False
-    return kept
-
-
-def _others(task: Task, corrupt: Any, patch: Any) -> Callable[[Sender], Tensor]:
-    """Return the function from a sender to the value on its patched edges."""
-    if patch not in ("corrupt", "mean", "zero"):
-        raise th.RecipeError(f"patch= is 'corrupt', 'mean' or 'zero'; got {patch!r:.40}")
-    values = recorded(task.model, task.graph, corrupt, lambda _output: 0.0)[0]
-
-    def other(sender: Sender) -> Tensor:
-        written = sender.written(values[sender.point])
-        if patch == "zero":
-            return torch.zeros_like(written)
-        return written.mean(0, keepdim=True).expand_as(written) if patch == "mean" else written
-
-    return other
-
-
-def _pairs(clean: Any, corrupt: Any, *, several: bool = True) -> tuple[tuple[Any, Any], ...]:
-    """Return the pairs of inputs, after a comparison of their shapes."""
-    lists = isinstance(clean, list), isinstance(corrupt, list)
-    if any(lists) and not (several and all(lists) and clean and len(clean) == len(corrupt)):
-        raise th.RecipeError(
-            "give as many clean inputs as corrupt ones, in two lists, or one of each" if several
-            else "one clean and one corrupt input are needed; put the examples into rows"
-        )  # fmt: skip
-    pairs = tuple(zip(clean, corrupt, strict=True)) if all(lists) else ((clean, corrupt),)
-    for one, other in pairs:
-        shapes = [[list(tensor.shape) for tensor in tensors_of(arguments(given))] for given in (one, other)]
-        if shapes[0] != shapes[1]:
-            raise th.RecipeError(
-                f"an edge puts values of one run into the other, so both inputs need the same shapes: clean has "
-                f"{shapes[0]}, corrupt has {shapes[1]}.\nChoose prompts with the same number of tokens."
-            )
-    return pairs
-
-
-def _chosen(graph: Graph, only: Iterable[tuple[Any, ...]], method: Method) -> Tensor:
-    """Return the edges of a list, ``[sender, receiver]``."""
-    if method != "exact":
-        raise th.RecipeError("only= is for method='exact'; the others score all edges at once")
-    senders, receivers = ([each.name for each in part] for part in (graph.senders, graph.receivers))
-    wanted = torch.zeros_like(graph.exists)
-    for one, other, *_ in only:
-        place = _place(senders, one, "sender"), _place(receivers, other, "receiver")
-        if not bool(graph.exists[place]):
-            raise th.RecipeError(f"there is no edge from {one!r} to {other!r}: the receiver comes first")
-        wanted[place] = True
-    return wanted
-
-
-def _place(names: Sequence[str], name: str, what: str) -> int:
-    if name not in names:
-        shown = ", ".join(names[:6])
-        raise th.RecipeError(f"there is no {what} {name!r}; there are {shown}{' …' if len(names) > 6 else ''}")  # noqa: PLR2004
-    return names.index(name)
-
-
-def _needs(task: Task | None) -> Task:
-    if task is None:
-        raise th.RecipeError("this was loaded from a file, which has no model: call circuit.edges() again to run it")
-    return task
 
 
 def _write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:

@@ -241,7 +241,7 @@ class _Training:
                 yield moved[0], moved[-1]
 
     def _moved(self, rows: Tensor) -> Tensor:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or rows.is_cuda:
             return rows.to(self.device, torch.float32)
         # The copy does not wait for the work before it, and the next batch is read meanwhile.
         return rows.pin_memory().to(self.device, non_blocking=True).float()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook._text import printable
 
-__all__ = ["Feature", "FeatureTexts", "feature_texts"]
+__all__ = ["FeatureText", "FeatureTexts", "feature_texts"]
 
 SHOWN = 20
 STYLE = """body{font:14px/1.6 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
@@ -24,7 +24,7 @@ span{border-radius:2px}b{display:inline-block;width:4em;font-weight:normal;color
 
 
 @dataclass(frozen=True)
-class Feature:
+class FeatureText:
     """One latent: the share of rows in which it is active, and the texts in which it is most active.
 
     ``texts``: for each text the tokens around the row, with the value of the latent at each. ``values``: the value at
@@ -41,14 +41,14 @@ class Feature:
 class FeatureTexts:
     """The result of :func:`feature_texts`. ``dead``: the number of latents that are active nowhere."""
 
-    features: tuple[Feature, ...]
+    features: tuple[FeatureText, ...]
     dead: int
     rows: int
 
     def __len__(self) -> int:
         return len(self.features)
 
-    def __getitem__(self, latent: int) -> Feature:
+    def __getitem__(self, latent: int) -> FeatureText:
         """Return the feature of a latent."""
         for each in self.features:
             if each.latent == latent:
@@ -119,7 +119,7 @@ def feature_texts(
         found = [(value, row) for value, row in zip(values[:, latent].tolist(), rows[:, latent].tolist(), strict=True)]
         found = [(value, row) for value, row in found if value > 0]
         features.append(
-            Feature(
+            FeatureText(
                 latent, float(active[latent]) / max(len(store), 1), tuple(value for value, _ in found),
                 tuple(texts.around(row, latent) for _, row in found),
             )
@@ -180,7 +180,7 @@ class _Texts:
             yield f"{token} " if self._tokenizer is None else str(self._tokenizer.decode([token]))
 
 
-def _section(feature: Feature) -> str:
+def _section(feature: FeatureText) -> str:
     most = max(feature.values, default=0.0)
     lines = [f"<h2>latent {feature.latent} <small>active in {feature.frequency:.2%} of the rows</small></h2>"]
     for value, text in zip(feature.values, feature.texts, strict=True):

@@ -98,7 +98,7 @@ def _rows(
     """Return some rows of the mean derivative at each point, ``[point, row, size]``."""
     args, kwargs = given.arguments(inputs)
     examples, count = len(starts[0]), len(wanted)
-    args, kwargs = _repeated(args, examples, count), _repeated(kwargs, examples, count)
+    args, kwargs = given.repeated(args, examples, count), given.repeated(kwargs, examples, count)
     seen: list[Any] = []
     with torch.inference_mode(mode=False), torch.enable_grad():
         # The derivative with respect to a value is that with respect to what is added to it.
@@ -111,12 +111,3 @@ def _rows(
         total = end.gather(1, places[:, None]).sum()
         slopes = torch.autograd.grad(total, leaves)
     return torch.stack([slope.float().unflatten(0, (count, examples)).mean(1) for slope in slopes])
-
-
-def _repeated(value: Any, examples: int, count: int) -> Any:
-    if isinstance(value, Tensor):
-        fits = value.dim() and len(value) == examples
-        return value.repeat(count, *[1] * (value.dim() - 1)) if fits else value
-    if isinstance(value, dict):
-        return {name: _repeated(each, examples, count) for name, each in value.items()}
-    return tuple(_repeated(each, examples, count) for each in value) if isinstance(value, tuple) else value
