@@ -81,22 +81,31 @@ def add_to(slot: Tensor, value: Tensor) -> None:
 
 
 def statistics_of(value: Tensor) -> Tensor:
-    """Return the fields of :mod:`tenterhook.statistics.graph_slots` for a tensor."""
+    """Return the fields of :mod:`tenterhook.statistics.graph_slots` for a tensor.
+
+    All reductions read the tensor in one pass, so that a compiler makes one kernel of them. The sums are those of the
+    differences from one element: sums of squares of the values themselves would lose a small variance beside a large
+    mean.
+    """
     if value.dtype != torch.float64:
         value = value.float()
     nan, inf = value.isnan(), value.isinf()
-    finite = torch.where(nan | inf, 0.0, value)
-    variance, mean = torch.var_mean(finite, correction=0)
-    mean, variance, count = mean.double(), variance.double(), value.numel()
+    bad = nan | inf
+    first = value.flatten()[0]
+    pivot = torch.where(first.isnan() | first.isinf(), 0.0, first)
+    apart = torch.where(bad, 0.0, value - pivot)
+    nans, infs, zeros = nan.sum().double(), inf.sum().double(), (value == 0).sum().double()
+    finite = value.numel() - nans - infs
+    total, squares, pivot = apart.sum().double(), (apart * apart).sum().double(), pivot.double()
     fields = [
-        mean * count,
-        (variance + mean * mean) * count,
-        (value == 0).sum().double(),
-        nan.sum().double(),
-        inf.sum().double(),
-        torch.full((), count, dtype=torch.float64, device=value.device),
+        total + pivot * finite,
+        squares + 2 * pivot * total + pivot * pivot * finite,
+        zeros,
+        nans,
+        infs,
+        torch.full((), value.numel(), dtype=torch.float64, device=value.device),
         torch.ones((), dtype=torch.float64, device=value.device),
-        -finite.amin().double(),
-        finite.amax().double(),
+        -torch.where(bad, 0.0, value).amin().double(),
+        torch.where(bad, 0.0, value).amax().double(),
     ]
     return torch.stack(fields)
