@@ -92,7 +92,8 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens beartype einops fancy-einsum \
-		jaxtyping wadler-lindig typeguard sentencepiece
+		jaxtyping wadler-lindig typeguard sentencepiece pyvene
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps nnsight greenlet
 	@touch $@
 
 bench: $(READY) ## measure, and write docs/benchmarks.md

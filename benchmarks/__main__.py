@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.report import publish
 
-SUITES = ("everyday", "foundation", "gradients", "inside", "replay", "page", "watch", "live", "harvest")
+SUITES = ("everyday", "language", "foundation", "gradients", "inside", "replay", "page", "watch", "live", "harvest")
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
 ELSEWHERE = ("recipes", "vllm")

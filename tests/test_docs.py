@@ -81,6 +81,7 @@ PUBLIC = {
 IN_THE_TEXT = {
     "th.hooks": "hooks.md",
     "th.recipes": "recipes.md",
+    "th.recipes.circuit": "recipes.md",
     "th.recipes.patching": "recipes.md",
     "th.at": "edits.md",
     "th.__version__": "verbs.md",

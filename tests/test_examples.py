@@ -74,6 +74,16 @@ def test_a_small_transformer_is_steered_and_the_vector_handed_on(tmp_path, capsy
     assert (tmp_path / "steering.png").stat().st_size > 1000
 
 
+def test_a_planted_circuit_is_found(tmp_path, capsys):
+    circuit = run("circuit.py", STEPS=120)(tmp_path / "circuit.png")
+    parts = {sender for sender, _ in circuit.edges}
+    assert parts <= {"embed", "attn0.0", "attn1.0", "mlp0"}  # The others were off while the model learned.
+    assert ("embed", "attn0.0.v") in circuit.edges
+    assert circuit.faithfulness() > 0.9
+    assert "random" in capsys.readouterr().out
+    assert (tmp_path / "circuit.png").stat().st_size > 1000
+
+
 @pytest.mark.references
 def test_a_sentence_model_is_ablated_and_steered(tmp_path, capsys):
     runpy.run_path(str(EXAMPLES / "sentences.py"))["main"](tmp_path / "sentences.png")

@@ -19,7 +19,7 @@ ROOMS = [
     {"compiled"},
     {"call_trace"},
     {"record", "edit", "statistics", "store"},
-    {"replay", "watch", "harvest", "audit"},
+    {"replay", "batch", "splice", "watch", "harvest", "audit"},
     {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
@@ -27,14 +27,14 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "features": "replay", "doctor": "_draw"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit ClosedSession Diagnosis DifferentHarvest EditError EditFileError Features
-    GradientError HarvestError HookError JsonLines ModelChanged NeverReached NoBackward NoGradient NoSource
-    NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection SelectorError SessionError Stopped
-    StoreError Sweep SweepError SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError
-    TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged __version__ add at audit blackbox clamp doctor
-    edit features grid harvest hooks load load_edits mean noise open page points project recipes record
-    register_meaning replay
-    run_from save_edits scale set skip sweep watch zero
+    AddressError AmbiguousCall Audit BatchError BatchResult ClosedSession Diagnosis Dictionary DifferentHarvest
+    EditError EditFileError Features GradientError HarvestError HookError JsonLines Learned ModelChanged NeverReached
+    NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection
+    SelectorError SessionError SpliceError Stopped StoreError Sweep SweepError SweepInterrupted Tape TapeError
+    TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged
+    __version__ add at audit batch blackbox case clamp doctor edit features grid harvest hooks learn load
+    load_dictionary load_edits lowrank mask mean noise open page points project recipes record register_meaning replay
+    rotate run_from save_edits scale set skip splice sweep watch zero
 """
 
 
@@ -202,7 +202,8 @@ def test_every_recipe_is_there_and_loaded_when_it_is_asked_for():
     code = (
         "import sys, tenterhook as th; "
         "print([name for name in sys.modules if name.startswith('tenterhook.recipes.')]); "
-        "print(all(callable(getattr(th.recipes, name)) or name == 'patching' for name in th.recipes.__all__)); "
+        "whole = ('circuit', 'patching'); "
+        "print(all(callable(getattr(th.recipes, name)) or name in whole for name in th.recipes.__all__)); "
         "print(sorted(th.recipes.__all__) == list(th.recipes.__all__), set(th.recipes.__all__) <= set(dir(th.recipes)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

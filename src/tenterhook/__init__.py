@@ -16,6 +16,7 @@ from tenterhook._version import __version__
 from tenterhook.errors import (
     AddressError,
     AmbiguousCall,
+    BatchError,
     ClosedSession,
     DifferentHarvest,
     EditError,
@@ -35,6 +36,7 @@ from tenterhook.errors import (
     ReplayError,
     SelectorError,
     SessionError,
+    SpliceError,
     Stopped,
     StoreError,
     SweepError,
@@ -53,12 +55,18 @@ if TYPE_CHECKING:
     from tenterhook.address import Point, Selection
     from tenterhook.address.meanings import register_meaning
     from tenterhook.audit.verb import Audit, audit
+    from tenterhook.batch.result import BatchResult
+    from tenterhook.batch.verb import batch, case
     from tenterhook.doctor.verb import Diagnosis, doctor
+    from tenterhook.edit.learn import Learned, learn
     from tenterhook.edit.ready import Add as add
     from tenterhook.edit.ready import Clamp as clamp
+    from tenterhook.edit.ready import Lowrank as lowrank
+    from tenterhook.edit.ready import Mask as mask
     from tenterhook.edit.ready import Mean as mean
     from tenterhook.edit.ready import Noise as noise
     from tenterhook.edit.ready import Project as project
+    from tenterhook.edit.ready import Rotate as rotate
     from tenterhook.edit.ready import Scale as scale
     from tenterhook.edit.ready import Set as set
     from tenterhook.edit.ready import Zero as zero
@@ -75,6 +83,9 @@ if TYPE_CHECKING:
     from tenterhook.replay.sweep_result import Sweep
     from tenterhook.replay.verb import replay, run_from, sweep
     from tenterhook.report.verb import page
+    from tenterhook.splice.dictionary import Dictionary
+    from tenterhook.splice.dictionary_files import load_dictionary
+    from tenterhook.splice.verb import splice
     from tenterhook.watch.json_lines import JsonLines
     from tenterhook.watch.tensorboard import TensorBoard
     from tenterhook.watch.verb import blackbox, watch
@@ -83,8 +94,11 @@ __all__ = [
     "AddressError",
     "AmbiguousCall",
     "Audit",
+    "BatchError",
+    "BatchResult",
     "ClosedSession",
     "Diagnosis",
+    "Dictionary",
     "DifferentHarvest",
     "EditError",
     "EditFileError",
@@ -93,6 +107,7 @@ __all__ = [
     "HarvestError",
     "HookError",
     "JsonLines",
+    "Learned",
     "ModelChanged",
     "NeverReached",
     "NoBackward",
@@ -107,6 +122,7 @@ __all__ = [
     "Selection",
     "SelectorError",
     "SessionError",
+    "SpliceError",
     "Stopped",
     "StoreError",
     "Sweep",
@@ -125,7 +141,9 @@ __all__ = [
     "add",
     "at",
     "audit",
+    "batch",
     "blackbox",
+    "case",
     "clamp",
     "doctor",
     "edit",
@@ -133,8 +151,12 @@ __all__ = [
     "grid",
     "harvest",
     "hooks",
+    "learn",
     "load",
+    "load_dictionary",
     "load_edits",
+    "lowrank",
+    "mask",
     "mean",
     "noise",
     "open",
@@ -145,11 +167,13 @@ __all__ = [
     "record",
     "register_meaning",
     "replay",
+    "rotate",
     "run_from",
     "save_edits",
     "scale",
     "set",
     "skip",
+    "splice",
     "sweep",
     "watch",
     "zero",
@@ -159,9 +183,12 @@ load_on_use(
     __name__,
     {
         "Audit": "tenterhook.audit.verb:Audit",
+        "BatchResult": "tenterhook.batch.result:BatchResult",
         "Diagnosis": "tenterhook.doctor.verb:Diagnosis",
+        "Dictionary": "tenterhook.splice.dictionary:Dictionary",
         "Features": "tenterhook.features:Features",
         "JsonLines": "tenterhook.watch.json_lines:JsonLines",
+        "Learned": "tenterhook.edit.learn:Learned",
         "Point": "tenterhook.address:Point",
         "Selection": "tenterhook.address:Selection",
         "Sweep": "tenterhook.replay.sweep_result:Sweep",
@@ -171,6 +198,8 @@ load_on_use(
         "at": "tenterhook.edit.ready:at",
         "audit": "tenterhook.audit.verb:audit",
         "blackbox": "tenterhook.watch.verb:blackbox",
+        "batch": "tenterhook.batch.verb:batch",
+        "case": "tenterhook.batch.verb:case",
         "clamp": "tenterhook.edit.ready:Clamp",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",
@@ -178,8 +207,12 @@ load_on_use(
         "grid": "tenterhook.replay.cases:grid",
         "harvest": "tenterhook.harvest.verb:harvest",
         "hooks": "tenterhook.hooks",
+        "learn": "tenterhook.edit.learn:learn",
         "load": "tenterhook.record.tape:load",
+        "load_dictionary": "tenterhook.splice.dictionary_files:load_dictionary",
         "load_edits": "tenterhook.edit.saved:load_edits",
+        "lowrank": "tenterhook.edit.ready:Lowrank",
+        "mask": "tenterhook.edit.ready:Mask",
         "mean": "tenterhook.edit.ready:Mean",
         "noise": "tenterhook.edit.ready:Noise",
         "open": "tenterhook.harvest.verb:open",
@@ -190,11 +223,13 @@ load_on_use(
         "register_meaning": "tenterhook.address.meanings:register_meaning",
         "record": "tenterhook.record.verb:record",
         "replay": "tenterhook.replay.verb:replay",
+        "rotate": "tenterhook.edit.ready:Rotate",
         "run_from": "tenterhook.replay.verb:run_from",
         "save_edits": "tenterhook.edit.saved:save_edits",
         "scale": "tenterhook.edit.ready:Scale",
         "set": "tenterhook.edit.ready:Set",
         "skip": "tenterhook.edit.skip:Skip",
+        "splice": "tenterhook.splice.verb:splice",
         "sweep": "tenterhook.replay.verb:sweep",
         "watch": "tenterhook.watch.verb:watch",
         "zero": "tenterhook.edit.ready:Zero",

@@ -24,6 +24,8 @@ The tree::
     ├── RecipeError (ValueError)          a recipe with arguments that it cannot use
     ├── ReplayError (RuntimeError)        a recording that cannot be replayed on this model, or with these inputs
     │   └── SweepError                    a sweep that cannot run with these arguments
+    ├── SpliceError (ValueError)          a dictionary that cannot be loaded, or does not fit the value at its point
+    ├── BatchError (RuntimeError)         cases that cannot run as one batch, or a model that mixes their rows
     ├── HarvestError (RuntimeError)       a harvest that cannot start, or cannot continue
     │   └── DifferentHarvest              a store that another model, other data or other options started
     ├── StoreError (OSError)              a directory that is not a store of harvested rows, or a damaged one
@@ -49,6 +51,7 @@ from tenterhook._text import printable_lines
 __all__ = [
     "AddressError",
     "AmbiguousCall",
+    "BatchError",
     "ClosedSession",
     "DifferentHarvest",
     "EditError",
@@ -68,6 +71,7 @@ __all__ = [
     "ReplayError",
     "SelectorError",
     "SessionError",
+    "SpliceError",
     "Stopped",
     "StoreError",
     "SweepError",
@@ -173,6 +177,14 @@ class ReplayError(TenterhookError, RuntimeError):
 
 class SweepError(ReplayError):
     """A sweep that cannot run with these arguments."""
+
+
+class SpliceError(TenterhookError, ValueError):
+    """A dictionary that cannot be loaded, or that does not fit the value at its point."""
+
+
+class BatchError(TenterhookError, RuntimeError):
+    """Cases that cannot run as one batch, or a model that mixes the rows of a batch."""
 
 
 class HarvestError(TenterhookError, RuntimeError):

@@ -35,7 +35,7 @@ def test_the_rows_of_prompts_are_those_of_transformers(llama, tmp_path):
 
 def test_generated_tokens_have_rows_with_their_steps(llama, tmp_path):
     llm, engine, model = llama
-    th.harvest(engine, TOKENS[:5], POINT, to=tmp_path / "acts", rows="token", generate=4)
+    th.harvest(engine, TOKENS[:5], POINT, to=tmp_path / "acts", generate={"max_new_tokens": 4})
     store = th.open(tmp_path / "acts")
     outputs = serve(llm, TOKENS[:5], greedy(4))
     for number, tokens in enumerate(TOKENS[:5]):
@@ -85,7 +85,7 @@ def test_another_harvest_is_not_resumed(llama, tmp_path):
     options = {"to": tmp_path / "acts", "rows": "token"}
     th.harvest(engine, TOKENS[:4], POINT, **options)
     with pytest.raises(th.DifferentHarvest, match="generate"):
-        th.harvest(engine, TOKENS[:4], POINT, generate=2, **options)
+        th.harvest(engine, TOKENS[:4], POINT, generate={"max_new_tokens": 2}, **options)
     with engine.edit({POINT: th.add(vector(0))}), pytest.raises(th.DifferentHarvest, match="edits"):
         th.harvest(engine, TOKENS[:4], POINT, **options)
 

@@ -305,8 +305,3 @@ def test_declared_points_are_part_of_the_configuration_that_vllm_hashes():
 def test_attach_takes_an_engine():
     with pytest.raises(TypeError, match="takes an LLM or an AsyncLLM"):
         attach(torch.nn.Linear(1, 1))
-
-
-def test_a_model_in_this_process_has_no_generate_option(tmp_path):
-    with pytest.raises(th.HarvestError, match="generate= is for an engine"):
-        th.harvest(torch.nn.Linear(2, 2), torch.ones(4, 2), "", to=tmp_path / "acts", generate=3)

@@ -145,3 +145,34 @@ def test_bad_input_is_told(case):
     assert "same top token" in repr(found)
     assert len(found.show(decode=lambda token: f"<{token}>").axes[0].texts) == 18
     assert len(th.recipes.logit_lens(model, lm_toys.ids(), points=points, at=th.at[:, -1]).show().axes[0].texts) == 3
+
+
+def test_a_jacobian_lens_is_exact_where_the_rest_is_linear():
+    model = Turning()
+    ids = torch.randint(0, 30, (20, 8), generator=torch.Generator().manual_seed(1))
+    with untouched(model, rng=False):
+        lens = th.recipes.jacobian_lens(model, list(ids.split(10)), points="layers.*", norm="", head="head")
+    found = lens(model, ids)
+    assert found.kind == "jacobian"
+    assert float(found.divergence.max()) < 1e-5
+    torch.testing.assert_close(lens.maps[1].weight + torch.eye(6), model.layers[2].weight, atol=1e-5, rtol=1e-4)
+
+
+def test_a_jacobian_lens_has_the_mean_derivative_at_one_position():
+    model = lm_toys.gpt2(2).double()
+    ids = lm_toys.ids(0, 3, 1)  # One position, so that there is no choice.
+    lens = th.recipes.jacobian_lens(model, [ids], points="transformer.h.0", batch=7)
+
+    with th.record(model, "transformer.h.0") as tape:
+        model(ids)
+    start = tape["transformer.h.0"]
+    mean = torch.zeros(16, 16).double()
+    for row in range(3):
+
+        def of(value, row=row):
+            changed = start.clone()
+            changed[row] = value
+            return model.transformer.h[1](changed)[row, 0]
+
+        mean += torch.autograd.functional.jacobian(of, start[row])[:, 0] / 3
+    torch.testing.assert_close(lens.maps[0].weight.double() + torch.eye(16), mean, atol=1e-6, rtol=1e-4)

@@ -195,3 +195,17 @@ def test_a_point_without_tokens_is_refused():
     assert tape.sequence("transformer.h.0.attn:in").shape[0] == 2
     with pytest.raises(th.AddressError, match="names a call already"):
         tape.sequence("transformer.h.0.attn:in#1")
+
+
+def test_the_mask_of_an_encoder_is_not_that_of_its_decoder():
+    torch.manual_seed(0)
+    config = BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=40, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config).eval()
+    ids, mask = prompts()
+    with th.record(model, "model.decoder.layers.1") as tape:
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=[39])
+    assert tape.mask[:, 0].all()

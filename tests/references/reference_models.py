@@ -1,5 +1,7 @@
 """The models on which tenterhook and the references are compared."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -60,3 +62,22 @@ def made(kind, seed=0):
 
 def images(count=2, seed=1):
     return torch.rand(count, 3, 10, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.3
+
+
+def gpt2_and_bridge():
+    """Return a small GPT-2, and TransformerLens's bridge of a copy of it: the bridge changes what it is given."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    words = WordLevel({str(index): index for index in range(50)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0", pad_token="0", unk_token="0")
+    bridge = TransformerBridge.boot_transformers("gpt2", hf_model=copy.deepcopy(model), tokenizer=tokenizer)
+    return model, bridge.eval()

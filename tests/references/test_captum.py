@@ -171,3 +171,25 @@ def test_deeplift_with_one_relu_in_place_for_all(attr):
     x = torch.rand(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.5
     truth = attr.DeepLift(unrolled).attribute(x, torch.zeros_like(x), TARGET)
     agree(R.deeplift(model, x, target=TARGET).attribution, truth)
+
+
+def test_attribution_of_text():
+    from captum.attr import LayerIntegratedGradients
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=32, initializer_range=0.2)
+    model = GPT2LMHeadModel(config).eval()
+    prompt, output = [4, 9, 2, 7, 11], [3, 8, 5]
+    found = th.recipes.text(model, None, prompt, output, baseline=0, steps=50)
+    for place, token in enumerate(output):
+        ids = torch.tensor([prompt + output[:place]])
+
+        def score(ids, token=token):
+            return model(ids).logits[:, -1].log_softmax(-1)[:, token]
+
+        theirs = LayerIntegratedGradients(score, model.transformer.wte).attribute(
+            ids, baselines=torch.zeros_like(ids), n_steps=50
+        )
+        expected = theirs.sum(-1)[0]
+        assert torch.allclose(found.values[0][: len(expected), place], expected.float(), atol=1e-5)

@@ -4,11 +4,9 @@ It is given a copy of the model, because its bridge changes what it is given. It
 way, so that the two agree to float32's accuracy and not to the bit.
 """
 
-import copy
-
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from reference_models import gpt2_and_bridge
 
 import tenterhook as th
 
@@ -21,20 +19,7 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 @pytest.fixture(scope="module")
 def pair():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformer_lens.model_bridge import TransformerBridge
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
-    words = WordLevel({str(index): index for index in range(50)}, unk_token="0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0", pad_token="0", unk_token="0")
-    bridge = TransformerBridge.boot_transformers("gpt2", hf_model=copy.deepcopy(model), tokenizer=tokenizer)
-    return model, bridge.eval()
+    return gpt2_and_bridge()
 
 
 def cached(bridge, ids):
@@ -143,3 +128,17 @@ def test_steering(pair):
     torch.testing.assert_close(found.vector, vector, **CLOSE)
     with found.apply(model, 3), torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("meaning", "theirs"), [("pattern", "hook_pattern"), ("z", "hook_z"), ("result", "hook_result"), ("q", "hook_q")]
+)
+def test_patterns_and_heads(pair, meaning, theirs):
+    model, bridge = pair
+    bridge.set_use_attn_result(use_attn_result=True)
+    _, cache = cached(bridge, IDS)
+    names = [f"transformer.h.{layer}.attn@{meaning}" for layer in range(3)]
+    with torch.no_grad(), th.record(model, *names) as tape:
+        model(IDS)
+    for layer, name in enumerate(names):
+        torch.testing.assert_close(tape[name], cache[f"blocks.{layer}.attn.{theirs}"], **CLOSE)

@@ -2,13 +2,14 @@
 
 An attention module is known by the call that computes the attention in its ``forward``: ``attention_interface(...)``,
 as in transformers, or ``scaled_dot_product_attention(...)``. A layer is known by the names of its attention and its
-MLP. For other modules, :func:`register_meaning` says which address a meaning has.
+MLP. For other modules, :func:`register_meaning` says which address a meaning has. While a dictionary is spliced into
+the stream at a module, that module also has the meanings that :func:`give_meanings` added.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,11 +24,13 @@ from tenterhook.address.walk import find, walk
 from tenterhook.errors import AddressError, NoSource
 
 __all__ = [
-    "ATTENTION_CHILDREN", "MLP_CHILDREN", "meaning_points", "no_meaning", "output_projection", "register_meaning",
+    "ATTENTION_CHILDREN", "MLP_CHILDREN", "Beside", "give_meanings", "meaning_points", "no_meaning",
+    "output_projection", "register_meaning", "take_meanings",
 ]  # fmt: skip
 
 ATTENTION_CALLS = ("attention_interface", "scaled_dot_product_attention")
 ATTENTION_MEANINGS = ("q", "k", "v", "scores", "pattern", "z", "result")  # The last one needs a projection.
+SPLICED = ("latents", "error")  # Meanings of a module where a dictionary is spliced into the stream.
 LAYER_MEANINGS = ("resid_pre", "resid", "attn_out", "mlp_out")
 
 # Names of the attention and of the MLP in a layer; the first that exists is used. BERT's "attention" contains the
@@ -44,12 +47,26 @@ PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense", "wo", "proj", "to_out.0"
 _registered: WeakKeyDictionary[type[nn.Module], dict[str, str]] = WeakKeyDictionary()
 
 
+class Beside(NamedTuple):
+    """A module beside another one, whose output is a meaning of that other module."""
+
+    path: str
+    """its path, relative to the other module"""
+    module: nn.Module
+    call: str | None = None
+    """the call in its ``forward`` whose result can be indexed along the last dimension; None if it has no index"""
+
+
+_given: WeakKeyDictionary[nn.Module, Mapping[str, Beside]] = WeakKeyDictionary()
+
+
 class _Found(NamedTuple):
     """A meaning of a module: the place inside its forward, or an address relative to the module."""
 
     name: str
     spot: InnerPlaces | None = None
     relative: str = ""
+    beside: Beside | None = None
 
 
 def register_meaning(kind: type[nn.Module], name: str, address: str) -> None:
@@ -98,7 +115,9 @@ def meaning_points(
         if fits(found.name) is None:
             continue
         address = f"{escape(path)}@{found.name}{index}"
-        if found.spot is not None:
+        if found.beside is not None:
+            points.append(_beside(path, found.name, found.beside, head, call, explicit=explicit))
+        elif found.spot is not None:
             spot = InnerPlaces(
                 found.spot.function, (), found.spot.route, meaning=Meaning(found.name, head, found.spot.places)
             )
@@ -109,6 +128,33 @@ def meaning_points(
                 raise AddressError(f"{address!r}: @{found.name} has no heads; write {address[: -len(index)]!r}")
             points += _relative(path, module, found, address, call, explicit=explicit)
     return points
+
+
+def give_meanings(module: nn.Module, meanings: Mapping[str, Beside]) -> None:
+    """Give one module meanings that are outputs of modules beside it, until :func:`take_meanings`."""
+    _given[module] = meanings
+
+
+def take_meanings(module: nn.Module) -> None:
+    """Remove the meanings that :func:`give_meanings` gave a module."""
+    _given.pop(module, None)
+
+
+def _beside(
+    path: str, name: str, beside: Beside, index: int | None, call: int | CallRange | None, *, explicit: bool
+) -> Point:
+    """Return the point of a module beside another one: its output, or one index of the last dimension of it."""
+    whole = f"{path}.{beside.path}" if path else beside.path
+    text = f"{escape(path)}@{name}"
+    if index is None:
+        return Point(text, Site.RETURN, beside.module, whole, None, call, explicit, None, name)
+    if beside.call is None:
+        raise AddressError(f"'{text}[{index}]': @{name} has no index; write {text!r}, and at=th.at[..., {index}]")
+    inner = (Inner(Pattern((beside.call,)), is_call=True),)
+    spots = [each.spot for each in sites_inside(beside.module, inner, literal=True) if each.spot is not None]
+    spot = InnerPlaces(spots[0].function, (), (), meaning=Meaning(name, index, spots[0].places, dimension=-1))
+    text = f"{text}[{index}]"
+    return Point(text, Site.VARIABLE, beside.module, whole, f"@{name}[{index}]", call, explicit, spot, name)
 
 
 def _relative(
@@ -129,10 +175,12 @@ def _relative(
 
 def _meanings(module: nn.Module, name: str | None = None) -> Iterator[_Found]:
     """Yield the meanings of a module; with a name, at least the one of that name."""
+    given = _given.get(module, {})
+    yield from (_Found(each, beside=beside) for each, beside in given.items())
     own: dict[str, str] = {}
     for kind in reversed(type(module).__mro__ if _registered else ()):
         own |= _registered.get(kind, {})
-    yield from (_Found(name, relative=address) for name, address in own.items())
+    yield from (_Found(each, relative=address) for each, address in own.items() if each not in given)
     attention = _attention_places(module) if name is None or name in ATTENTION_MEANINGS else None
     if attention is not None:
         known = ATTENTION_MEANINGS if output_projection(module) is not None else ATTENTION_MEANINGS[:-1]
@@ -183,6 +231,10 @@ def no_meaning(model: nn.Module, text: str, path: str, module: nn.Module, wanted
     if own:
         lines.append(f"It has {listed([f'@{name}' for name in own])}.")
     name = wanted.literal
+    if name in SPLICED:
+        error = ", error=True" if name == "error" else ""
+        lines.append(f"A splice gives it: with th.splice(model, {{{path!r}: dictionary}}{error}): ...")
+        return AddressError("\n".join(lines))
     inside = f"{path}." if path else ""
     below = [
         f"{escape(each)}@{name}"

@@ -22,13 +22,15 @@ __all__ = ["Meaning", "Point", "Site", "own_tensor"]
 
 
 class Meaning(NamedTuple):
-    """The meaning of a value that an attention call takes or computes."""
+    """The meaning of a value that a call takes or computes: an attention call, or the call that returns latents."""
 
     name: str
     head: int | None
-    """one head only; None for all of them"""
+    """one head or latent only; None for all of them"""
     places: tuple[Place, ...]
     """the places of the call in the source"""
+    dimension: int | None = None
+    """the dimension that ``head`` selects in the result of the call; None for an attention call"""
 
 
 class Site(enum.Enum):

@@ -21,7 +21,10 @@ from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
 from tenterhook.sites.tensor_wrappers import gathered, is_spread, spread_like
 
-__all__ = ["Add", "At", "Clamp", "Edit", "Mean", "Noise", "Project", "Scale", "Set", "Zero", "at", "fit"]
+__all__ = [
+    "Add", "At", "Clamp", "Edit", "Lowrank", "Mask", "Mean", "Noise", "Project", "Rotate", "Scale", "Set", "Zero", "at",
+    "fit",
+]  # fmt: skip
 
 
 class At:
@@ -265,15 +268,86 @@ class Project(Edit):
     remove: bool = False
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
-        rows = self.directions.reshape(-1, self.directions.shape[-1])
-        if rows.shape[-1] != tensor.shape[-1]:
-            text = f"the value at {context.address!r} is {describe(tensor)}; directions have length {rows.shape[-1]}"
-            raise EditError(f"{text} instead of {tensor.shape[-1]}.")
-        _same_kind(rows, tensor, context, self)
-        basis, _ = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))
-        basis = basis.to(tensor.dtype)
+        basis = orthonormal(self.directions, tensor, context, self)
         inside = torch.matmul(tensor @ basis, basis.mT)
         return torch.sub(tensor, inside) if self.remove else inside
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Rotate(Edit):
+    """Replace the part of the value in the span of ``directions`` by that of another ``value``; 0 removes it.
+
+    ``directions`` is a matrix with one vector in each row. With ``rank=`` instead, ``th.learn`` finds the directions.
+    """
+
+    operand: ClassVar[str | None] = "value"
+
+    directions: Tensor | None = None
+    value: Any = 0.0
+    rank: int | None = None
+
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
+        basis = orthonormal(_learned(self.directions, self, context), tensor, context, self)
+        other = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
+        return tensor + torch.matmul((other - tensor) @ basis, basis.mT)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Lowrank(Edit):
+    """Add ``(value @ down.T + bias) @ up`` to the value. ``down`` and ``up`` are ``[rank, size]``.
+
+    With ``rank=`` instead, ``th.learn`` finds them.
+    """
+
+    down: Tensor | None = None
+    up: Tensor | None = None
+    bias: Tensor | None = None
+    rank: int | None = None
+
+    def change(self, tensor: Tensor, context: Context) -> Tensor:
+        down, up = _learned(self.down, self, context), _learned(self.up, self, context)
+        _same_kind(down, tensor, context, self)
+        inside = torch.matmul(tensor, down.mT)
+        return tensor + torch.matmul(inside if self.bias is None else inside + self.bias, up)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Mask(Edit):
+    """Keep a share of the value, from 0 to 1, and take the rest from ``value``. ``keep`` broadcasts to the value.
+
+    ``th.mask(torch.ones(12, 1))`` at ``h.5.attn@z`` has a share for each of 12 heads. ``th.learn`` finds which are
+    needed.
+    """
+
+    operand: ClassVar[str | None] = "value"
+
+    keep: Tensor
+    value: Any = 0.0
+
+    def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
+        keep = fit(self.keep, tensor, context, self)
+        other = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
+        kept: Tensor = tensor * keep + other * (1 - keep)
+        return kept
+
+
+def orthonormal(rows: Tensor, tensor: Tensor, context: Context, edit: Any) -> Tensor:
+    """Return an orthonormal basis of the span of some rows, as columns, in the dtype of a value."""
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.shape[-1] != tensor.shape[-1]:
+        text = f"the value at {context.address!r} is {describe(tensor)}; directions have length {rows.shape[-1]}"
+        raise EditError(f"{text} instead of {tensor.shape[-1]}.")
+    _same_kind(rows, tensor, context, edit)
+    basis: Tensor = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))[0]
+    return basis.to(tensor.dtype)
+
+
+def _learned(given: Tensor | None, edit: Edit, context: Context) -> Tensor:
+    if given is None:
+        name = type(edit).__name__.lower()
+        text = f"{context.address!r}: {edit!r} has not been learned. Learn it: th.learn(model, {{{context.address!r}: "
+        raise EditError(f"{text}th.{name}(rank=...)}}, pairs, loss=...)")
+    return given
 
 
 def fit(new: Tensor, old: Tensor, context: Context, edit: Any) -> Tensor:

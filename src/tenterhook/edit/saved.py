@@ -28,7 +28,7 @@ from torch import Tensor
 from tenterhook._tree import CONSTANTS, parts_of
 from tenterhook.address import Point, Selection
 from tenterhook.address.grammar import parse
-from tenterhook.edit.ready import Add, Clamp, Edit, Mean, Noise, Project, Scale, Set, Zero
+from tenterhook.edit.ready import Add, Clamp, Edit, Lowrank, Mask, Mean, Noise, Project, Rotate, Scale, Set, Zero
 from tenterhook.edit.skip import Skip
 from tenterhook.errors import AddressError, EditFileError, TapeFileError
 
@@ -36,19 +36,29 @@ __all__ = ["READY", "Edits", "decode_edits", "encode_edits", "load_edits", "save
 
 FORMAT, FORMAT_VERSION = "tenterhook.edits", 1
 READY: dict[str, type[Edit]] = {
-    kind.__name__.lower(): kind for kind in (Add, Clamp, Mean, Noise, Project, Scale, Set, Skip, Zero)
+    kind.__name__.lower(): kind
+    for kind in (Add, Clamp, Lowrank, Mask, Mean, Noise, Project, Rotate, Scale, Set, Skip, Zero)
 }
 NUMBER = (int, float, type(None))
+LEARNED = (Tensor, type(None))
+RANK = (int, type(None))
 # The types that a field may have, where they are restricted. A file with another type was not written by save_edits.
 FIELDS: dict[tuple[str, str], tuple[type, ...]] = {
     ("add", "scale"): (int, float),
     ("clamp", "max"): NUMBER,
     ("clamp", "min"): NUMBER,
+    ("lowrank", "bias"): LEARNED,
+    ("lowrank", "down"): LEARNED,
+    ("lowrank", "rank"): RANK,
+    ("lowrank", "up"): LEARNED,
+    ("mask", "keep"): (Tensor,),
     ("mean", "dim"): (int, tuple),
     ("noise", "seed"): (int,),
     ("noise", "std"): (int, float),
     ("project", "directions"): (Tensor,),
     ("project", "remove"): (bool,),
+    ("rotate", "directions"): LEARNED,
+    ("rotate", "rank"): RANK,
     ("scale", "factor"): (int, float, complex, Tensor),
 }
 ELLIPSIS = ["ellipsis"]

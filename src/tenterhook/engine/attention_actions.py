@@ -1,4 +1,7 @@
-"""Actions at the values of an attention call: query, key, value, scores, pattern, and the output of each head."""
+"""Actions at the values of an attention call: query, key, value, scores, pattern, and the output of each head.
+
+Also actions at one index of the result of another call, such as one latent of a dictionary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "z": 2, "result": 2, "scores": 1, "pat
 ARGUMENTS = {"q": "query", "k": "key", "v": "value"}
 COMPUTED = ("scores", "pattern")
 RESULT = "{point}: @result is computed from @z, and nothing in the model reads it. Edit @z, or record its gradient."
-NO_HEAD = "{address!r}: there are the heads 0 to {last} at this point"
+NO_HEAD = "{address!r}: there are the {what} 0 to {last} at this point"
 
 
 def refuse_computed_result(binding: Binding) -> None:
@@ -37,8 +40,10 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
     """Call an attention function, with the actions at what it takes and computes.
 
     The function itself runs, with its own kernel, unless an action edits the scores or the pattern, or needs their
-    gradient. Then the same is computed step by step.
+    gradient. Then the same is computed step by step. A function of another kind has actions at its result only.
     """
+    if _meaning(acting[0][0]).dimension is not None:
+        return _act(acting, _meaning(acting[0][0]).name, function(*args, **kwargs))
     call = AttentionCall.of(function, args, kwargs, acting[0][1].module)
     for name, argument in ARGUMENTS.items():
         if _of(acting, name):
@@ -95,9 +100,10 @@ def _at_head(binding: Binding, context: Context, value: Tensor) -> Tensor:
     if meaning.head is None:
         new = action(value, context)
         return value if action.observes else new
-    dimension = HEAD_DIMENSION[meaning.name]
+    dimension = HEAD_DIMENSION[meaning.name] if meaning.dimension is None else meaning.dimension
     if meaning.head >= value.shape[dimension]:
-        raise AddressError(NO_HEAD.format(address=context.address, last=value.shape[dimension] - 1))
+        what = "heads" if meaning.dimension is None else meaning.name
+        raise AddressError(NO_HEAD.format(address=context.address, what=what, last=value.shape[dimension] - 1))
     part = value.select(dimension, meaning.head)
     new = action(part, context)
     if _only_reads(binding):

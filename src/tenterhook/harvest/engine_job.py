@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,19 @@ class HarvestEngine(ABC):
         """Return the addresses of the points that selectors match, or raise AddressError."""
 
     @abstractmethod
-    def serve(self, prompts: Sequence[Any], points: Sequence[str], generate: int) -> list[ServedRequest]:
-        """Run prompts, generate so many tokens for each, and return the values in the order of the prompts."""
+    def serve(self, prompts: Sequence[Any], points: Sequence[str], options: Mapping[str, Any]) -> list[ServedRequest]:
+        """Run prompts with these options of generation, and return the values in the order of the prompts.
+
+        Without options, only the prompts run.
+        """
 
 
 class EngineJob(Job):
     """The rows of one engine at some points."""
 
-    def __init__(self, engine: HarvestEngine, selectors: Sequence[Any], taking: RowRule, *, generate: int) -> None:
+    def __init__(
+        self, engine: HarvestEngine, selectors: Sequence[Any], taking: RowRule, *, generate: Mapping[str, Any] | None
+    ) -> None:
         if not selectors:
             raise HarvestError(
                 'name the points to harvest: th.harvest(engine, prompts, "model.layers.6@resid", to="acts")'
@@ -88,14 +93,14 @@ class EngineJob(Job):
         if callable(reduce):
             raise HarvestError("reduce= of an engine's harvest is 'last', 'mean' or 'max'")
         tree = {"model": self.engine.described(), "points": list(self.addresses), **self.taking.described()}
-        return Identity(tree | {"reduce": reduce, "generate": self.generate}, {})
+        return Identity(tree | {"reduce": reduce, "generate": dict(self.generate or {})}, {})
 
     def begins(self, begin: Begin) -> Begin | None:  # noqa: ARG002  # rows come from another process
         return None
 
     def run(self, batch: Any, first_sample: int, begin: Begin | None = None) -> Batch:  # noqa: ARG002
         """Serve a batch of prompts, and return the rows."""
-        served = self.engine.serve(batch, self.addresses, self.generate)
+        served = self.engine.serve(batch, self.addresses, self.generate or {})
         self.found = self.addresses
         rows: dict[Key, Tensor] = {
             (address, "value"): torch.cat([self._rows(each.values[address]) for each in served])

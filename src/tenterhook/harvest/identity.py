@@ -89,6 +89,8 @@ def identify(job: Job, cutting: dict[str, Any], *, weights: bool = True) -> Iden
     tree = {"model": model, "points": list(job.addresses), **job.taking.described()}
     for name, function in functions.items():
         tree[name] = function if isinstance(function, str | None) else describer.of(function, f"{name}=")
+    if job.generate is not None:
+        tree["generate"] = describer.of(dict(job.generate), "generate=")
     tokenizer = cutting.get("tokenizer")
     tree["tokenizer"] = None if tokenizer is None else describer.of(tokenizer, "tokenizer=")
     tree["length"] = None if tokenizer is None else cutting.get("length")

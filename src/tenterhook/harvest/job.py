@@ -16,6 +16,7 @@ from tenterhook.address import Selector, resolve
 from tenterhook.errors import HarvestError, TenterhookWarning, ValueChanged
 from tenterhook.harvest.batch_source import digest
 from tenterhook.harvest.early_rows import Begin, EarlyRows
+from tenterhook.harvest.generated_rows import check_generation, generated_rows
 from tenterhook.harvest.identity import Identity, identify
 from tenterhook.harvest.rows import RowRule, tensor_at
 from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
@@ -62,6 +63,7 @@ class Job:
     stop: bool = True
     copy: Copy = "auto"
     call: Call | None = None
+    generate: Mapping[str, Any] | None = None
     addresses: tuple[str, ...] = field(init=False)
     found: tuple[str, ...] | None = None
     _tried: tuple[str, Batch] | None = field(default=None, repr=False)
@@ -71,6 +73,8 @@ class Job:
         points = resolve(self.model, self.selectors) if self.selectors else ()
         if not points:
             raise HarvestError('name the points to harvest: th.harvest(model, batches, "h.6", to="acts")')
+        if self.generate is not None:
+            check_generation(self.model, {"grad": self.grad, "call": self.call, "reduce": self.taking.reduce})
         self.addresses = tuple(dict.fromkeys(str(point) for point in points))
         # Some parameters of an offloaded model are on the meta device until they are used. Its own hooks move the
         # inputs.
@@ -103,6 +107,8 @@ class Job:
 
     def run(self, batch: Any, first_sample: int, begin: Begin | None = None) -> Batch:
         """Run the model once and return the rows. ``begin`` starts copying rows while the model still runs."""
+        if self.generate is not None:
+            return self._generated(batch, first_sample)
         picked = self.taking.pick(batch, first_sample)
         ahead = EarlyRows(begin, self.taking, picked) if begin is not None and self._may_begin() else None
         try:
@@ -127,6 +133,15 @@ class Job:
         begun = [(used.get(id(piece)), piece) for piece in (ahead.pieces if ahead is not None else ())]
         self._can_begin = self._can_begin and len(used) == len(begun)
         return Batch(rows, picked.samples, begun)
+
+    def _generated(self, batch: Any, first_sample: int) -> Batch:
+        try:
+            return Batch(*generated_rows(self, batch, first_sample))
+        except ValueChanged:
+            if self.copy != "auto":
+                raise
+            self.copy = "always"
+            return Batch(*generated_rows(self, batch, first_sample))
 
     def begins(self, begin: Begin) -> Begin | None:
         """Return ``begin`` for ``run``, or None on the CPU, where nothing is copied."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +22,9 @@ __all__ = ["harvest", "open"]
 Engine = Literal["auto", "local", "ranks", "ray"]
 
 
+NO_OPTIONS = "generate= is a dict of options; got {given!r}. For a number of tokens: generate=dict(max_new_tokens=16)"
+
+
 def harvest(  # noqa: PLR0913  # all but three have a default
     model: nn.Module | Callable[[], nn.Module] | HarvestEngine,
     batches: Any,
@@ -34,6 +37,7 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     dtype: torch.dtype | None = None,
     grad: Callable[[Any, Any], Tensor] | None = None,
     call: Callable[[nn.Module, Any], Any] | None = None,
+    generate: Mapping[str, Any] | None = None,
     stop: bool = True,
     copy: Literal["auto", "always"] = "auto",
     batch_size: int | None = None,
@@ -48,7 +52,6 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     progress: bool | None = None,
     trust: bool = False,
     wait: bool | float = False,
-    generate: int = 0,
 ) -> Harvest:
     """Run a model over a data set and store the values at the points as rows, in a directory or an object store.
 
@@ -87,6 +90,10 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         grad: a function ``(output, batch)`` that returns a loss. The gradients at the points are stored too.
         call: a function ``(model, batch)`` that runs the model; by default ``model(batch)``, ``model(*batch)`` for a
             tuple, ``model(**batch)`` for a dict.
+        generate: options of ``model.generate``, such as ``dict(max_new_tokens=64)``, which is then called for each
+            batch of prompts. There is one row for each token that the model reads, of the prompt and of the generated
+            text, and the column ``step``. The model never reads the last token, so it has no row. With an engine, the
+            other options are those of its sampling parameters.
         stop: end each run of the model after the last of the points.
         copy: ``"always"`` for a model that reuses the memory of its values.
         batch_size: samples per batch, if the data is not in batches already.
@@ -105,8 +112,6 @@ def harvest(  # noqa: PLR0913  # all but three have a default
             cannot detect changes in them.
         wait: if another job harvests into the same store, wait until it ends (``True``) or at most this many seconds.
             By default it is an error, which names the machine and process of that job.
-        generate: with an engine: the number of tokens to generate for each prompt. They have rows too, except the last
-            one, which the model never reads.
 
     Returns:
         A :class:`Harvest` with the number of rows, the speed and the bottleneck. Its ``open()`` opens the store.
@@ -121,7 +126,9 @@ def harvest(  # noqa: PLR0913  # all but three have a default
     from tenterhook.harvest.rows import RowRule
     from tenterhook.harvest.runners import HarvestOptions, run
 
-    taking = RowRule(rows, mask, reduce, project, dtype)
+    if generate is not None and not isinstance(generate, Mapping):
+        raise HarvestError(NO_OPTIONS.format(given=generate))
+    taking = RowRule("token" if generate is not None and reduce is None else rows, mask, reduce, project, dtype)
     options = HarvestOptions(
         to=to,
         asked={"shard_rows": shard_rows, "shard_bytes": shard_bytes},
@@ -140,12 +147,10 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         options.engine = "local"  # It has workers of its own.
         served = EngineJob(model, points, taking, generate=generate)
         return run(lambda: served, prompts_of(batches, batch_size), options)
-    if generate:
-        raise HarvestError("generate= is for an engine: th.harvest(attach(llm), prompts, ..., generate=16)")
 
     def job() -> Job:
         made = model if isinstance(model, nn.Module) else model()
-        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call)
+        return Job(made, points, taking, grad=grad, stop=stop, copy=copy, call=call, generate=generate)
 
     return run(job, batches, options)
 

@@ -33,6 +33,7 @@ WRAPPERS = (
     ("peft.peft_model", "PeftModel", "base_model", "peft"),
     ("peft.mixed_model", "PeftMixedModel", "base_model", "peft"),
     ("peft.tuners.tuners_utils", "BaseTuner", "model", "peft"),
+    ("tenterhook.splice.spliced_module", "SplicedModule", "spliced", "th.splice"),
 )
 WRAPPED_NAMES = frozenset(name for _, _, name, _ in WRAPPERS)
 """the names of the wrapped module in each wrapper; a module without such a child is not a wrapper"""

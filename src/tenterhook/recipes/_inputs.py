@@ -19,6 +19,7 @@ __all__ = [
     "one_point",
     "output_scores",
     "reader",
+    "repeated",
     "restful",
     "selected",
     "tensors_of",
@@ -138,3 +139,13 @@ def restful(model: nn.Module) -> None:
                 f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
                 "Call model.eval() first."
             )
+
+
+def repeated(value: Any, examples: int, count: int) -> Any:
+    """Return arguments with their rows repeated, one case after the other."""
+    if isinstance(value, Tensor):
+        fits = value.dim() and len(value) == examples
+        return value.repeat(count, *[1] * (value.dim() - 1)) if fits else value
+    if isinstance(value, dict):
+        return {name: repeated(each, examples, count) for name, each in value.items()}
+    return tuple(repeated(each, examples, count) for each in value) if isinstance(value, tuple) else value

@@ -1,14 +1,15 @@
-"""The logit lens and the tuned lens: the prediction that the model would make if it ended at a point.
+"""The logit lens, the tuned lens and the Jacobian lens: the prediction of a model if it ended at a point.
 
 The logit lens applies the model's last norm and head to each point of the residual stream. The tuned lens applies a
-learned affine map first, because early points use another basis.
+learned affine map first, because early points use another basis. The Jacobian lens uses the mean derivative of the end
+of the stream as that map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ from tenterhook.recipes._readout import Readout, readout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Lens", "TunedLens", "logit_lens", "tuned_lens"]
+__all__ = ["Kind", "Lens", "TunedLens", "logit_lens", "stream_values", "tuned_lens"]
+
+Kind = Literal["logit", "tuned", "jacobian"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,8 +38,13 @@ class Lens(Pictured):
     points: tuple[str, ...]
     logits: Tensor
     final: Tensor
-    tuned: bool = False
+    kind: Kind = "logit"
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tuned(self) -> bool:
+        """True for a tuned lens."""
+        return self.kind == "tuned"
 
     def top(self, count: int = 1) -> Tensor:
         """Return the most likely tokens at each point, ``[points, …, count]``."""
@@ -69,12 +77,11 @@ class Lens(Pictured):
         chances, tokens = scores[:, example].float().softmax(-1).max(-1)
         words = [[decode(token) for token in line] for line in tokens.tolist()]
         columns = labels if labels is not None else [str(place) for place in range(chances.shape[1])]
-        title = "tuned lens" if self.tuned else "logit lens"
-        return heatmap(chances, self.points, columns, title=title, signed=False, words=words)
+        return heatmap(chances, self.points, columns, title=f"{self.kind} lens", signed=False, words=words)
 
     def __repr__(self) -> str:
         away = self.divergence.flatten(1).mean(1).tolist()
-        lines = [f"{'tuned' if self.tuned else 'logit'} lens: {list(self.logits.shape)}"]
+        lines = [f"{self.kind} lens: {list(self.logits.shape)}"]
         lines += [
             f"  {printable(point):<28} KL {kl:7.3f}   same top token {share:6.1%}"
             for point, kl, share in zip(self.points, away, self.agreement.tolist(), strict=True)
@@ -106,20 +113,21 @@ def logit_lens(
     """
     reads = readout(model, inputs, norm=norm, head=head)
     addresses = given.selected(model, points)
-    values, final = _stream(model, inputs, addresses, reads, at)
+    values, final = stream_values(model, inputs, addresses, reads, at)
     with torch.no_grad():
         scores = torch.stack([reads(value) for value in values])
     return Lens(addresses, scores, final, settings={"norm": reads.norm, "head": reads.head, "at": at})
 
 
 class TunedLens(nn.Module):
-    """Learned maps from each point to the end of the stream: ``x + x A + b``, initialised to ``x``.
+    """Maps from each point to the end of the stream: ``x + x A + b``, initialised to ``x``.
 
     It contains no part of the model. Save its ``state_dict``. Call it with a model and inputs to get a :class:`Lens`.
     """
 
-    def __init__(self, points: Sequence[str], width: int, *, norm: str, head: str) -> None:
+    def __init__(self, points: Sequence[str], width: int, *, norm: str, head: str, kind: Kind = "tuned") -> None:
         super().__init__()
+        self.kind: Kind = kind
         self.points, self.norm, self.head = tuple(points), norm, head
         self.maps = nn.ModuleList(nn.Linear(width, width) for _ in points)
         for parameter in self.maps.parameters():
@@ -129,11 +137,11 @@ class TunedLens(nn.Module):
     def forward(self, model: nn.Module, inputs: Any, *, at: Any = None) -> Lens:
         """Run the model and return the scores at every point."""
         reads = Readout(model, self.norm, self.head)
-        values, final = _stream(model, inputs, self.points, reads, at)
+        values, final = stream_values(model, inputs, self.points, reads, at)
         with torch.no_grad():
             scores = torch.stack([reads(self._mapped(place, value)) for place, value in enumerate(values)])
         settings = {"norm": self.norm, "head": self.head, "at": at}
-        return Lens(self.points, scores, final, tuned=True, settings=settings)
+        return Lens(self.points, scores, final, self.kind, settings)
 
     def loss(self, reads: Readout, values: Sequence[Tensor], final: Tensor) -> Tensor:
         """Return KL(final ‖ lens), averaged over positions and points."""
@@ -180,12 +188,12 @@ def tuned_lens(
         raise th.RecipeError("there are no batches to learn from")
     reads = readout(model, inputs[0], norm=norm, head=head)
     addresses = given.selected(model, points)
-    values, _ = _stream(model, inputs[0], addresses, reads, None)
+    values, _ = stream_values(model, inputs[0], addresses, reads, None)
     lens = TunedLens(addresses, values[0].shape[-1], norm=reads.norm, head=reads.head).to(values[0].device)
     optimizer = torch.optim.Adam(lens.parameters(), lr=lr)
     for _ in range(epochs):
         for batch in inputs:
-            values, final = _stream(model, batch, addresses, reads, None)
+            values, final = stream_values(model, batch, addresses, reads, None)
             with torch.enable_grad():
                 loss = lens.loss(reads, values, final)
             own = list(lens.parameters())
@@ -197,7 +205,7 @@ def tuned_lens(
     return lens
 
 
-def _stream(
+def stream_values(
     model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any
 ) -> tuple[list[Tensor], Tensor]:
     """Return the values at points of the stream, and the model's scores."""

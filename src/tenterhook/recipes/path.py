@@ -15,7 +15,7 @@ from tenterhook.recipes._target import Given, Score, Target, baseline_like, diff
 from tenterhook.recipes.gradients import gradient, in_batches
 from tenterhook.recipes.result import Attribution
 
-__all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients"]
+__all__ = ["conductance", "integrated_gradients", "layer_integrated_gradients", "quadrature"]
 
 Slope = Callable[[Tensor, Tensor], Tensor]
 """returns the gradient of the score at some places of the path; the second argument is the example of each place"""
@@ -212,11 +212,16 @@ def _places(steps: int) -> tuple[Any, Any]:
     return (at + 1) / 2, weights / 2
 
 
+def quadrature(steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nodes and weights of Gauss-Legendre quadrature on 0 to 1, as tensors like another one."""
+    at, weights = (torch.as_tensor(each, dtype=like.dtype, device=like.device) for each in _places(steps))
+    return at, weights
+
+
 def _rule(examples: int, steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nodes and weights for every row: all nodes of the first example, then of the second."""
-    made = (torch.as_tensor(each, dtype=like.dtype, device=like.device) for each in _places(steps))
-    places, weights = (each.repeat(examples) for each in made)
-    return places, weights
+    places, weights = quadrature(steps, like)
+    return places.repeat(examples), weights.repeat(examples)
 
 
 def _across(numbers: Tensor, like: Tensor) -> Tensor:

@@ -68,7 +68,13 @@ class Steering(Pictured):
         return dataclasses.replace(self, vector=self.vector / self.vector.float().norm().to(self.vector.dtype))
 
     def edits(
-        self, scale: float = 1.0, *, point: str | Sequence[str] | None = None, positions: Any = "all", part: Any = None
+        self,
+        scale: float = 1.0,
+        *,
+        point: str | Sequence[str] | None = None,
+        positions: Any = "all",
+        steps: int | range | None = None,
+        part: Any = None,
     ) -> dict[str, Any]:
         """Return ready edits that add the vector, for ``th.edit`` and ``th.save_edits``.
 
@@ -77,10 +83,11 @@ class Steering(Pictured):
             point: the point or points to add the vector at. Default: the point that it was computed at.
             positions: ``"all"``; ``"last"``, the last position of every call, which in generation with a cache is the
                 end of the prompt and every later token; ``"prompt"``, the first call only; or an index.
+            steps: the steps of a generation to steer: a number, or a ``range``. 0 is the prompt, 1 the first new token.
             part: the tensor to change, if the value at the point has several.
 
         Raises:
-            RecipeError: ``scale`` or ``positions`` is wrong.
+            RecipeError: ``scale``, ``positions`` or ``steps`` is wrong.
         """
         if isinstance(positions, str) and positions not in POSITIONS:
             known = ", ".join(map(repr, POSITIONS))
@@ -89,7 +96,10 @@ class Steering(Pictured):
             raise th.RecipeError(f"scale= is a finite number; got {scale!r}")
         at = {"all": None, "last": LAST, "prompt": None}[positions] if isinstance(positions, str) else positions
         points = [self.point] if point is None else [point] if isinstance(point, str) else list(point)
-        calls = "#0" if isinstance(positions, str) and positions == "prompt" else ""
+        is_prompt = isinstance(positions, str) and positions == "prompt"
+        if is_prompt and steps is not None:
+            raise th.RecipeError('positions="prompt" is step 0 already; leave out one of positions= and steps=')
+        calls = "#0" if is_prompt else _calls(steps)
         return {f"{each}{calls}": th.add(self.vector, float(scale), at=at, part=part) for each in points}
 
     def apply(self, model: nn.Module, scale: float = 1.0, **where: Any) -> Any:
@@ -100,7 +110,9 @@ class Steering(Pictured):
         """
         like = next((p for p in model.parameters() if p.is_floating_point()), self.vector)
         moved = dataclasses.replace(self, vector=self.vector.to(device=like.device, dtype=like.dtype))
-        return th.edit(model, moved.edits(scale, **where))
+        # Steps count from zero again in each call of generate.
+        numbering: Any = "run" if where.get("steps") is not None else "session"
+        return th.edit(model, moved.edits(scale, **where), numbering=numbering)
 
     def show(self) -> Figure:
         """Return a matplotlib figure: histograms of the projections of both sets onto the vector."""
@@ -182,6 +194,17 @@ def steering(
         raise th.RecipeError(f"both sets have the same mean at {address!r}: there is nothing to steer by")
     along = [((each - middle) * vector).flatten(1).sum(1) / size for each in wide]
     return Steering(vector.to(sets[0].dtype), address, along[0].float(), along[1].float(), at, dims)
+
+
+def _calls(steps: int | range | None) -> str:
+    """Return the part of an address that names some steps."""
+    if steps is None:
+        return ""
+    if type(steps) is int and steps >= 0:
+        return f"#{steps}"
+    if isinstance(steps, range) and steps.step == 1 and 0 <= steps.start < steps.stop:
+        return f"#{{{steps.start}..{steps.stop - 1}}}"
+    raise th.RecipeError(f"steps= is a number from 0 on, or a range without gaps such as range(2, 5); got {steps!r}")
 
 
 _LENGTHS = (

@@ -17,7 +17,7 @@ from tenterhook.record.tape_log import SPAN
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
 
-__all__ = ["GenerationNotes", "joined", "run_of"]
+__all__ = ["GenerationNotes", "end_tokens", "joined", "run_of"]
 
 IDS = ("decoder_input_ids", "input_ids")
 REORDERED = (
@@ -126,8 +126,10 @@ def _mask(tokens: Tensor, given: Mapping[str, Any], model: nn.Module, prompt: in
     if isinstance(attention, Tensor) and isinstance(ids, Tensor) and attention.shape == ids.shape:
         times = tokens.shape[0] // max(attention.shape[0], 1)  # num_return_sequences repeats each prompt.
         width = min(prompt, attention.shape[1])
+        if not _equal(tokens[:, : ids.shape[1]], ids.repeat_interleave(times, 0)):
+            width = 0  # The mask is that of an encoder, and these are the tokens of its decoder.
         mask[:, :width] = attention[:, :width].repeat_interleave(times, 0).to(mask)
-    ends = _end_tokens(given, model)
+    ends = end_tokens(given, model)
     if ends:
         ended = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
         ended[:, :prompt] = False
@@ -136,7 +138,8 @@ def _mask(tokens: Tensor, given: Mapping[str, Any], model: nn.Module, prompt: in
     return found
 
 
-def _end_tokens(given: Mapping[str, Any], model: nn.Module) -> list[int]:
+def end_tokens(given: Mapping[str, Any], model: nn.Module) -> list[int]:
+    """Return the tokens that end a sequence, with these arguments of ``generate``."""
     config = given.get("generation_config") or getattr(model, "generation_config", None)
     found = given.get("eos_token_id", getattr(config, "eos_token_id", None))
     if isinstance(found, Tensor):

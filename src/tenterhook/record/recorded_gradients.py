@@ -80,6 +80,10 @@ __all__ = [
 
 WHY = sites.WHY | {
     "tied": f"{sites.TIED}.",
+    "shared": (
+        "all cases of the batch share this value, so that their gradients there cannot be separated. Run the cases one "
+        "at a time: th.batch(..., batch=1)."
+    ),
 }
 new_slot = GradientSlot.__new__
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.

@@ -54,10 +54,10 @@ def save(tape: Tape, path: str | os.PathLike[str]) -> None:
     Tensors are stored contiguous, from any device. Gradients are stored in their present state.
     """
     target = target_of(TAPE, path)
-    encoder = Encoder()
+    encoder, tracks = Encoder(), list(tape._tracks)  # The tracks of some tapes, and their log, are made here.
     places = tape.log.places() if tape.log.ordered else None
     described = {
-        "values": [_describe(tape, address, encoder) | _placed(tape, address, places) for address in tape._tracks],
+        "values": [_describe(tape, address, encoder) | _placed(tape, address, places) for address in tracks],
         "gradients": [_describe(tape.grad, address, encoder) for address in tape.grad._tracks],
         "aliases": _aliases(tape),
         "views": encoder.views,

@@ -80,8 +80,8 @@ class Slices(Action):
         pieces = tuple([piece for changes, probe, piece in marked if changes and not probe])
         cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
         new = [
-            fit(edit.value, cut, context, edit).expand_as(cut)  # type: ignore[attr-defined]
-            for edit, cut in zip(edits, cuts, strict=True)
+            fit(_given(edit, piece, cut), cut, context, edit).expand_as(cut)
+            for edit, piece, cut in zip(edits, pieces, cuts, strict=True)
         ]
         copy_all(cuts, new)
         return True
@@ -118,13 +118,21 @@ def _put(change: Change, piece: Tensor, context: Context) -> None:
         if isinstance(edit, Zero):
             piece[edit.at] = 0
         elif isinstance(edit, Set):
-            piece[edit.at] = fit(edit.value, cut, context, edit) if isinstance(edit.value, Tensor) else edit.value
+            given = _given(edit, piece, cut)
+            piece[edit.at] = fit(given, cut, context, edit) if isinstance(given, Tensor) else given
         else:
-            piece[edit.at] = edit.change(cut, context)
+            piece.copy_(edit(piece, context))
         return
     new = _checked(change, piece, context)
     if new is not piece:
         piece.copy_(new)
+
+
+def _given(edit: Any, piece: Tensor, cut: Tensor) -> Any:
+    """Return the value that an edit sets. If it has the shape of the whole value, the index applies to it too."""
+    given = edit.value
+    is_whole = isinstance(given, Tensor) and given.shape == piece.shape and given.shape != cut.shape
+    return given[edit.at] if is_whole else given
 
 
 def _is_set_in_place(edit: Set) -> bool:

@@ -139,5 +139,5 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
     if not one.is_floating_point():
         return (one != other).any()
     gap = (one.double() - other.double()).abs_().nan_to_num_(0.0).amax()
-    size = one.double().abs_().nan_to_num_(0.0).amax().clamp_(min=1e-12)
+    size = one.abs().double().nan_to_num_(0.0).amax().clamp_(min=1e-12)  # abs() copies; double() may not.
     return (gap > TOLERANCE.get(one.dtype, 0.1) * size) | (one.isnan() != other.isnan()).any()

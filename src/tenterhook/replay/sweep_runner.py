@@ -25,8 +25,8 @@ from tenterhook.record.verb import record
 from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, Slices, examples, parts, room_for, together
 from tenterhook.replay.call_server import ServedCall
 from tenterhook.replay.cases import Case, Prepared
+from tenterhook.replay.distance import distance
 from tenterhook.replay.growing_batch import (
-    TOLERANCE,
     GrowingBatch,
     apart,
     begins,
@@ -35,7 +35,8 @@ from tenterhook.replay.growing_batch import (
     still_holds,
     train,
 )
-from tenterhook.replay.row_checks import CheckedRow, Chooser, joining_rows, numbers, rows_of
+from tenterhook.replay.late_runs import LateRuns
+from tenterhook.replay.row_checks import CheckedRow, Chooser, joining_rows, rows_of
 from tenterhook.replay.session import Replay
 from tenterhook.replay.sweep_result import Sweep
 
@@ -65,12 +66,12 @@ class Runner:
     ) -> None:
         self.model, self.cases, self.metric, self.given, self.read = model, cases, metric, given, read
         self._with_case = _takes_case(metric)
-        self._most = batch
+        self.most = batch
         self._progress = progress
         self._per_case = examples(given)
         self._alone = "" if self._per_case else "the input has no tensor with a batch dimension"
         self._checked = False
-        self._unedited: Any = None  # The output of the unedited run.
+        self.unedited: Any = None  # The output of the unedited run.
         self._joins = read is None  # Whether groups may join a batch that is already running.
         self._joined = False
         # _patient: wait for each comparison at once. _depend: cases of a batch depended on each other.
@@ -80,23 +81,21 @@ class Runner:
         self._unsettled: list[tuple[list[Prepared], list[Tensor]]] = []
         self._checks: list[Tensor] = []  # Comparisons of the unedited input in a batch, not read from the device yet.
         self._replay: Replay | None = None
+        self._script: Any = None
+        self._late = LateRuns(self)
         self.result = Sweep([each.case for each in cases], axes, ServedCall())
 
     def go(self) -> Sweep:
         """Run every case that has no result yet, and return the results."""
         result = self.result
+        todo = [each for each in self.cases if each.index not in result._found]
         with torch.no_grad():
-            if self._replay is None:
-                self._record()
-            session = Replay(self.model, self._script, verify=False)
-            session.served = session.server.served = result.served
-            self._replay = session
-            todo = [each for each in self.cases if each.index not in result._found]
             try:
-                with _quietly(session), bar("sweep", total=len(todo), shown=self._progress) as move:
-                    for _ in self._run_all(self._in_order(_groups(todo))):
-                        move(advance=1)
-                    self._settle()
+                with bar("sweep", total=len(todo), shown=self._progress) as move:
+                    whole = self._late.run(todo)
+                    move(advance=len(todo) - len(whole))
+                    if whole:
+                        self._run_whole(whole, move)
             except KeyboardInterrupt as error:
                 raise SweepInterrupted(result) from error
         if result.failed:
@@ -105,6 +104,18 @@ class Runner:
             result._runner = None  # Nothing is left to run, and the runner holds the model.
         result.how = self._how()
         return result
+
+    def _run_whole(self, cases: list[Prepared], move: Callable[..., None]) -> None:
+        """Run cases on the whole input, with the calls before their edits served from the unedited run."""
+        if self._script is None:
+            self._record()
+        session = Replay(self.model, self._script, verify=False)
+        session.served = session.server.served = self.result.served
+        self._replay = session
+        with _quietly(session):
+            for _ in self._run_all(self._in_order(_groups(cases))):
+                move(advance=1)
+            self._settle()
 
     # -- unedited run --------------------------------------------------------------------------------------------------
 
@@ -117,13 +128,12 @@ class Runner:
         buffers = dict(self.model.named_buffers()) if any(each.training for each in self.model.modules()) else {}
         before = digest(list(buffers.values()))
         with session as tape:
-            output = self._read(lambda: self.model(*args, **kwargs))
+            output = self.run_and_read(lambda: self.model(*args, **kwargs))
         after = digest(list(buffers.values()))
         changed = [name for name, then, now in zip(buffers, before, after, strict=True) if then != now]
         if changed:
             self._warn_of_training(changed)
-        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
-        self._unedited = output
+        self.note_unedited(output)
         self._script = tape.script
         found = [tensor for _, tensor in tensors((self.given, output))]
         device = next((tensor.device for tensor in found), torch.device("cpu"))
@@ -132,12 +142,17 @@ class Runner:
         if device.type == "cpu":
             keep_memory()
 
+    def note_unedited(self, output: Any) -> None:
+        """Remember the output of the unedited run, and its metric."""
+        self.unedited = output
+        self.result.base = torch.as_tensor(self._measure(output, None)).detach()
+
     @staticmethod
     def _warn_of_training(changed: list[str]) -> None:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=5)
+        warnings.warn(TRAINING.format(changed=f"{changed[0]!r}{more}"), TenterhookWarning, stacklevel=6)
 
-    def _read(self, run: Callable[[], Any]) -> Any:
+    def run_and_read(self, run: Callable[[], Any]) -> Any:
         if self.read is None:
             return run()
         with record(self.model, self.read, stop=True, copy="never") as tape:
@@ -164,7 +179,7 @@ class Runner:
     def _run_all(self, waiting: list[list[Prepared]]) -> Iterator[None]:
         while waiting:
             groups = [waiting[0]]
-            most = self._most or self._room
+            most = self.most or self._room
             if self._joins and not self._alone and most > 1 and self._script.runs and self._script.runs[0].pure:
                 groups = train(waiting, self._script.runs[0], self._per_case or 1, most)
             del waiting[: len(groups)]
@@ -192,7 +207,7 @@ class Runner:
             fine = still_holds(run)
             inputs = together(self.given, len(rows[0]), batch)
             output = self._run(bindings, *inputs, times=len(rows[0])) if fine else None
-            self._joins = fine and is_whole(output, self._unedited, count, batch)
+            self._joins = fine and is_whole(output, self.unedited, count, batch)
             pieces = iter(parts(output, count, batch))
         except Exception:  # noqa: BLE001  The model or a case failed. Separate runs of the groups show which.
             self._joins = False
@@ -216,12 +231,12 @@ class Runner:
         chosen = self._chooser.choose(len(group), None if measures is None else measures[:, places])
         for row, piece in zip(rows, pieces, strict=True):
             if row.kind == "unedited":
-                yield "the unedited input", self._unedited, piece
+                yield "the unedited input", self.unedited, piece
             elif row.kind == "quiet":
                 edits = [(point, changes) for (point, _), changes in zip(group[0].edits, row.changes, strict=True)]
                 try:
                     with self._checking():
-                        alone = self._run_edits(edits)
+                        alone = self.run_edits(edits)
                 # If the model cannot take zeros here, the cases themselves are the check.
                 except Exception:  # noqa: BLE001, S112
                     continue
@@ -229,7 +244,7 @@ class Runner:
         for place, at in enumerate(places):
             case, piece = group[place], pieces[at]
             if place not in chosen:
-                self._keep(case, piece)
+                self.keep(case, piece)
                 continue
             with self._checking():
                 alone = self._run_alone(case)
@@ -251,7 +266,7 @@ class Runner:
         """Run cases that edit the same points. Yield once for each finished case."""
         waiting = list(group)
         while waiting:
-            size = self._most or self._room
+            size = self.most or self._room
             if size > 1 and len(waiting) > 1 and not self._alone and not group[0].has_effect_on_all_rows:
                 now = waiting[:size]
                 if self._run_together(now):
@@ -294,7 +309,7 @@ class Runner:
             output = self._run(bindings, args, kwargs, times=len(rows))
             pieces = parts(output, len(rows), batch)
         except torch.OutOfMemoryError:
-            self._room = self._most = max(1, len(cases) // 2)
+            self._room = self.most = max(1, len(cases) // 2)
             return False
         except CannotBatch as error:
             self._alone = str(error)
@@ -307,7 +322,7 @@ class Runner:
             return True
         self._unsettled.append((cases, self._replay.server.doubts or []))
         for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
-            far = _distance(alone, piece)
+            far = distance(alone, piece)
             if far:  # Earlier batches cannot be trusted either.
                 self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
                 return True
@@ -317,13 +332,13 @@ class Runner:
     def _run_alone(self, case: Prepared) -> Any:
         """Run one case and return its output, or None if it failed."""
         try:
-            output = self._run_edits(case.edits)
+            output = self.run_edits(case.edits)
         except Exception as error:  # noqa: BLE001  The other cases continue after any error.
             self.result.failed[case.index] = error
             return None
-        return output if self._keep(case, output) else None
+        return output if self.keep(case, output) else None
 
-    def _run_edits(self, edits: list[tuple[Point, list[Change]]]) -> Any:
+    def run_edits(self, edits: list[tuple[Point, list[Change]]]) -> Any:
         args, kwargs = self.given
         bindings = [value_binding(point, one, check=True) for point, changes in edits for one in changes]
         return self._run(bindings, args, kwargs, times=1)
@@ -335,9 +350,9 @@ class Runner:
         # A run without side effects can be repeated, so it need not wait for comparisons on the device.
         server.doubts = [] if times > 1 and self._checked and self._script.runs[0].pure and not self._patient else None
         with BatchedSession(self.model, bindings):
-            return self._read(lambda: self.model(*args, **kwargs))
+            return self.run_and_read(lambda: self.model(*args, **kwargs))
 
-    def _keep(self, case: Prepared, output: Any) -> bool:
+    def keep(self, case: Prepared, output: Any) -> bool:
         try:
             found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
         except Exception as error:  # noqa: BLE001  The other cases continue after any error.
@@ -370,7 +385,12 @@ class Runner:
     def _how(self) -> list[str]:
         served = self.result.served
         calls = counted(len(served), "call was", "calls were")
-        lines = [f"{calls} served from the unedited run, in {counted(served.runs, 'run')} of the model"]
+        if not served.runs:  # No case needed a run of the whole sequence.
+            return self._late.how
+        lines = [
+            *self._late.how,
+            f"{calls} served from the unedited run, in {counted(served.runs, 'run')} of the model",
+        ]
         if self._alone:
             lines.append(f"one case at a time: {self._alone}")
         elif self._checked:
@@ -393,30 +413,6 @@ def _groups(cases: list[Prepared]) -> list[list[Prepared]]:
     for each in cases:
         found.setdefault(each.key, []).append(each)
     return list(found.values())
-
-
-def _distance(one: Any, other: Any) -> str:
-    """Return a description of the difference of two values, or an empty string if they agree within the tolerance."""
-    mine, theirs = dict(tensors(one)), dict(tensors(other))
-    if mine.keys() != theirs.keys():
-        return "the structures differ"
-    if list(numbers(one)) != list(numbers(other)):
-        return "numbers differ"
-    for path, tensor in mine.items():
-        partner = theirs[path]
-        if tensor.shape != partner.shape:
-            return f"shape {list(partner.shape)} instead of {list(tensor.shape)}"
-        if not tensor.is_floating_point():
-            if not torch.equal(tensor, partner):
-                return "integers differ"
-            continue
-        gap = float((tensor.double() - partner.double()).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
-        size = float(tensor.double().abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
-        if gap > TOLERANCE.get(tensor.dtype, 0.1) * max(size, 1e-12) or not torch.equal(
-            tensor.isnan(), partner.isnan()
-        ):
-            return f"by {gap:.2g}, and the largest value is {size:.2g}"
-    return ""
 
 
 def _takes_case(metric: Callable[..., Any]) -> bool:

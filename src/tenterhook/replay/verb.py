@@ -136,6 +136,11 @@ def sweep(
     also run alone. If one of these gives another result in the batch, or the model cannot run the batch, all cases run
     one by one, and ``.how`` has the reason. No gradients are computed.
 
+    In a causal language model, an edit of late positions changes nothing before them. Cases with an index (``at=``) in
+    the last quarter of the positions run on a shared key-value cache of the earlier positions, all in one batch. This
+    is used only if the model is causal on this input and some cases give the same result in runs of the whole
+    sequence.
+
     Args:
         model: any ``nn.Module``.
         cases: dicts of edits, as for :func:`tenterhook.edit`, or the result of :func:`tenterhook.grid`.

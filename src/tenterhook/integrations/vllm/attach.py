@@ -151,13 +151,18 @@ class Engine(_Engine, HarvestEngine):
         """Return the addresses that selectors match."""
         return self.points(*(str(each) for each in selectors))
 
-    def serve(self, prompts: Sequence[Any], points: Sequence[str], generate: int) -> list[ServedRequest]:
-        """Run prompts and return their values, in the order of the prompts."""
+    def serve(self, prompts: Sequence[Any], points: Sequence[str], options: Mapping[str, Any]) -> list[ServedRequest]:
+        """Run prompts and return their values, in the order of the prompts.
+
+        ``max_new_tokens`` is the number of tokens to generate; other options are those of ``SamplingParams``.
+        """
         from vllm import SamplingParams
 
         if not hasattr(self._llm, "generate"):
             raise HarvestError("th.harvest needs an engine that was attached as an LLM: attach(llm)")
-        sampling = SamplingParams(temperature=0, max_tokens=max(generate, 1), detokenize=False)
+        defaults = {"temperature": 0, "max_new_tokens": 1, "detokenize": False}
+        most = (wanted := defaults | dict(options)).pop("max_new_tokens")
+        sampling = SamplingParams(max_tokens=most, **wanted)
         given = [each if isinstance(each, str) else {"prompt_token_ids": list(each)} for each in prompts]
         with self.record(*points) as tape:
             outputs = self._llm.generate(given, sampling, use_tqdm=False)

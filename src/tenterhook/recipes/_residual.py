@@ -1,0 +1,134 @@
+"""The graph of a residual model: the parts that write to the stream, and the parts that read from it.
+
+A sender adds a value to the stream. A receiver reads the stream, usually through a norm. The stream at a receiver is
+the sum of what the senders before it have written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["TOLERANCE", "Graph", "Group", "Receiver", "Sender", "first_tensor", "weight_of"]
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A part that writes to the stream: the value at ``point``, or what one head makes of it by ``projection``."""
+
+    name: str
+    point: str
+    head: int | None = None
+    heads: int = 1
+    projection: nn.Module | None = None
+
+    def written(self, value: Tensor) -> Tensor:
+        """Return what the sender writes, given the value at its point."""
+        if self.head is None or self.projection is None:
+            return value
+        weight = weight_of(self.projection)
+        size = weight.shape[1] // self.heads
+        part = slice(self.head * size, (self.head + 1) * size)
+        return value[..., part] @ weight[:, part].T
+
+    def heads_written(self, value: Tensor) -> Tensor:
+        """Return what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
+        assert self.projection is not None  # noqa: S101  Only heads have one.
+        weight = weight_of(self.projection).unflatten(1, (self.heads, -1))
+        return torch.einsum("...he,dhe->h...d", value.unflatten(-1, (self.heads, -1)), weight)
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A part that reads the stream at ``stream``, through ``norm``, and uses it at ``consumer``.
+
+    ``channels``: of the outputs of ``projection``, those that belong to it; None if the input of a module is used.
+    ``senders``: how many senders come before it. ``feeds``: the senders whose output depends on it.
+    """
+
+    name: str
+    stream: str
+    consumer: str
+    norm: nn.Module | None
+    senders: int
+    feeds: tuple[str, ...]
+    projection: nn.Module | None = None
+    channels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Receivers that use the same outputs of the same module, by their places in the graph."""
+
+    stream: str
+    consumer: str
+    norm: nn.Module | None
+    projection: nn.Module | None
+    senders: int
+    places: list[int]
+    channels: Tensor
+    """the channels of each receiver, ``[receiver, channel]``"""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Senders in the order in which they run, and receivers."""
+
+    senders: tuple[Sender, ...]
+    receivers: tuple[Receiver, ...]
+    embed: str
+
+    @cached_property
+    def exists(self) -> Tensor:
+        """Which edges exist, ``[senders, receivers]``."""
+        found = torch.zeros(len(self.senders), len(self.receivers), dtype=torch.bool)
+        for place, receiver in enumerate(self.receivers):
+            found[: receiver.senders, place] = True
+        return found
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The receivers, those of one module together."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for place, receiver in enumerate(self.receivers):
+            found.setdefault((receiver.consumer, receiver.stream), []).append(place)
+        made = []
+        for places in found.values():
+            first = self.receivers[places[0]]
+            channels = torch.tensor([self.receivers[place].channels for place in places], dtype=torch.long)
+            made.append(
+                Group(first.stream, first.consumer, first.norm, first.projection, first.senders, places, channels)
+            )
+        return made
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The points of the senders, each once."""
+        return tuple(dict.fromkeys(sender.point for sender in self.senders))
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """The points of the receivers, each once."""
+        return tuple(dict.fromkeys(receiver.consumer for receiver in self.receivers))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The points where the stream is read, each once."""
+        return tuple(dict.fromkeys(receiver.stream for receiver in self.receivers))
+
+
+def weight_of(projection: nn.Module) -> Tensor:
+    """Return the weight of a linear layer as ``[out, in]``. Conv1D of transformers has ``[in, out]``."""
+    weight: Any = projection.weight
+    return weight if isinstance(projection, nn.Linear) else weight.T  # type: ignore[no-any-return]
+
+
+def first_tensor(value: Any) -> Tensor:
+    """Return a value, or the first tensor of a tuple, as layers return it."""
+    return value if isinstance(value, Tensor) else value[0]

@@ -1,0 +1,347 @@
+"""The search for the graph of a residual model: in the layers of a transformer, or from nodes that the caller names.
+
+The graph is checked with two runs: the change of the stream between them must be the sum of the changes of the senders.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+import tenterhook as th
+from tenterhook.recipes._inputs import arguments, lone
+from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor, weight_of
+
+__all__ = ["Nodes", "graph_of"]
+
+Nodes = Literal["heads", "layers"] | Mapping[str, tuple[str | None, str | None]]
+
+FEW = 16  # modules in a layer that may be norms
+NO_LAYERS = (
+    "the layers of {kind} are not known. Give the nodes: nodes={{'embed': (None, 'embed'), 'mlp': ('mlp:in', 'mlp'), "
+    "'out': ('head:in', None)}}, each with the point where it reads the stream and the point whose value it adds."
+)
+NOT_A_SUM = (
+    "the stream that {receiver!r} reads at {stream!r} is not the sum of what the nodes before it write: the change "
+    "between the two inputs differs by {gap:.2g} (relative). Something else writes to it ({senders} were counted), or "
+    "scales it. {fix}"
+)
+ADD_A_NODE = "Name every module that writes to the stream in nodes=."
+USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
+NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
+
+_known: WeakKeyDictionary[nn.Module, dict[str, Graph]] = WeakKeyDictionary()
+
+
+def graph_of(
+    model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]
+) -> Graph:  # fmt: skip
+    """Return the graph of a model, found and checked with two inputs. That of a transformer is found once.
+
+    ``check`` raises if the graph is not that of the model.
+    """
+    given: Any = nodes
+    if isinstance(given, str):
+        if given not in ("heads", "layers"):
+            raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
+        known = _known.setdefault(model, {})
+        if given not in known:
+            found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+            check(found)
+            known[given] = found
+        return known[given]
+    found = _checked(model, _given(model, clean, given), clean, corrupt)
+    check(found)
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
+    layers = _layers(model)
+    inside = [path for layer in layers for path in _candidates(model, layer)]
+    attentions = [_attention(model, layer) for layer in layers]
+    if heads and not all(attentions):
+        layer = layers[attentions.index("")]
+        raise th.RecipeError(NO_HEADS.format(attention=layer, why="it has no call that computes heads"))
+    wanted = [f"{path}{end}" for path in inside for end in ("", ":in")]
+    parts = [_path(model, f"{layer}@{name}") for layer in layers for name in ("attn_out", "mlp_out")]
+    wanted += [f"{path}{end}" for path in (*parts, *map(_mlp_input, parts)) for end in ("", ":in")]
+    wanted += [f"{path}:in" for path in filter(None, attentions)]
+    ends = _norms_after(model, layers)
+    wanted += [f"{layers[-1]}@resid", *(f"{norm}:in" for norm in ends)]
+    wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
+    args, kwargs = arguments(given)
+    with torch.no_grad(), th.record(model, *dict.fromkeys(wanted)) as tape:
+        model(*args, **kwargs)
+    found = _Builder(model, tape, heads=heads)
+    embed = f"{layers[0]}@resid_pre"
+    found.senders.append(Sender("embed", embed))
+    for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
+        found.layer(number, layer, attention)
+    arrives = first_tensor(tape[f"{layers[-1]}@resid"])
+    read = (f"{norm}:in" for norm in ends if _same(first_tensor(tape[f"{norm}:in"]), arrives))
+    last = next(read, f"{layers[-1]}@resid")
+    found.receivers.append(Receiver("logits", last, last, None, len(found.senders), ()))
+    return Graph(tuple(found.senders), tuple(found.receivers), embed)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Return the paths of the layers, whose outputs are the stream."""
+    try:
+        points = th.points(model, "**@mlp_out")
+    except th.AddressError:
+        raise th.RecipeError(NO_LAYERS.format(kind=type(model).__name__)) from None
+    return [str(point).rpartition("@")[0] for point in points]
+
+
+def _attention(model: nn.Module, layer: str) -> str:
+    """Return the path of the attention of a layer, or an empty string if it has no heads that are known."""
+    try:
+        below = [str(point).rpartition("@")[0] for point in th.points(model, f"{layer}.**@z")]
+    except th.AddressError:
+        return ""
+    if len(below) > 1:
+        raise th.RecipeError(f"{layer!r} has {len(below)} attentions ({', '.join(below[:3])}); one is needed")
+    return below[0]
+
+
+def _candidates(model: nn.Module, layer: str) -> list[str]:
+    """Return the modules of a layer that may be norms or projections."""
+    inside = model.get_submodule(layer)
+    return [
+        f"{layer}.{name}" for name, module in inside.named_modules()
+        if name and (_is_linear(module) or "norm" in type(module).__name__.lower())
+    ]  # fmt: skip
+
+
+class _Builder:
+    """The nodes of a transformer, layer after layer."""
+
+    def __init__(self, model: nn.Module, tape: th.Tape, *, heads: bool) -> None:
+        self.model, self.tape, self.heads = model, tape, heads
+        self.senders: list[Sender] = []
+        self.receivers: list[Receiver] = []
+
+    def layer(self, number: int, layer: str, attention: str) -> None:
+        """Add the attention and the MLP of a layer."""
+        written, mlp = (_path(self.model, f"{layer}@{name}") for name in ("attn_out", "mlp_out"))
+        before = len(self.senders)
+        if self.heads:
+            self._heads(number, layer, attention, written, before)
+        else:
+            name, reads = f"attn{number}", self._reader(layer, attention or written)
+            self.senders.append(Sender(name, self._after(layer, written)))
+            self.receivers.append(Receiver(name, *reads, before, (name,)))
+        reads = self._reader(layer, _mlp_input(mlp))
+        first = self.receivers[-1]
+        alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[first.stream], layer))
+        name = f"mlp{number}"
+        # Where attention and MLP are parallel, both read the same stream.
+        self.receivers.append(Receiver(name, *reads, first.senders if alike else len(self.senders), (name,)))
+        self.senders.append(Sender(name, self._after(layer, mlp)))
+
+    def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
+        projection = self.model.get_submodule(written)
+        if not _is_linear(projection) or self._after(layer, written) != written:
+            why = f"{written} is no plain linear layer that writes to the stream"
+            raise th.RecipeError(NO_HEADS.format(attention=attention, why=why))
+        counts = {name: self.tape[f"{attention}@{name}"].shape[2] for name in "qkv"}
+        for part, path, channels in self._projected(attention):
+            projecting = self.model.get_submodule(path)
+            stream, _, norm = self._reader(layer, path)
+            share = counts["q"] // counts[part]  # The number of heads that share a key and a value.
+            for head, own in enumerate(channels):
+                feeds = tuple(f"attn{number}.{each}" for each in range(head * share, (head + 1) * share))
+                name = f"attn{number}.{head}.{part}"
+                self.receivers.append(Receiver(name, stream, path, norm, before, feeds, projecting, own))
+        for head in range(counts["q"]):
+            name = f"attn{number}.{head}"
+            self.senders.append(Sender(name, f"{written}:in", head, counts["q"], projection))
+
+    def _projected(self, attention: str) -> list[tuple[str, str, list[tuple[int, ...]]]]:
+        """Return the projections to q, k and v: the part, the path of the module, and the channels of each head."""
+        module = self.model.get_submodule(attention)
+        values = {name: self.tape[f"{attention}@{name}"] for name in "qkv"}
+        names = [name for name, each in module.named_modules() if name and _is_linear(each)]
+        inputs = {name: lone(self.tape[f"{attention}.{name}:in"], name) for name in names}
+        arrives = lone(self.tape[f"{attention}:in"], attention)
+        reads = [name for name in names if _same(inputs[name], arrives)]
+        sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
+        if len(reads) == 1:
+            out = lone(self.tape[f"{attention}.{reads[0]}"], reads[0])
+            for layout in (_in_parts(sizes), _in_heads(sizes)):
+                channels = list(itertools.chain(*layout.get("v", [])))
+                fits = bool(channels) and max(channels) < out.shape[-1]
+                if fits and _same(out[..., channels], values["v"].flatten(2)):
+                    return [(part, f"{attention}.{reads[0]}", layout[part]) for part in "qkv"]
+        by_letter = {name.rpartition(".")[2].lstrip("w_")[:1]: f"{attention}.{name}" for name in reads}
+        if len(reads) == 3 and set(by_letter) == set("qkv"):  # noqa: PLR2004
+            return [(part, by_letter[part], _in_parts({part: sizes[part]})[part]) for part in "qkv"]
+        raise th.RecipeError(NO_HEADS.format(attention=attention, why="its projections to q, k and v are not known"))
+
+    def _reader(self, layer: str, path: str) -> tuple[str, str, nn.Module | None]:
+        """Return the point where a module reads the stream, the point of its own input, and the norm between them."""
+        arrives = lone(self.tape[f"{path}:in"], path)
+        for norm in self._norms(layer):
+            if _same(lone(self.tape[norm], norm), arrives):
+                return f"{norm}:in", f"{path}:in", self.model.get_submodule(norm)
+        return f"{path}:in", f"{path}:in", None
+
+    def _after(self, layer: str, written: str) -> str:
+        """Return the point whose value is added to the stream: a norm may come after the module."""
+        value = lone(self.tape[written], written)
+        for norm in self._norms(layer):
+            if _same(lone(self.tape[f"{norm}:in"], norm), value):
+                return norm
+        return written
+
+    def _norms(self, layer: str) -> list[str]:
+        below = _candidates(self.model, layer)
+        return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+
+
+def _mlp_input(path: str) -> str:
+    """Return the module that reads the input of an MLP. Some layers have its two parts beside each other."""
+    return f"{path[:-1]}1" if path.endswith(".fc2") else path
+
+
+def _norms_after(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Return the norms outside the layers."""
+    inside = tuple(f"{layer}." for layer in layers)
+    named = ((name, type(module).__name__.lower()) for name, module in model.named_modules())
+    return [name for name, kind in named if "norm" in kind and not name.startswith(inside)]
+
+
+def _path(model: nn.Module, address: str) -> str:
+    return th.points(model, address)[0].path
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _in_parts(sizes: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, ...]]]:
+    """Return the channels of each head if all heads of q come first, then those of k and v."""
+    found, start = {}, 0
+    for part, (heads, size) in sizes.items():
+        found[part] = [tuple(range(start + head * size, start + (head + 1) * size)) for head in range(heads)]
+        start += heads * size
+    return found
+
+
+def _in_heads(sizes: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, ...]]]:
+    """Return the channels of each head if q, k and v of a head are adjacent; empty if the heads are shared."""
+    if len(set(sizes.values())) > 1:
+        return {}
+    heads, size = sizes["q"]
+    starts = {part: place * size for place, part in enumerate("qkv")}
+    return {
+        part: [tuple(range(3 * size * head + start, 3 * size * head + start + size)) for head in range(heads)]
+        for part, start in starts.items()
+    }
+
+
+# -- other models ------------------------------------------------------------------------------------------------------
+
+
+def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
+    """Return the graph of nodes that the caller names, in the order in which they run."""
+    if not isinstance(nodes, Mapping) or not all(isinstance(each, tuple) and len(each) == 2 for each in nodes.values()):  # noqa: PLR2004
+        raise th.RecipeError(f"nodes= is a dict of name to (reads, writes), two addresses or None; got {nodes!r:.80}")
+    points = [point for pair in nodes.values() for point in pair if point is not None]
+    order: list[str] = []
+    args, kwargs = arguments(inputs)
+    note = {point: _noting(order, point) for point in points}
+    with torch.no_grad(), th.edit(model, note), th.record(model, *points) as tape:
+        model(*args, **kwargs)
+    if len(order) != len(points):
+        twice = next(point for point in points if order.count(point) > 1)
+        raise th.RecipeError(f"{twice!r} is reached {order.count(twice)} times in one run; a node runs once")
+    senders = [Sender(name, pair[1]) for name, pair in nodes.items() if pair[1] is not None]
+    senders.sort(key=lambda sender: order.index(sender.point))
+    reads = [(name, pair[0]) for name, pair in nodes.items() if pair[0] is not None]
+    reads.sort(key=lambda each: order.index(each[1]))
+    receivers: list[Receiver] = []
+    for name, point in reads:
+        before = sum(order.index(sender.point) < order.index(point) for sender in senders)
+        # Parallel parts read the same stream, without what the first of them has written.
+        alike = (each for each in receivers if _same(lone(tape[each.stream], point), lone(tape[point], point)))
+        before = next((each.senders for each in alike), before)
+        feeds = (name,) if nodes[name][1] is not None else ()
+        receivers.append(Receiver(name, point, point, None, before, feeds))
+    if not senders or not receivers:
+        raise th.RecipeError("nodes= needs at least one node that writes to the stream and one that reads it")
+    return Graph(tuple(senders), tuple(receivers), senders[0].point)
+
+
+def _noting(order: list[str], point: str) -> Any:
+    def note(_value: Any) -> None:
+        order.append(point)
+
+    return note
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def _checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
+    """Return the graph if the stream at each receiver changes by the sum of the changes of its senders."""
+    changes: dict[str, Tensor] = {}
+    for sign, given in ((1, clean), (-1, corrupt)):
+        args, kwargs = arguments(given)
+        with torch.no_grad(), th.record(model, *dict.fromkeys((*graph.points, *graph.streams))) as tape:
+            model(*args, **kwargs)
+        for point in (*graph.points, *graph.streams):
+            value = _wide(lone(tape[point], point))
+            changes[point] = changes.get(point, torch.zeros_like(value)) + sign * value
+    total: Any = 0.0
+    counted = 0
+    for receiver in sorted(graph.receivers, key=lambda each: each.senders):
+        for sender in graph.senders[counted : receiver.senders]:
+            total = total + _written_wide(sender, changes[sender.point])
+        counted = receiver.senders
+        change = changes[receiver.stream]
+        _compare(graph, receiver, total, change, next((each.dtype for each in model.parameters()), change.dtype))
+    return graph
+
+
+def _compare(graph: Graph, receiver: Receiver, total: Any, change: Tensor, dtype: torch.dtype) -> None:
+    fits = isinstance(total, Tensor) and total.shape == change.shape
+    gap = float((total - change).norm() / change.norm().clamp_min(1e-30)) if fits else float("inf")
+    plain = next((sender.projection for sender in graph.senders if sender.projection is not None), None)
+    if not gap <= TOLERANCE.get(dtype, 1e-1) and float(change.norm()) > 0:
+        fix = USE_LAYERS if plain is not None else ADD_A_NODE
+        text = NOT_A_SUM.format(
+            receiver=receiver.name, stream=receiver.stream, gap=gap, senders=_names(graph.senders[: receiver.senders]),
+            fix=fix,
+        )  # fmt: skip
+        raise th.RecipeError(text)
+
+
+def _written_wide(sender: Sender, change: Tensor) -> Tensor:
+    if sender.projection is None:
+        return change
+    weight = _wide(weight_of(sender.projection))
+    size = weight.shape[1] // sender.heads
+    part = slice((sender.head or 0) * size, ((sender.head or 0) + 1) * size)
+    return change[..., part] @ weight[:, part].T
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _names(senders: Sequence[Sender]) -> str:
+    shown = ", ".join(sender.name for sender in senders[:4])
+    return f"{shown} …" if len(senders) > 4 else shown or "none"  # noqa: PLR2004

@@ -1,0 +1,314 @@
+"""Cases of a sweep that run only the last positions of a causal language model.
+
+An edit at position p of a causal model changes nothing before p. So the prefix, up to the first edited position, runs
+once, and the model keeps it as its own key-value cache. Each case then runs the positions from there on.
+
+This is used only where the index of each edit shows its positions, and after checks on this model and this input. A run
+with other tokens after the prefix must give the same output in the prefix. The unedited input, and some cases of each
+edited point, must give the same result as runs of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenterhook._tree import Path, replace_at, tensors
+from tenterhook.address import Point
+from tenterhook.batch.inputs import InputNames
+from tenterhook.edit.change import Change, as_change
+from tenterhook.edit.ready import Edit
+from tenterhook.edit.skip import Skip
+from tenterhook.engine.action import Action, Context
+from tenterhook.pytorch.wrappers import unwrapped
+from tenterhook.replay.batched_cases import Slices
+from tenterhook.replay.cases import Prepared
+from tenterhook.replay.growing_batch import apart
+
+__all__ = [
+    "CACHE",
+    "FEWEST",
+    "IDS",
+    "SHARE",
+    "Late",
+    "NotCausal",
+    "PrefixInputs",
+    "RowRange",
+    "Shapes",
+    "changes_before",
+    "late_cases",
+    "shifted",
+    "takes_tokens",
+    "with_prefix",
+]
+
+FEWEST = 8  # Cases; with fewer, the extra runs cost more than they save.
+SHARE = 4  # Only the last quarter of a sequence is worth it: for earlier positions, other cases share more.
+CACHE, USE_CACHE = "past_key_values", "use_cache"
+IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+PATTERNS = {"pattern", "scores"}
+
+
+class NotCausal(Exception):
+    """Cases cannot run from a later position. The text has the reason."""
+
+
+class Shapes(Action):
+    """An action that remembers the value's shape in the unedited run."""
+
+    reached = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.of: dict[Path, torch.Size] = {}
+
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # named as in the protocol
+        self.calls += 1
+        self.of = {path: tensor.shape for path, tensor in tensors(value)}
+
+
+@dataclass(slots=True)
+class Late:
+    """A case whose edits touch no position before ``start``, with the place of positions in each edited value."""
+
+    case: Prepared
+    start: int
+    places: list[tuple[Path, int]]
+
+
+# -- which cases -------------------------------------------------------------------------------------------------------
+
+
+def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: int) -> tuple[list[Late], str]:
+    """Return the cases that edit late positions only, and the reason why others do not."""
+    late: list[Late] = []
+    reason = ""
+    for case in cases:
+        try:
+            late.append(_late(case, shapes, length))
+        except NotCausal as error:
+            reason = reason or f"case {case.index} ({case.case}): {error}"
+    if not late:
+        return [], reason
+    if len(late) < FEWEST:
+        return [], f"fewer than {FEWEST} cases edit only the last quarter of the positions"
+    return late, reason
+
+
+def _late(case: Prepared, shapes: dict[Point, Shapes], length: int) -> Late:
+    start, places = length, []
+    for point, changes in case.edits:
+        if point not in shapes:
+            raise NotCausal(f"it edits the parameter {point}")
+        path, place = _position_of(point, shapes[point], length, {_part_of(change) for change in changes})
+        size = len(shapes[point].of[path])
+        for change in changes:
+            if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
+                raise NotCausal(f"{change.name} at {point} does not say which positions it changes")
+            start = min(start, _bounds(_part_at(change.call.at, place, size), length)[0])
+        places.append((path, place))
+    if length - start > length // SHARE:
+        raise NotCausal(f"it edits position {start} of {length}, and only the last quarter is worth it")
+    return Late(case, start, places)
+
+
+def _part_of(change: Change) -> Path | None:
+    """Return the path of the tensor that an edit changes, if the edit names it."""
+    part = getattr(change.call, "part", None)
+    return part if part is None or isinstance(part, tuple) else (part,)
+
+
+def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | None]) -> tuple[Path, int]:
+    """Return the tensor of a value that is edited, and its dimension of positions."""
+    found = [path for path, shape in shapes.of.items() if len(shape) > 1 and (path in parts or parts == {None})]
+    if shapes.calls != 1 or len(found) != 1:
+        raise NotCausal(f"{point} has no single value with positions")
+    shape = shapes.of[found[0]]
+    # A pattern is [batch, head, query, key], and that of one head has no dimension for heads.
+    place = len(shape) - 2 if point.meaning in PATTERNS else 1
+    if shape[place] != length:
+        raise NotCausal(f"the value at {point} has the shape {list(shape)}, without the {length} positions")
+    return found[0], place
+
+
+def _part_at(index: Any, place: int, size: int) -> Any:
+    """Return the part of an index that selects in one dimension."""
+    return _all_parts(index, size)[place]
+
+
+def _all_parts(index: Any, size: int) -> list[Any]:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(part is None or isinstance(part, (bool, Tensor, list)) for part in parts):
+        raise NotCausal("an index of numbers and slices shows its positions, and this one has other parts")
+    if not any(part is Ellipsis for part in parts):
+        parts.append(Ellipsis)
+    at = next(number for number, part in enumerate(parts) if part is Ellipsis)
+    return [*parts[:at], *[slice(None)] * (size - len(parts) + 1), *parts[at + 1 :]]
+
+
+def _bounds(part: Any, length: int) -> tuple[int, int, int]:
+    """Return the first position, the end and the step of a part of an index."""
+    if isinstance(part, slice):
+        start, stop, step = part.indices(length)
+        if step < 1:
+            raise NotCausal("a slice with a negative step does not fit")
+        return start, stop, step
+    first = int(part) + length if int(part) < 0 else int(part)
+    return first, first + 1, 0
+
+
+# -- their edits, from a later position on -----------------------------------------------------------------------------
+
+
+def shifted(change: Change, place: int, shape: torch.Size, start: int) -> Change:
+    """Return the same change for a value that has the positions from ``start`` on."""
+    edit: Any = change.call
+    parts = _all_parts(edit.at, len(shape))
+    first, stop, step = _bounds(parts[place], shape[place])
+    parts[place] = slice(first - start, stop - start, step) if step else first - start
+    given = getattr(edit, edit.operand) if edit.operand is not None else None
+    more: dict[str, Any] = {}
+    if (
+        isinstance(given, Tensor)
+        and given.shape == shape
+        and given.shape != torch.empty(shape, device="meta")[edit.at].shape
+    ):
+        more[edit.operand] = given[edit.at]  # It has the shape of the whole value, and the index applies to it too.
+    return as_change(replace(edit, at=tuple(parts), part=None, **more))
+
+
+class RowRange(Slices):
+    """An edit at one point for the cases in a range of the rows of a batch."""
+
+    def __init__(
+        self, changes: list[list[Change]], batch: int, first: int, rows: int, expected: tuple[Path, int, int]
+    ) -> None:
+        super().__init__(changes, batch)
+        self._first, self._rows = first * batch, rows * batch
+        self._path, self._place, self._length = expected
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        self.reached = True
+        tensor = dict(tensors(value)).get(self._path)
+        if tensor is None or tensor.shape[0] != self._rows or tensor.shape[self._place] != self._length:
+            shown = "no such tensor" if tensor is None else list(tensor.shape)
+            raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
+        out = tensor.clone()
+        self._put_all(out[self._first : self._first + len(self._changes) * self._batch], context)
+        return replace_at(value, self._path, out)
+
+
+# -- their inputs ------------------------------------------------------------------------------------------------------
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Return whether a model is a language model of transformers."""
+    return IDS in InputNames(model)
+
+
+@dataclass(slots=True)
+class PrefixInputs:
+    """The inputs of a causal language model, which can be cut at a position."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ids: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixInputs:
+        """Return the inputs, or raise NotCausal if the model or its inputs are of another kind."""
+        names = InputNames(model)
+        config = getattr(unwrapped(model), "config", None)
+        if CACHE not in names or getattr(config, "is_encoder_decoder", False):
+            raise NotCausal("the model has no key-value cache for its inputs")
+        named = {names.positional[place]: given for place, given in enumerate(args) if place < len(names.positional)}
+        given = {name: value for name, value in (named | kwargs).items() if value is not None and name != USE_CACHE}
+        ids = given.pop(IDS, None)
+        if len(args) > len(named) or not isinstance(ids, Tensor) or ids.dim() != 2:  # noqa: PLR2004
+            raise NotCausal("the input is not input_ids [batch, positions]")
+        length = ids.shape[1]
+        for name, value in given.items():
+            fits = name in (MASK, POSITIONS) and isinstance(value, Tensor) and value.dim() == 2  # noqa: PLR2004
+            if name == CACHE or not (fits or all(length not in part.shape for _, part in tensors(value))):
+                raise NotCausal(f"the argument {name} cannot be cut at a position")
+        return cls((), given, ids)
+
+    @property
+    def length(self) -> int:
+        """The number of positions."""
+        return self.ids.shape[1]
+
+    def prefix(self, stop: int) -> dict[str, Any]:
+        """Return the arguments of a run that fills a cache with the positions before ``stop``."""
+        cut = {name: self.kwargs[name][:, :stop] for name in (MASK, POSITIONS) if name in self.kwargs}
+        return {**self.kwargs, **cut, IDS: self.ids[:, :stop], USE_CACHE: True}
+
+    def rest(self, start: int, cache: Any, times: int) -> dict[str, Any]:
+        """Return the arguments of a run of the positions from ``start`` on, repeated for several cases."""
+        given = dict(self.kwargs)
+        if POSITIONS in given:
+            given[POSITIONS] = given[POSITIONS][:, start:]
+        given[IDS] = self.ids[:, start:]
+        batch = len(self.ids)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.dim() and len(value) == batch:
+                given[name] = value.repeat(times, *[1] * (value.dim() - 1))
+        if start:
+            own = copy.deepcopy(cache)  # Each run adds to it.
+            own.batch_select_indices(torch.arange(batch, device=self.ids.device).repeat(times))
+            given |= {CACHE: own, USE_CACHE: True}
+        return given
+
+    def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
+        """Return the arguments of runs of the whole sequence. The last one has other tokens from ``start`` on."""
+        given = self.rest(0, None, times)
+        ids, batch = given[IDS], len(self.ids)
+        other = self.ids.roll(1, 1).flip(1)[:, start:]  # Tokens of this input, in another order.
+        other = other.where(other != self.ids[:, start:], (other + 1) % max(2, int(self.ids.max()) + 1))
+        ids[-batch:, start:] = other
+        return given
+
+
+def with_prefix(unedited: Any, rest: Any, start: int) -> Any:
+    """Return the output for the whole sequence: that of the unedited run before ``start``, and ``rest`` after it."""
+    before = dict(tensors(unedited))
+    for path, tensor in list(tensors(rest)):
+        whole = before.get(path)
+        if whole is None or whole.dim() != tensor.dim():
+            raise NotCausal("the output has another structure without the prefix")
+        unequal = [place for place in range(tensor.dim()) if whole.shape[place] != tensor.shape[place]]
+        if not unequal:
+            continue
+        at = unequal[0]
+        if len(unequal) > 1 or whole.shape[at] - tensor.shape[at] != start:
+            raise NotCausal(f"an output of shape {list(whole.shape)} has no positions that can be cut")
+        rest = replace_at(rest, path, torch.cat([whole.narrow(at, 0, start), tensor], at))
+    return rest
+
+
+def changes_before(unedited: Any, perturbed: Any, rest: Any, start: int) -> bool:
+    """Return whether other tokens from ``start`` on change the output before ``start``.
+
+    Raises:
+        NotCausal: no output has positions, so that this cannot be seen.
+    """
+    whole, other = dict(tensors(unedited)), dict(tensors(perturbed))
+    seen = False
+    for path, tensor in tensors(rest):
+        one, two = whole[path], other.get(path)
+        place = next((place for place in range(one.dim()) if one.shape[place] != tensor.shape[place]), None)
+        if place is None:
+            continue
+        if two is None or one.shape != two.shape:
+            return True
+        if any(map(bool, apart(one.narrow(place, 0, start), two.narrow(place, 0, start)))):
+            return True
+        seen = True
+    if not seen:
+        raise NotCausal("the output has no positions, so that the model cannot be shown to be causal")
+    return False

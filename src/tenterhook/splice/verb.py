@@ -1,0 +1,193 @@
+"""``th.splice``: run dictionaries in the stream of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+from tenterhook.address import Point, Site, resolve
+from tenterhook.address.meanings import Beside, give_meanings, take_meanings
+from tenterhook.address.walk import walk
+from tenterhook.engine.action import Action, Binding, Context
+from tenterhook.engine.session import Session
+from tenterhook.errors import SpliceError
+from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
+from tenterhook.sites.module import argument
+from tenterhook.splice.spliced_module import Splice, SplicedModule
+
+__all__ = ["Splicing", "splice"]
+
+SITES = (Site.RETURN, Site.IN, Site.ARGUMENT)
+NOT_HERE = "{address!r}: a dictionary stands at the output of a module or at one of its arguments, in every call."
+NO_DICTIONARY = (
+    "at {address!r}: a dictionary is an nn.Module with encode() and decode(); got {given}. th.load_dictionary(folder) "
+    "reads the files of SAELens, sparsify and dictionary_learning."
+)
+ROOT = "the output of the whole model has no place for a dictionary: give a module inside it, such as {first!r}"
+TWICE = "there is a dictionary at {path!r} already; a module has one at a time"
+DEVICE = "at {address!r}: the dictionary is on {one}, and the module on {other}. Move it: dictionary.to({other!r})"
+
+
+Slot = tuple[nn.Module, str, nn.Module]
+"""a module, the name of a child, and the child"""
+
+
+class Mount(NamedTuple):
+    """A dictionary, the point where its output goes, and the point of its input if that is another one."""
+
+    point: Point
+    source: Point | None
+    dictionary: nn.Module
+
+
+def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bool = False) -> Splicing:
+    """Run dictionaries in the stream of a model: encode the value at a point, and go on with the reconstruction.
+
+    >>> import torch, tenterhook as th
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> sae = th.Dictionary(4, 16, kind="topk", k=3)
+    >>> with th.splice(model, {"0": sae}, error=True), th.record(model, "0@latents") as tape:
+    ...     output = model(torch.ones(2, 4))
+    >>> tape["0@latents"].shape, torch.equal(output, model(torch.ones(2, 4)))
+    (torch.Size([2, 16]), True)
+
+    While the session is open, ``h.6@latents``, ``h.6@latents[712]`` and, with ``error=True``, ``h.6@error`` are points
+    of the model. ``h.6`` is the value that the dictionary encodes.
+
+    Args:
+        model: any ``nn.Module``.
+        dictionaries: a dict of address to dictionary: any module with ``encode`` and ``decode``. For a transcoder, the
+            key is the pair of its input point and its output point, such as ``("h.6.ln_2", "h.6.mlp")``.
+        error: whether to add the difference between the value and its reconstruction. The outputs of the model are then
+            bitwise those without the dictionaries, until latents or errors are edited.
+
+    Returns:
+        A session that is not open yet. Use it as a context manager, or call ``.start()`` and ``.close()``.
+
+    Raises:
+        SpliceError: an object is not a dictionary, or does not fit at its point. Widths are checked in the first run.
+        AddressError: a point is not in the model.
+    """
+    given: Any = dictionaries
+    if not isinstance(given, Mapping) or not given:
+        raise SpliceError(f"give a dict of address to dictionary, such as {{'h.6': sae}}; got {dictionaries!r:.80}")
+    return Splicing(model, [_place(model, key, given) for key, given in dictionaries.items()], error=error)
+
+
+class Splicing(Session):
+    """A session that runs dictionaries in the stream. :func:`splice` creates it."""
+
+    verb = "splice"
+
+    def __init__(self, model: nn.Module, places: list[Mount], *, error: bool) -> None:
+        self._seen: dict[str, Any] = {}
+        reads = [Binding(place.source, _Reads(self._seen)) for place in places if place.source is not None]
+        super().__init__(model, reads, [])
+        self._places, self._error = places, error
+        self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
+        self._named: list[nn.Module] = []
+
+    def on_start(self) -> None:
+        super().on_start()
+        for place in self._places:
+            self._mount(place)
+
+    def _mount(self, place: Mount) -> None:
+        point = place.point
+        host = unwrapped(point.module)
+        slots = _slots(self.model, host)
+        if not slots:
+            first = next((path for path, _ in walk(self.model)[0] if path), "0")
+            raise SpliceError(ROOT.format(first=first))
+        if any(isinstance(each, SplicedModule) for _, _, child in slots for each in wrappers_of(child)):
+            raise SpliceError(TWICE.format(path=point.path))
+        given = (
+            None if point.site is Site.RETURN else argument(host, point.name if point.site is Site.ARGUMENT else None)
+        )
+        spliced = SplicedModule(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
+        if place.source is not None:
+            spliced.read_from(place.source.address, self._seen)
+        self._named.append(host)
+        give_meanings(host, _meanings(spliced))
+        for parent, name, child in slots:
+            self._slots.append((parent, name, child, spliced))  # First, so that an interrupt still undoes it.
+            children_of(parent)[name] = spliced
+
+    def on_close(self) -> None:
+        while self._slots:
+            parent, name, child, spliced = self._slots[-1]
+            if children_of(parent).get(name) is spliced:
+                children_of(parent)[name] = child
+            self._slots.pop()
+        while self._named:
+            take_meanings(self._named.pop())
+        self._seen.clear()
+        super().on_close()
+
+
+class _Reads(Action):
+    """An action that stores the input of a transcoder."""
+
+    observes = True
+    again = True
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self._seen = seen
+
+    def __call__(self, value: Any, context: Context) -> None:
+        self._seen[context.address] = value
+
+
+def _meanings(spliced: SplicedModule) -> dict[str, Beside]:
+    below = spliced.name_of_splice
+    inner = getattr(spliced, below)
+    found = {"latents": Beside(f"{below}.latents", inner.latents, call="whole")}
+    return found | ({"error": Beside(f"{below}.error", inner.error)} if hasattr(inner, "error") else {})
+
+
+def _slots(model: nn.Module, host: nn.Module) -> list[Slot]:
+    """Return each parent of a module that is no wrapper, with the name and the child, which may be a wrapper of it."""
+    found: list[Slot] = []
+    seen, waiting = {id(model)}, [model]
+    while waiting:
+        parent = waiting.pop()
+        wraps = wrapped_name(parent) is not None
+        for name, child in children_of(parent).items():
+            if child is None:
+                continue
+            inner = child if child is host or not children_of(child) else unwrapped(child)
+            if inner is host and not wraps:
+                found.append((parent, name, child))
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def _place(model: nn.Module, key: Any, dictionary: Any) -> Mount:
+    pair = isinstance(key, tuple) and len(key) == 2  # noqa: PLR2004
+    point = _point(model, key[1] if pair else key)
+    if not isinstance(dictionary, nn.Module) or not all(
+        callable(getattr(dictionary, name, None)) for name in ("encode", "decode")
+    ):
+        given = f"a {type(dictionary).__name__}" if isinstance(dictionary, nn.Module) else f"{dictionary!r:.40}"
+        raise SpliceError(NO_DICTIONARY.format(address=point.address, given=given))
+    devices = [next((str(each.device) for each in one.parameters()), "") for one in (dictionary, point.module)]
+    if all(devices) and devices[0] != devices[1]:
+        raise SpliceError(DEVICE.format(address=point.address, one=devices[0], other=devices[1]))
+    source = _point(model, key[0], reads=True) if pair else None
+    return Mount(point, None if source is None or source == point else source, dictionary)
+
+
+def _point(model: nn.Module, key: Any, *, reads: bool = False) -> Point:
+    points = resolve(model, [key])
+    if len(points) != 1:
+        raise SpliceError(f"{key!r:.80} selects {len(points)} points; a dictionary stands at one")
+    point = points[0]
+    if point.call is not None or (not reads and point.site not in SITES) or point.site is Site.PARAMETER:
+        raise SpliceError(NOT_HERE.format(address=str(point)))
+    return point

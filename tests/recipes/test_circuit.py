@@ -1,0 +1,390 @@
+"""Edges and circuits, beside a model that is written out part by part and differentiated by autograd."""
+
+import pytest
+import torch
+from lm_toys import gemma2, gpt2, ids, llama, neox
+from torch import nn
+from unrolled import plain, unrolled, writes
+
+import tenterhook as th
+from tenterhook.recipes import circuit
+
+CLEAN, CORRUPT = ids(0, 2, 5), ids(1, 2, 5)
+
+
+def metric(output):
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return logits[:, -1, 3] - logits[:, -1, 5]
+
+
+def inputs(given):
+    return {"input_ids": given, "use_cache": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2(2).double()
+
+
+def edges(model, method="eap", **options):
+    options = {"metric": metric, "progress": False} | options
+    return circuit.edges(model, inputs(CLEAN), inputs(CORRUPT), method=method, **options)
+
+
+def by_autograd(model, base, source):
+    """Return the derivative of the metric with respect to the share of the other input that each edge carries."""
+    change = {name: value.detach() for name, value in writes(model, source).items()}
+    change = {name: change[name] - value.detach() for name, value in writes(model, base).items()}
+    shares = {}
+
+    def stream(receiver, written):
+        for sender in written:
+            shares[sender, receiver] = torch.zeros(len(base), 1, 1, dtype=torch.float64, requires_grad=True)
+        return plain(receiver, written) + sum(shares[name, receiver] * change[name] for name in written)
+
+    value = metric(unrolled(model, base, stream)).sum()
+    found = torch.autograd.grad(value, list(shares.values()))
+    return {edge: each.flatten() for edge, each in zip(shares, found, strict=True) if not edge[0].startswith("bias")}
+
+
+def exactly(model, base, source, edge):
+    """Return the effect of a patch of one edge, in a model written out part by part."""
+    other, start = writes(model, source), writes(model, base)
+
+    def stream(receiver, written):
+        value = plain(receiver, written)
+        return value + other[edge[0]] - start[edge[0]] if receiver == edge[1] else value
+
+    return metric(unrolled(model, base, stream)) - metric(unrolled(model, base, plain))
+
+
+def patched_by_hand(model, clean, corrupt, kept):
+    """Return the logits of a circuit, with the values of the corrupt run on all other edges."""
+    other = writes(model, corrupt)
+
+    def stream(receiver, written):
+        def carried(name):
+            return name.startswith("bias") or (name, receiver) in kept
+
+        return sum(value if carried(name) else other[name] for name, value in written.items())
+
+    return unrolled(model, clean, stream)
+
+
+def test_the_model_written_out_is_the_model(model):
+    assert torch.allclose(unrolled(model, CLEAN, plain), model(CLEAN).logits, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["denoise", "noise"])
+def test_eap_is_the_derivative_of_each_edge(model, mode):
+    found = edges(model, mode=mode)
+    base, source = (CORRUPT, CLEAN) if mode == "denoise" else (CLEAN, CORRUPT)
+    expected = by_autograd(model, base, source)
+    assert len(expected) == int(found.exists.sum()) == 46
+    for (sender, receiver), value in expected.items():
+        place = found.senders.index(sender), found.receivers.index(receiver)
+        assert torch.allclose(found.scores[:, *place], value, atol=1e-12), (sender, receiver)
+        assert found.score(sender, receiver) == pytest.approx(value.mean().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["denoise", "noise"])
+def test_exact_scores_are_those_of_single_patches(model, mode):
+    found = edges(model, "exact", mode=mode)
+    base, source = (CORRUPT, CLEAN) if mode == "denoise" else (CLEAN, CORRUPT)
+    for edge in [("embed", "attn0.1.v"), ("attn0.0", "attn1.1.q"), ("mlp0", "mlp1"), ("attn1.0", "logits")]:
+        place = found.senders.index(edge[0]), found.receivers.index(edge[1])
+        assert torch.allclose(found.scores[:, *place], exactly(model, base, source, edge), atol=1e-10), edge
+
+
+def test_some_edges_alone_are_scored_exactly(model):
+    whole, best = edges(model, "exact"), edges(model).table[:7]
+    found = edges(model, "exact", only=best)
+    assert int(found.exists.sum()) == 7
+    assert torch.allclose(found.scores[:, found.exists], whole.scores[:, found.exists])
+    assert {row[:2] for row in found.table} == {row[:2] for row in best}
+    with pytest.raises(th.RecipeError, match="only= is for"):
+        edges(model, only=best)
+
+
+class Coupled(nn.Module):
+    """A model whose examples depend on each other, so that no batch of cases gives what single runs give."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        stream = self.embed(x)
+        out = self.head(stream + self.a(stream))
+        return out + out.square().mean(0, keepdim=True)
+
+
+def test_a_batch_that_differs_from_single_runs_is_not_used():
+    model = Coupled().double()
+    one, other = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    nodes = {"embed": (None, "embed"), "a": ("a:in", "a"), "out": ("head:in", None)}
+    found = circuit.edges(model, one, other, metric=lambda out: out[:, 0], nodes=nodes, method="exact", progress=False)
+    assert "3 by a sweep" in found.how[0]
+    change = model.embed(one) - model.embed(other)
+    with th.edit(model, {"a:in": th.add(change)}):
+        patched = model(other)[:, 0]
+    expected = patched - model(other)[:, 0]
+    assert torch.allclose(found.scores[:, 0, 0], expected, atol=1e-10)
+
+
+def test_a_frozen_model_has_the_same_scores(model):
+    frozen = gpt2(2).double().requires_grad_(False)
+    assert torch.allclose(edges(frozen).scores, edges(model).scores)
+
+
+def test_eap_ig_goes_from_eap_to_the_exact_effect_where_there_is_one_path():
+    torch.manual_seed(0)
+
+    class Path(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.embed(x)).tanh()
+
+    model = Path().double()
+    one, other = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    nodes = {"embed": (None, "embed"), "out": ("head:in", None)}
+    options = {"metric": lambda out: out[:, 0], "nodes": nodes, "progress": False}
+    exact = circuit.edges(model, one, other, method="exact", **options).scores
+    gaps = [
+        float((circuit.edges(model, one, other, method="eap-ig", steps=steps, **options).scores - exact).abs().max())
+        for steps in (1, 4, 64)
+    ]
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-4
+    assert float((circuit.edges(model, one, other, **options).scores - exact).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_circuit_runs_with_everything_else_patched(model, share):
+    found = edges(model)
+    generator = torch.Generator().manual_seed(0)
+    kept = found.exists & (torch.rand(found.exists.shape, generator=generator) < share)
+    made = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
+    expected = patched_by_hand(model, CLEAN, CORRUPT, set(made.edges))
+    assert torch.allclose(made.run().logits, expected, atol=1e-10)
+    clean, corrupt = metric(model(CLEAN)), metric(model(CORRUPT))
+    share = (metric(expected) - corrupt).mean() / (clean - corrupt).mean()
+    assert made.faithfulness() == pytest.approx(share.item(), abs=1e-10)
+
+
+def test_edges_that_carry_nothing_are_left_out_without_a_difference(model):
+    found = edges(model)
+    whole = found.values.abs().masked_fill(~found.exists, -1).flatten().argsort(descending=True)[:12]
+    kept = torch.zeros(found.exists.numel(), dtype=torch.bool)
+    kept[whole] = True
+    pruned = found.prune(12)
+    loose = circuit.Circuit(found.senders, found.receivers, kept.reshape(found.exists.shape), found.values, found.task)
+    assert len(pruned) <= len(loose) == 12
+    assert torch.allclose(pruned.run().logits, loose.run().logits, atol=1e-10)
+
+
+def test_the_whole_circuit_is_the_model_and_the_empty_one_the_corrupt_run(model):
+    found = edges(model)
+    assert torch.equal(found.prune(46).run().logits, model(CLEAN).logits)
+    assert torch.allclose(found.prune(0).run().logits, model(CORRUPT).logits, atol=1e-10)
+    assert found.prune(46).faithfulness() == pytest.approx(1)
+    assert found.prune(46).completeness() == pytest.approx(0, abs=1e-9)
+    assert found.prune(threshold=0.0).edges == found.prune(46).edges
+
+
+def test_other_values_on_the_patched_edges(model):
+    empty = edges(model).prune(0)
+    other = writes(model, CORRUPT)
+    for patch, change in (("zero", torch.zeros_like), ("mean", lambda v: v.mean(0, keepdim=True).expand_as(v))):
+
+        def stream(_receiver, written, change=change):
+            return sum(value if name.startswith("bias") else change(other[name]) for name, value in written.items())
+
+        assert torch.allclose(empty.run(patch=patch).logits, unrolled(model, CLEAN, stream), atol=1e-10)
+
+
+def test_another_pair_can_run_through_a_circuit(model):
+    made = edges(model).prune(20)
+    one, other = ids(5, 3, 5), ids(6, 3, 5)
+    expected = patched_by_hand(model, one, other, set(made.edges))
+    assert torch.allclose(made.run(inputs(one), corrupt=inputs(other)).logits, expected, atol=1e-10)
+    with pytest.raises(th.RecipeError, match="needs corrupt="):
+        made.run(inputs(one))
+
+
+def greedy_by_hand(model, threshold):
+    found = edges(model)
+    kept = {
+        (found.senders[i], found.receivers[j]) for i, j in found.exists.nonzero().tolist()
+    }  # fmt: skip
+    now = metric(model(CLEAN)).mean()
+    order = sorted(range(len(found.receivers)), key=lambda place: -int(found.exists[:, place].sum()))
+    for place in order:
+        for sender in reversed(range(int(found.exists[:, place].sum()))):
+            edge = (found.senders[sender], found.receivers[place])
+            value = metric(patched_by_hand(model, CLEAN, CORRUPT, kept - {edge})).mean()
+            if abs(value - now) < threshold:
+                kept.remove(edge)
+                now = value
+    return kept
+
+
+def test_greedy_removal_is_that_of_single_runs(model):
+    found = circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=metric, threshold=0.05)
+    kept = greedy_by_hand(model, 0.05)
+    assert 5 < len(kept) < 47
+    assert set(found.edges) <= kept  # Edges that carry nothing are left out.
+    assert torch.allclose(metric(found.run()), metric(patched_by_hand(model, CLEAN, CORRUPT, kept)), atol=1e-10)
+
+
+def test_several_pairs_give_one_row_for_each_example(model):
+    one = circuit.edges(model, [inputs(CLEAN), inputs(ids(7))], [inputs(CORRUPT), inputs(ids(8))], metric=metric)
+    assert one.scores.shape[0] == 4
+    assert torch.allclose(one.scores[:2], edges(model).scores)
+    assert torch.allclose(one.error, one.scores.std(0) / 2)
+    assert abs(one.table[0][2]) == pytest.approx(float(one.values.abs().max()))
+
+
+def test_a_metric_of_one_number_scores_the_examples_together(model):
+    found = edges(model, metric=lambda out: metric(out).mean())
+    assert torch.allclose(found.scores.sum(0), edges(model).values)
+
+
+@pytest.mark.parametrize("make", [llama, neox], ids=["shared keys and rotary positions", "parallel and interleaved"])
+def test_heads_of_other_families(make):
+    model = make()
+    found, exact = edges(model, "eap-ig", steps=4), edges(model, "exact")
+    whole = found.prune(int(found.exists.sum()))
+    assert torch.equal(whole.run().logits, model(CLEAN).logits)
+    assert torch.allclose(found.prune(0).run().logits, model(CORRUPT).logits, atol=1e-4)
+    # A patch of one edge alone, by a run of the circuit without it.
+    sender, receiver, value, _ = edges(model, "exact", mode="noise").table[0]
+    kept = found.exists.clone()
+    kept[found.senders.index(sender), found.receivers.index(receiver)] = False
+    alone = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
+    assert (metric(alone.run()) - metric(model(CLEAN))).mean().item() == pytest.approx(value, abs=1e-4)
+    assert exact.how[0].endswith("0 by a sweep")
+
+
+def test_norms_after_attention_and_mlp_count_as_writers():
+    found = edges(gemma2(), nodes="layers")
+    assert torch.allclose(found.prune(0).run().logits, gemma2()(CORRUPT).logits, atol=1e-4)
+    with pytest.raises(th.RecipeError, match="cannot be separated into heads"):
+        edges(gemma2())
+
+
+def test_circuits_are_saved_and_loaded_as_data(model, tmp_path):
+    found = edges(model)
+    found.save(tmp_path / "edges.json")
+    again = circuit.load(tmp_path / "edges.json")
+    assert torch.equal(again.values, found.values)
+    assert again.prune(9).kept.sum() == 9
+    made = found.prune(9)
+    made.save(tmp_path / "circuit.json")
+    assert circuit.load(tmp_path / "circuit.json").edges == made.edges
+    with pytest.raises(th.RecipeError, match="loaded from a file"):
+        circuit.load(tmp_path / "circuit.json").run()
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(th.RecipeError, match="holds no edges"):
+        circuit.load(tmp_path / "other.json")
+
+
+def test_a_curve_has_random_circuits_beside_it_and_all_results_are_drawn(model):
+    found = edges(model)
+    curve = found.curve([5, 46], random=2)
+    assert curve.random.shape == (2, 2)
+    assert curve.faithfulness[1] == pytest.approx(1)
+    assert float(curve.random[1].mean()) == pytest.approx(1)
+    assert "circuit  random" in repr(curve)
+    for each in (found, found.prune(9), curve):
+        assert each.show().axes
+        assert "<img" in each._repr_html_() or "<svg" in each._repr_html_()
+    assert "… and 38 more" in repr(found)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named(model):
+    with pytest.raises(th.RecipeError, match="need the same shapes: clean has"):
+        circuit.edges(model, inputs(CLEAN), inputs(ids(0, 2, 7)), metric=metric)
+    with pytest.raises(th.RecipeError, match="which no gradient reaches"):
+        edges(model, metric=lambda out: out.logits.argmax(-1).float().mean())
+    with pytest.raises(th.RecipeError, match=r"gave a tensor of \[2, 5, 50\]"):
+        edges(model, metric=lambda out: out.logits)
+    with pytest.raises(th.RecipeError, match="method= is one of 'eap'"):
+        edges(model, "ig")
+    with pytest.raises(th.RecipeError, match="there is no sender 'attn9'"):
+        edges(model).score("attn9", "logits")
+    with pytest.raises(th.RecipeError, match="the receiver comes first"):
+        edges(model).score("mlp1", "mlp0")
+    with pytest.raises(th.RecipeError, match="takes k= or threshold="):
+        edges(model).prune()
+    with pytest.raises(th.RecipeError, match="the same for the clean and the corrupt"):
+        circuit.edges(model, inputs(CLEAN), inputs(CLEAN), metric=metric).prune(3).faithfulness()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mlp, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head(x / 2 + self.mlp(x))
+
+
+def test_a_stream_that_is_no_sum_is_an_error_that_names_the_place():
+    nodes = {"embed": (None, "embed"), "mlp": ("mlp:in", "mlp"), "out": ("head:in", None)}
+    with pytest.raises(th.RecipeError, match="'out' reads at 'head:in' is not the sum"):
+        circuit.edges(Scaled(), torch.randn(2, 4), torch.randn(2, 4), metric=lambda out: out[:, 0], nodes=nodes)
+    with pytest.raises(th.RecipeError, match="Give the nodes"):
+        circuit.edges(Scaled(), torch.randn(2, 4), torch.randn(2, 4), metric=lambda out: out[:, 0])
+    with pytest.raises(th.RecipeError, match="two addresses or None"):
+        circuit.edges(
+            Scaled(), torch.randn(2, 4), torch.randn(2, 4), metric=lambda out: out[:, 0], nodes={"a": "embed"}
+        )
+
+
+class InPlace(nn.Module):
+    """A model that adds one part to another in place, after the other has written."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.b, self.head = (nn.Linear(4, 4) for _ in range(4))
+        self.direct = nn.Linear(4, 4)
+        self.skips = False
+
+    def forward(self, x):
+        stream = self.embed(x)
+        one, other = self.a(stream), self.b(stream)
+        other += one
+        out = self.head(stream + other)
+        return out + self.direct(x) if self.skips else out
+
+
+IN_PLACE = {"embed": (None, "embed"), "a": ("a:in", "a"), "b": ("b:in", "b"), "out": ("head:in", None)}
+
+
+def test_parts_that_are_changed_in_place_afterwards_are_patched_with_what_they_wrote():
+    model = InPlace()
+    one, other = torch.randn(3, 4), torch.randn(3, 4)
+    found = circuit.edges(model, one, other, metric=lambda out: out[:, 0], nodes=IN_PLACE)
+    kept = found.exists.clone()
+    kept[found.senders.index("b"), found.receivers.index("out")] = False
+    made = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
+    stream = model.embed(one)
+    expected = model.head(stream + model.a(stream) + model.b(model.embed(other)))
+    assert torch.allclose(made.run(), expected, atol=1e-6)
+
+
+def test_a_way_that_is_no_edge_is_an_error():
+    model = InPlace()
+    model.skips = True
+    with pytest.raises(th.RecipeError, match="by a way that is no edge"):
+        circuit.edges(model, torch.randn(3, 4), torch.randn(3, 4), metric=lambda out: out[:, 0], nodes=IN_PLACE)
