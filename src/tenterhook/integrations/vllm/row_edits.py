@@ -46,6 +46,9 @@ class EditData(dict[str, Any]):
     rows: tuple[TokenRows, ...] = ()
     """the tokens that each of the edits changes"""
 
+    def __deepcopy__(self, _memo: object) -> EditData:
+        return self  # vLLM copies the sampling parameters of each request, and nothing changes this.
+
     @property
     def digest(self) -> str:
         """A name for the content."""
