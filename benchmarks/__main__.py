@@ -8,7 +8,9 @@ import sys
 
 from benchmarks.report import publish
 
-SUITES = ("everyday", "language", "foundation", "gradients", "inside", "replay", "page", "watch", "live", "harvest")
+SUITES = (
+    "everyday", "language", "foundation", "gradients", "inside", "replay", "page", "watch", "cost", "live", "harvest",
+)  # fmt: skip
 """Modules of this package, each with a ``run(rounds)`` that yields rows."""
 
 ELSEWHERE = ("recipes", "vllm")

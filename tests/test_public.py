@@ -19,7 +19,7 @@ ROOMS = [
     {"compiled"},
     {"call_trace"},
     {"record", "edit", "statistics", "store"},
-    {"replay", "batch", "splice", "watch", "harvest", "audit"},
+    {"replay", "batch", "splice", "watch", "harvest", "audit", "cost"},
     {"report", "recipes"},
     {"integrations", "cli", "__main__"},
 ]
@@ -27,14 +27,14 @@ ROOMS = [
 BESIDE = {"hooks": "sites", "testing": "sites", "features": "replay", "doctor": "_draw"}
 
 NAMES = """
-    AddressError AmbiguousCall Audit BatchError BatchResult ClosedSession Diagnosis Dictionary DifferentHarvest
-    EditError EditFileError Features GradientError HarvestError HookError JsonLines Learned ModelChanged NeverReached
-    NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook RecipeError ReplayError Selection
-    SelectorError SessionError SpliceError Stopped StoreError Sweep SweepError SweepInterrupted Tape TapeError
-    TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel UnsupportedTorch ValueChanged
-    __version__ add at audit batch blackbox case clamp doctor edit features grid harvest hooks learn load
-    load_dictionary load_edits lowrank mask mean noise open page points project recipes record register_meaning replay
-    rotate run_from save_edits scale set skip splice sweep watch zero
+    AddressError AmbiguousCall Audit BatchError BatchResult ClosedSession CostError Diagnosis Dictionary
+    DifferentHarvest EditError EditFileError Features GradientError HarvestError HookError JsonLines Learned
+    ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook RecipeError
+    ReplayError Selection SelectorError SessionError SpliceError Stopped StoreError Sweep SweepError
+    SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel
+    UnsupportedTorch ValueChanged __version__ add at audit batch blackbox case clamp cost doctor edit features grid
+    harvest hooks learn load load_dictionary load_edits lowrank mask mean noise open page points project recipes
+    record register_meaning replay rotate run_from save_edits scale set skip splice sweep watch zero
 """
 
 

@@ -18,6 +18,7 @@ from tenterhook.errors import (
     AmbiguousCall,
     BatchError,
     ClosedSession,
+    CostError,
     DifferentHarvest,
     EditError,
     EditFileError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from tenterhook.audit.verb import Audit, audit
     from tenterhook.batch.result import BatchResult
     from tenterhook.batch.verb import batch, case
+    from tenterhook.cost.verb import cost
     from tenterhook.doctor.verb import Diagnosis, doctor
     from tenterhook.edit.learn import Learned, learn
     from tenterhook.edit.ready import Add as add
@@ -97,6 +99,7 @@ __all__ = [
     "BatchError",
     "BatchResult",
     "ClosedSession",
+    "CostError",
     "Diagnosis",
     "Dictionary",
     "DifferentHarvest",
@@ -145,6 +148,7 @@ __all__ = [
     "blackbox",
     "case",
     "clamp",
+    "cost",
     "doctor",
     "edit",
     "features",
@@ -201,6 +205,7 @@ load_on_use(
         "batch": "tenterhook.batch.verb:batch",
         "case": "tenterhook.batch.verb:case",
         "clamp": "tenterhook.edit.ready:Clamp",
+        "cost": "tenterhook.cost.verb:cost",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",
         "features": "tenterhook.features:features",

@@ -31,6 +31,7 @@ The tree::
     ├── StoreError (OSError)              a directory that is not a store of harvested rows, or a damaged one
     ├── HookError (TypeError)
     │   └── ReadonlyHook                  a read-only hook that changed something
+    ├── CostError (RuntimeError)          a cost that cannot be measured; .cost has what is known
     ├── UnsupportedModel (TypeError)      a module that does not support this operation
     └── UnsupportedTorch (RuntimeError)   a feature that does not work with the installed release of PyTorch
 
@@ -53,6 +54,7 @@ __all__ = [
     "AmbiguousCall",
     "BatchError",
     "ClosedSession",
+    "CostError",
     "DifferentHarvest",
     "EditError",
     "EditFileError",
@@ -205,6 +207,12 @@ class HookError(TenterhookError, TypeError):
 
 class ReadonlyHook(HookError):
     """A read-only hook that changed something."""
+
+
+class CostError(TenterhookError, RuntimeError):
+    """A cost that cannot be measured. ``cost`` has the part that is known, such as the parameters of each module."""
+
+    cost: Any = None
 
 
 class UnsupportedModel(TenterhookError, TypeError):

@@ -45,7 +45,6 @@ CASES = {
     "no source": (lambda m, at: th.record(m, f"{at}made:exp()"), "without source"),
     "a script": (lambda m, _: th.record(m, replay=True), "recorded in Python"),
     "a script of its own": (lambda m, _: th.replay(m), "recorded in Python"),
-    "a watch": (lambda m, at: th.watch(m, f"{at}hidden"), "cannot be traced"),
 }
 
 

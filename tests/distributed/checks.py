@@ -460,4 +460,91 @@ def train_features(body, model):
     assert same_everywhere(body.a.weight.grad)
 
 
+# --- watch ------------------------------------------------------------------------------------------------------------
+
+
+def watched(model, steps=3, **options):
+    """Train on the inputs of this process. A unit of the activation is dead in rank 1 only."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with th.watch(model, optimizer=optimizer, ranks=True, on_nan="record", **options) as watch:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(mine()).sum().backward()
+            optimizer.step()
+    return watch
+
+
+def check_that_a_watch_reduces_its_statistics_over_ranks():
+    model = DistributedDataParallel(net())
+    watch = watched(model)
+    with torch.no_grad():
+        both = net().a(torch.cat([inputs(0), inputs(1)]))
+    row = watch.pages[0].column("count", "values"), watch.pages[0].column("norm", "values")
+    assert row[0]["a"] == both.numel()
+    assert row[1]["a"] == pytest.approx(float(both.norm()), rel=1e-5)
+    assert watch.pages[0].column("mean", "values")["a"] == pytest.approx(float(both.mean()), rel=1e-4)
+    # Every process has the same parameters and, after the exchange of DDP, the same gradients: they are not added up.
+    assert watch.pages[0].column("count", "parameters")["a.weight"] == 32
+    assert watch.pages[0].column("count", "gradients")["a.weight"] == 32
+    assert same_everywhere(torch.tensor([watch.pages[-1].column("norm", "values")["head"]]))
+
+
+def check_that_a_finding_names_its_rank():
+    class Rectified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.act, self.out = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.out(self.act(self.fc(x - 1e6 * dist.get_rank())))
+
+    torch.manual_seed(0)
+    watch = watched(DistributedDataParallel(Rectified()), steps=4, thresholds={"dead_steps": 3, "vanishing": 0})
+    [dead] = [each for each in watch.findings if each.kind == "dead units" and each.evidence["dead"] > 2]
+    assert 1 in dead.ranks
+    assert "on rank" in str(dead)
+
+
+def check_that_a_nan_of_one_rank_is_known_everywhere():
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).log() if dist.get_rank() else super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Breaks(4, 2))
+    watch = watched(model, steps=1)
+    assert watch.nonfinite.rank == 1
+    assert watch.nonfinite.address == "1"
+    assert "on rank 1" in str(watch.nonfinite)
+
+
+def check_that_a_watch_adds_up_the_shards_of_fsdp():
+    model = net()
+    for child in model.children():
+        fully_shard(child)
+    fully_shard(model)
+    watch = watched(model)
+    plain = net()
+    assert watch.pages[0].column("count", "parameters")["a.weight"] == plain.a.weight.numel()
+    assert watch.pages[0].column("norm", "parameters")["a.weight"] == pytest.approx(
+        float(plain.a.weight.norm()), rel=1e-2
+    )
+
+
+def check_that_only_the_first_rank_writes():
+    class Keeps:
+        def __init__(self):
+            self.steps = []
+
+        def write(self, page, _findings, _history):
+            self.steps.append(page.step)
+
+        def close(self):
+            pass
+
+    sink = Keeps()
+    watched(DistributedDataParallel(net()), sinks=[sink])
+    assert sink.steps == ([0, 1, 2] if dist.get_rank() == 0 else [])
+
+
 CHECKS = {name: function for name, function in globals().items() if name.startswith("check_that_")}

@@ -29,7 +29,8 @@ from tenterhook.testing import no_leak, state_of, untouched
 # The probe of compiled models takes a second, and the first call of that of make_fx too.
 LIGHT = [
     "backward hooks", "backward passes", "checkpointed edits", "gradients", "hooks of other libraries",
-    "kernels over many tensors", "listing hooks", "make_fx", "modes", "module calls", "parameters of recurrent layers",
+    "kernels over many tensors", "listing hooks", "make_fx",
+    "memory and graph nodes", "static inputs of graphs", "modes", "module calls", "parameters of recurrent layers",
     "shared state", "stopping a run", "structured values", "tracing", "transforms of torch.func",
     "weights computed from parameters",
 ]  # fmt: skip
@@ -154,6 +155,7 @@ CALLS = {
     "gradients": lambda model: hooks.register_backward_hook(model, lambda *_: None),
     "listing hooks": th.audit,
     "shared state": lambda model: th.features(model, ["0"]),
+    "memory and graph nodes": lambda model: th.cost(model, X),
     "modes": lambda model: th.sweep(model, [{"0": th.zero()}], lambda out: out.sum(), X),
 }
 

@@ -11,6 +11,7 @@ import click
 from tenterhook._version import __version__
 from tenterhook.address import Point, Selection, Site
 from tenterhook.audit.verb import audit as audit_of
+from tenterhook.cli.costing import cost
 from tenterhook.cli.doctor import doctor
 from tenterhook.cli.errors import run_command
 from tenterhook.cli.harvesting import harvest, verify
@@ -37,6 +38,9 @@ A Hugging Face model on disk; points inside an attention layer are shown beside 
 \b
 Find the first difference between two runs:
   tenterhook diff before.th after.th
+\b
+See where memory and time go:
+  tenterhook cost mymodels.py:Net --input 8x3x64x64
 \b
 Store the activations of a whole data set, for probes and sparse autoencoders:
   tenterhook harvest ./gpt2 transformer.h.6 --data corpus.txt --rows token -o acts
@@ -188,5 +192,5 @@ def completion(shell: str) -> None:
         click.echo(found(tenterhook, {}, "tenterhook", "_TENTERHOOK_COMPLETE").source())
 
 
-for command in (record, show, page, diff, harvest, verify, doctor):
+for command in (record, show, page, diff, cost, harvest, verify, doctor):
     tenterhook.add_command(command)

@@ -21,7 +21,7 @@ from tenterhook.cli.inputs import Inputs
 from tenterhook.edit.verb import edit
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.errors import NeverReached, SessionError, TenterhookError
+from tenterhook.errors import CostError, NeverReached, SessionError, TenterhookError
 from tenterhook.record.failure import failure
 from tenterhook.record.tape import Tape
 from tenterhook.record.tape_table import failure_lines
@@ -107,8 +107,8 @@ def calling(model: nn.Module) -> Iterator[None]:
         yield
     except (TenterhookError, click.ClickException) as raised:
         error = raised.__cause__
-        # th.points raises a SessionError for an error of the model, with the model's error as its cause.
-        if not isinstance(raised, SessionError) or error is None or isinstance(error, TenterhookError):
+        # th.points and th.cost raise an error of their own for an error of the model, with the model's as its cause.
+        if not isinstance(raised, SessionError | CostError) or error is None or isinstance(error, TenterhookError):
             raise
         raise _model_failed(model, error) from raised
     except Exception as error:

@@ -270,13 +270,18 @@ def _computed(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG00
     part.actions.guard.ahead.was_computed(part.serve_spec.path, values)  # type: ignore[union-attr]
 
 
+def _called(part: TracedPart, values: Any, token: int) -> None:  # noqa: ARG001
+    """Tell an action that the call has ended, with the arguments of the call."""
+    part.called.called(*values)
+
+
 def _nothing(part: TracedPart, values: Any, token: int) -> None:
     """Do nothing: this phase only counts gradients."""
 
 
 _PHASES = {
     "one": _kept, "gradients": _nothing, "in": _entered, "out": _left, "at": _passed, "swap": _exchanged,
-    "served": _served, "computed": _computed,
+    "served": _served, "computed": _computed, "call": _called,
 }  # fmt: skip
 
 

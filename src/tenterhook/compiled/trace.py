@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tenterhook.compiled.explain_errors import CHANGED_KIND, note_edit, note_view
 from tenterhook.compiled.opaque_edits import opaque
 from tenterhook.compiled.traced_gradients import ChangeGradient, TracedGradientHook, changed_gradient
+from tenterhook.compiled.traced_statistics import measured_output, measured_value
 from tenterhook.errors import Stopped
 from tenterhook.pytorch.dynamo_tracing import graph_break, view_base
 from tenterhook.pytorch.tracing import is_exporting
@@ -26,7 +27,7 @@ from tenterhook.sites.module import MISSING
 if TYPE_CHECKING:
     from tenterhook.compiled.trace_plan import Step, TracedPart
 
-__all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "refused", "traced"]
+__all__ = ["TracedContext", "Uncompilable", "Untraceable", "at_place", "measured", "refused", "traced"]
 
 EXPORTED = "tenterhook: close the session before torch.export, or its actions become part of the exported program"
 WALK = "tenterhook: inside a graph, the gradient of a structure must be in tuples, lists or dicts to be recorded"
@@ -88,6 +89,27 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
         chain = graph_outputs.chain
         graph_outputs.chain = (chain, key, "one", own_copy(value), counted(chain))
         graph_outputs.done_signal = None
+        return value
+
+    return forward
+
+
+def measured(module: nn.Module, original: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
+    """Return a forward that only measures the output and its gradient, in the graph."""
+    look, called = part.looks_out[0], part.called
+    graph_outputs, key = part.graph_outputs, part.key
+    call = unbound(module, original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        if is_exporting():
+            graph_break(msg=EXPORTED)
+        value = measured_output(look, call(module, *args, **kwargs))
+        if called:
+            chain = graph_outputs.chain
+            graph_outputs.chain = (chain, key, "call", (args, kwargs), counted(chain))
+            graph_outputs.done_signal = None
         return value
 
     return forward
@@ -200,16 +222,22 @@ def outcome(parts: tuple[TracedPart, ...], value: Any, given: Any) -> Any:
     for part, flagged in zip(parts, done, strict=True):
         seen = []
         for look in part.looks_out:
-            if look.gradient:
-                value, mark = caught(part, value, look.address, given)
-                seen.append(mark)
-            else:
-                seen.append(own(value, look))
+            value, mark = looked_at(part, look, value, given)
+            seen.append(mark)
         emit(part, "out", (flagged, tuple(seen)))
     for part in parts:
         for look in part.looks_out:
             stop_after(part, look)
     return with_gradients(pending, value, given)
+
+
+def looked_at(part: TracedPart, look: Step, value: Any, given: Any) -> tuple[Any, Any]:
+    """Return an output as an observer passes it on, and what leaves the graph for the observer."""
+    if look.gradient:
+        return caught(part, value, look.address, given)
+    if look.measures:
+        return measured_output(look, value), MISSING
+    return value, own(value, look)
 
 
 def at_place(part: TracedPart, index: int, step: Step, value: Any) -> Any:
@@ -257,21 +285,24 @@ def stop_after(part: TracedPart, look: Step) -> None:
 def own(value: Any, look: Step) -> Any:
     """Return a value as a separate output, which later in-place operations in the graph do not change.
 
-    Compilers remove the copy if nothing needs it.
+    Compilers remove the copy if nothing needs it. Of a value that is only measured, nothing is returned.
     """
-    if look.plain:
-        return own_copy(value)
-    if isinstance(value, Tensor):
+    if look.measures:
+        measured_value(look, value)
+        value = MISSING
+    elif look.plain:
+        value = own_copy(value)
+    elif isinstance(value, Tensor):
         value = value.detach()
         if look.dtype is not None and value.is_floating_point():
             value = value.to(look.dtype)
-        return value.clone() if look.copies else value
-    if type(value) is tuple:
-        return tuple([own(part, look) for part in value])
-    if type(value) is list:
-        return [own(part, look) for part in value]
-    if type(value) is dict:
-        return {key: own(part, look) for key, part in value.items()}
+        value = value.clone() if look.copies else value
+    elif type(value) is tuple:
+        value = tuple([own(part, look) for part in value])
+    elif type(value) is list:
+        value = [own(part, look) for part in value]
+    elif type(value) is dict:
+        value = {key: own(part, look) for key, part in value.items()}
     return value
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from tenterhook.compiled.inner_values import body_of
 from tenterhook.compiled.opaque_edits import CalledEdit
 from tenterhook.compiled.served_calls import UNDECIDED, served
-from tenterhook.compiled.trace import TracedContext, Uncompilable, Untraceable, passed, recorded, refused, traced
+from tenterhook.compiled.trace import (
+    TracedContext,
+    Uncompilable,
+    Untraceable,
+    measured,
+    passed,
+    recorded,
+    refused,
+    traced,
+)
 from tenterhook.engine.action import Context
 from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
@@ -36,8 +45,8 @@ class Step:
     """One action at one point, in the form that is traced."""
 
     __slots__ = (
-        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "observes",
-        "opaque", "part", "plain", "stops", "token",
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "measures",
+        "observes", "opaque", "part", "plain", "slots", "stops", "token",
     )  # fmt: skip
 
     def __init__(self, binding: Binding, actions: ModuleActions) -> None:
@@ -47,6 +56,8 @@ class Step:
             raise Untraceable(UNTRACED.format(kind=type(action).__name__, address=point.address))
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
+        self.measures = kind == "measured"
+        self.slots: Any = action.slots if self.measures else None
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = action.stops
@@ -128,6 +139,7 @@ class TracedPart:
     __slots__ = (
         "actions",
         "bound",
+        "called",
         "edits_in",
         "edits_out",
         "graph_outputs",
@@ -150,6 +162,8 @@ class TracedPart:
         self.looks_in = tuple([(place, Step(binding, actions)) for place, binding in actions.looks_in])
         self.edits_out = tuple([Step(binding, actions) for binding in self.bound.edits_out])
         self.looks_out = tuple([Step(binding, actions) for binding in self.bound.looks_out])
+        called = [binding.action for binding in actions.looks_out if binding.action.called is not None]
+        self.called: Any = called[0] if called else None
         self.inner = tuple([Step(binding, actions) for binding in actions.inner])
         self.swaps = tuple([_exchanged(swap, actions, graph_outputs) for swap in actions.swaps])
         self.bound.swapped = tuple([swap.binding for swap in self.swaps])
@@ -170,7 +184,17 @@ class TracedPart:
         if len(self.looks_out) != 1:
             return False
         step = self.looks_out[0]
+        if step.measures or self.called is not None:
+            return False
         return step.plain and not step.gradient and not step.stops and self.bound.looks_out[0].point.call is None
+
+    @property
+    def only_measures(self) -> bool:
+        """True if the only step measures the output of every call."""
+        others = self.edits_in or self.looks_in or self.edits_out or self.inner or self.swaps
+        if others or self.serve_spec is not None or len(self.looks_out) != 1:
+            return False
+        return self.looks_out[0].measures and self.bound.looks_out[0].point.call is None
 
 
 def _acts(binding: Binding) -> bool:
@@ -204,6 +228,8 @@ def traced_forward(patch: ForwardPatch, engine: Callable[..., Any], *, begins: b
         return refused(reason_at(FOREIGN, patch), engine)
     if len(parts) == 1 and parts[0].only_output:
         return recorded(patch.module, patch.original, parts[0])
+    if len(parts) == 1 and parts[0].only_measures:
+        return measured(patch.module, patch.original, parts[0])
     return traced(patch.module, body, parts)
 
 

@@ -60,11 +60,16 @@ class Action:
     """for an action that watches a gradient: called by the fast path in place of the action"""
 
     compiled: str | None = None
-    """The kind of an action that can be part of a compiled graph: "value", "gradient", "edit", "gradient edit", or
-    "nothing" if there is nothing to trace. For an observer, ``taken`` is called after the graph has run, with the
-    recorded value and the number of that run. After an edit was applied, ``mark`` is called."""
+    """The kind of an action that can be part of a compiled graph: "value", "gradient", "edit", "gradient edit",
+    "measured", or "nothing" if there is nothing to trace. For an observer of a value or a gradient, ``taken`` is called
+    after the graph has run, with the recorded value and the number of that run. A measured value stays in the graph.
+    After an edit was applied, ``mark`` is called."""
     change: Any = None
     """the change that an edit applies"""
+    slots: Any = None
+    """for the kind "measured": the tensors to which the graph adds its statistics"""
+    called: Callable[..., None] | None = None
+    """for an observer at a measured output: called with the arguments after each call that ran in a graph"""
 
     @property
     def reached(self) -> bool:

@@ -1,6 +1,7 @@
-"""Lightning: a callback that records a tape every few training steps.
+"""Lightning: a callback that watches training, and one that records a tape every few training steps.
 
-``Trainer(callbacks=[sampling("model.*", every=100, then=TapeWriter(writer))])``. It works with ``lightning`` and with
+``Trainer(callbacks=[watching()])`` and
+``Trainer(callbacks=[sampling("model.*", every=100, then=TapeWriter(writer))])``. They work with ``lightning`` and with
 ``pytorch_lightning``, whichever the process has imported.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import tenterhook as th
 from tenterhook.integrations.loop import Sampled
 
-__all__ = ["Steps", "sampling"]
+__all__ = ["Steps", "WatchesTraining", "sampling", "watching"]
 
 MISSING = 'the callback needs Lightning: pip install "tenterhook[lightning]"'
 
@@ -38,6 +39,53 @@ def sampling(
     """
     kind = _callback(_library())
     return kind(points, every, then, {"grad": grad, "keep": keep})
+
+
+def watching(*points: Any, **options: Any) -> Any:
+    """Return a Lightning callback that watches training with ``th.watch``. ``callback.watch`` is the watch.
+
+    The loss that ``training_step`` returns is passed on, and the optimizers are those of the module.
+
+    Args:
+        *points: as for ``th.watch``, with names as in the ``LightningModule``.
+        **options: the options of ``th.watch``, such as ``every=10`` or ``sinks=[...]``.
+
+    Raises:
+        ModuleNotFoundError: Lightning is not installed.
+    """
+    kind = _watching_callback(_library())
+    return kind(points, options)
+
+
+class WatchesTraining:
+    """The methods of the callback that watches, without Lightning's base class."""
+
+    watch: Any = None
+    """the watch, from the start of training on"""
+
+    def __init__(self, points: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._points, self._options = points, options
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Begin to watch."""
+        optimizers = [getattr(each, "optimizer", each) for each in trainer.optimizers]
+        self.watch = th.watch(module, *self._points, optimizer=optimizers, **self._options).start()
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        """Pass on the loss."""
+        del trainer, module
+        self.watch.log_loss(loss)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """End the watch."""
+        del trainer, module
+        self.watch.close()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """End the watch of a failed training."""
+        del trainer, module
+        if self.watch is not None:
+            self.watch.leave(exception)
 
 
 class Steps:
@@ -93,3 +141,8 @@ def _library() -> Any:
 @functools.cache
 def _callback(library: Any) -> type:
     return type("Sampling", (Steps, library.Callback), {"__doc__": sampling.__doc__})
+
+
+@functools.cache
+def _watching_callback(library: Any) -> type:
+    return type("Watching", (WatchesTraining, library.Callback), {"__doc__": watching.__doc__})

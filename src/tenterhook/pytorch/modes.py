@@ -13,6 +13,7 @@ from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.support import check, feature
 
 __all__ = [
+    "HIGHER_ORDER",
     "TorchDispatchMode",
     "all_norms",
     "any_mode",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", object)
+HIGHER_ORDER: Any = find("torch._ops.HigherOrderOperator", ())
+"""The class of operations that take functions, such as ``cond``."""
 function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
 """Return the active function modes of this thread, outermost first."""
 dispatch_modes: Callable[[], list[Any]] = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")

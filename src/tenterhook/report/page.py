@@ -25,7 +25,7 @@ __all__ = ["Chart", "Page", "render", "tapes_page", "write", "write_tapes"]
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
-SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "axes.js", "charts.js", "maps.js", "view.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "core.js", "tree.js", "axes.js", "charts.js", "maps.js", "treemap.js", "view.js")
 SIZE = 10_000_000
 MOST_RUNS = 2
 LEAST = 300_000  # bytes: a page without any picture
@@ -61,6 +61,8 @@ class Page:
     first: Mapping[str, Any] | None = None
     """the ``address`` and ``call`` of the first difference between two tapes, and whether it is of a ``gradient``"""
     pictures: Sequence[Mapping[str, Any] | None] = ()
+    treemaps: Sequence[Mapping[str, Any]] = ()
+    """each has a ``title``, and ``boxes`` as fields of ``Box``"""
     figures: Sequence[Mapping[str, Any]] = ()
     """each has a ``title``, some ``lines`` of text, and a ``png`` in base64, which may be empty"""
 
@@ -178,6 +180,7 @@ def render(page: Page) -> str:
         "points": list(page.points),
         "first": page.first,
         "pictures": list(page.pictures),
+        "treemaps": list(page.treemaps),
         "figures": list(page.figures),
         "version": __version__,
     }

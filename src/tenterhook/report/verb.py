@@ -1,4 +1,4 @@
-"""``th.page``: one HTML file that shows a recording, a watch or results."""
+"""``th.page``: one HTML file that shows a recording, a watch, a cost or results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from tenterhook.record.tape import Tape
 
 __all__ = ["page"]
+
+TWO = 2
 
 
 def page(
@@ -26,8 +28,9 @@ def page(
 
     Args:
         path: the file to write. An existing file is replaced.
-        of: a tape; a dict of two tapes by name, to show side by side; a watch; or the result of a recipe, or a list of
-            results.
+        of: a tape; a dict of two tapes by name, to show side by side; a watch; two watches, or the
+            paths of their logs, in a dict by name; a cost; or the result of a recipe, or a
+            list of results.
         also: results of recipes, or matplotlib figures, to show with the tape or the watch.
         title: the heading of the page.
         size: maximum size in bytes. Pictures are as fine as this allows.
@@ -36,8 +39,10 @@ def page(
         TypeError: ``of`` or ``also`` is something else.
         ValueError: ``size`` is too small for the page without pictures.
     """
+    from tenterhook.cost.result import Cost
     from tenterhook.report.figures import drawable, figures
     from tenterhook.report.page import LEAST, Page, write, write_tapes
+    from tenterhook.report.watch_comparison import is_run, runs_page
     from tenterhook.watch.results import Results
 
     more = _listed(also)
@@ -49,6 +54,16 @@ def page(
         made = watch_page(of, title=title)
         made.figures = figures(more, size - LEAST)
         return write(path, made)
+    if isinstance(of, Mapping) and len(of) == TWO and all(map(is_run, of.values())):
+        made = runs_page(of, title=title)
+        made.figures = figures(more, size - LEAST)
+        return write(path, made)
+    if isinstance(of, Cost):
+        from tenterhook.report.cost_page import cost_page
+
+        made = cost_page(of, title=title)
+        made.figures = figures(more, size - LEAST)
+        return write(path, made)
     if isinstance(of, Tape) or (isinstance(of, Mapping) and all(isinstance(each, Tape) for each in of.values())):
         return write_tapes(path, of, title=title, size=size, also=more)
     found = _listed(of)
@@ -57,7 +72,7 @@ def page(
         heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
         return write(path, Page(title or heading, figures=shown))
     raise TypeError(
-        "a page shows a tape, two tapes in a dict by name, a watch, or results of recipes; "
+        "a page shows a tape, two tapes or two watches in a dict by name, a watch, a cost, or results of recipes; "
         f"got a {type(found[0] if found else of).__name__}"
     )
 

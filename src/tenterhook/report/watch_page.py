@@ -42,9 +42,9 @@ def watch_page(watch: Results, *, title: str | None = None) -> Page:
 
 def _remark(group: FindingGroup) -> dict[str, Any]:
     """Return an entry for all findings of a kind. If there are several, they are listed as details."""
-    if len(group.details) == 1:
-        return {"text": str(group), "kind": group.kind}
-    return {"text": str(group), "kind": group.kind, "details": [str(each) for each in group.details]}
+    several = [str(each) for each in group.details] if len(group.details) > 1 else []
+    details = [*several, group.advice()] if group.advice() else several
+    return {"text": str(group), "kind": group.kind, **({"details": details} if details else {})}
 
 
 def _spread(addresses: list[str]) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from tenterhook.pytorch.dynamo import has_compiled_anything, is_compiled_wrapper
 from tenterhook.pytorch.module_calls import call_override
 
-__all__ = ["MISSING", "Argument", "argument", "can_be_called", "compiled_call", "parameters_of"]
+__all__ = ["MISSING", "Argument", "argument", "can_be_called", "compiled_call", "has_compiled_parts", "parameters_of"]
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -41,6 +42,13 @@ def compiled_call(module: nn.Module) -> Any:
     """Return the call that ``module.compile()`` has installed, or None. An override by a session does not count."""
     call = call_override(module)
     return None if hasattr(getattr(call, "__func__", None), "patch") else call
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Return whether the model or a part of it is compiled."""
+    if not has_compiled_anything():
+        return False
+    return any(is_compiled_wrapper(each) or compiled_call(each) is not None for each in model.modules())
 
 
 def _read(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:

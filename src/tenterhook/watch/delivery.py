@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tenterhook.errors import NonFinite, TenterhookWarning
 from tenterhook.sites.threads import current
 from tenterhook.watch.finding_groups import grouped
+from tenterhook.watch.graph_statistics import GraphBatch
 from tenterhook.watch.measured_batch import MeasuredBatch, read_together
 from tenterhook.watch.observers import heal
 from tenterhook.watch.results import Results
 
 if TYPE_CHECKING:
     from tenterhook.watch.blackbox import RingFile
+    from tenterhook.watch.findings import Finding
+    from tenterhook.watch.history import StepStats
     from tenterhook.watch.locate_nonfinite import NonFiniteReport
     from tenterhook.watch.measuring import Measuring
     from tenterhook.watch.observers import PointSlot, StepLedger
@@ -27,6 +30,9 @@ MOST_WAITING = 2  # Maximum number of steps in transfer. If there are more, wait
 # if a sink or page needs each step.
 AT_ONCE = 8
 STOPPED = "the sink {sink!r} {what}: {why}. Training continues; data that it has already written is kept."
+
+
+AnyBatch: TypeAlias = MeasuredBatch | GraphBatch
 
 
 class Delivery(Results):
@@ -44,14 +50,14 @@ class Delivery(Results):
     _sinks: list[Any]
     _slots: list[PointSlot]
 
-    _batches: list[MeasuredBatch]
+    _batches: list[AnyBatch]
     """batches of the current step"""
-    _coming: list[tuple[int, list[MeasuredBatch]]]
+    _coming: list[tuple[int, list[AnyBatch]]]
     """steps whose numbers are in transfer"""
-    _ready: list[tuple[int, list[MeasuredBatch]]]
+    _ready: list[tuple[int, list[AnyBatch]]]
     """steps whose numbers have arrived, to be published with later ones"""
 
-    def _take(self, *batches: MeasuredBatch) -> None:
+    def _take(self, *batches: AnyBatch) -> None:
         """Process measured batches now, or start their transfer; see :mod:`tenterhook.watch.measured_batch`."""
         for batch in batches:
             if self._late:
@@ -60,7 +66,7 @@ class Delivery(Results):
             else:
                 self._look_at(batch)
 
-    def _look_at(self, batch: MeasuredBatch) -> None:
+    def _look_at(self, batch: AnyBatch) -> None:
         """Process a batch whose numbers have arrived. Keep it until the end of the step if all numbers are finite."""
         if batch.settle():
             self._batches.append(batch)
@@ -81,7 +87,7 @@ class Delivery(Results):
                 batch.release()
                 self._batches.append(batch)
 
-    def _open(self, batch: MeasuredBatch) -> NonFiniteReport | None:
+    def _open(self, batch: AnyBatch) -> NonFiniteReport | None:
         self._ledger.on, self._looking = False, True
         try:
             return batch.open(self._history)
@@ -115,14 +121,14 @@ class Delivery(Results):
     @property
     def _at_once(self) -> int:
         """Number of steps that may wait. It is 1 if a sink, a file or a page needs each step at once."""
-        has_readers = self._sinks or self._ring is not None
+        has_readers = self._sinks or self._ring is not None or self._ranks is not None
         if has_readers or self.steps < AT_ONCE or self._findings.units.looking:
             return 1
         return 1 if self._server is not None and self._server.due() else AT_ONCE
 
     def _publish_ready(self) -> None:
         ready, self._ready = self._ready, []
-        read_together(batch for _, batches in ready for batch in batches)
+        read_together(batch for _, batches in ready for batch in batches if isinstance(batch, MeasuredBatch))
         for step, batches in ready:
             for batch in batches:
                 self._check(self._open(batch), step)
@@ -147,21 +153,38 @@ class Delivery(Results):
             warnings.warn(str(found), TenterhookWarning, stacklevel=2)
 
     def _publish(self, step: int) -> None:
-        page = self._history.close_step(step)
+        page, new = self._judged(step)
         if page is None:
             return
-        new = self._findings.judge(page, self._parameters.names, self._slots, self._history.alike)
         if self._ring is not None:
             self._ring.write(page)
             for group in grouped(new):
                 self._ring.say(str(group))
-        for sink in list(self._sinks):
+        for sink in list(self._sinks) if self._ranks is None or self._ranks.rank == 0 else ():
             try:
                 sink.write(page, grouped(new), self._history)
             except Exception as error:  # noqa: BLE001 - a training run is worth more than its log, whatever the error
                 self._sinks.remove(sink)
                 self._warn_stopped(sink, f"was stopped at step {step}", error)
                 close_quietly(sink)
+
+    def _judged(self, step: int) -> tuple[StepStats | None, list[Finding]]:
+        """Finish a step, and return its statistics and its new findings, of all processes if they are reduced."""
+        new: list[Finding] = []
+
+        def judge(page: StepStats) -> StepStats:
+            nonlocal new
+            # Each process judges its own numbers, so that a finding of one is not lost in the sum.
+            new = self._findings.judge(page, self._parameters.names, self._slots, self._history.alike)
+            if self._ranks is None:
+                return page
+            before = set(self._ranks.findings)
+            page = self._ranks.exchange(page, list(self._findings.all.values()), self.nonfinite)
+            self.nonfinite = self._ranks.nonfinite
+            new = [each for each in self._ranks.merged() if (each.kind, each.address) not in before]
+            return page
+
+        return self._history.close_step(step, judge), new
 
     @staticmethod
     def _warn_stopped(sink: Any, what: str, error: Exception) -> None:

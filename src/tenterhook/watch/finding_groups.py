@@ -69,6 +69,11 @@ class FindingGroup:
         worst = self.worst
         return printable(f"{self.title}, {when}; the worst is {worst.address!r}: {worst.text}")
 
+    def advice(self) -> str:
+        """Return the likely cause and what to try, in one line, or an empty text."""
+        first = self.details[0]
+        return f"Likely cause: {first.cause} Try: {first.remedy}" if first.cause else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the group as plain data, with every finding in ``details``."""
         return {
@@ -78,6 +83,8 @@ class FindingGroup:
             "first": self.first,
             "last": self.last,
             "text": str(self),
+            "cause": self.details[0].cause,
+            "remedy": self.details[0].remedy,
             "details": [each.to_dict() for each in self.details],
         }
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from tenterhook._text import counted, printable
 from tenterhook.pytorch.layers import DROPOUTS
 from tenterhook.statistics.measure import COUNT, NORM, ZEROS, Array
+from tenterhook.watch.finding_texts import EXPLANATIONS
 from tenterhook.watch.history import ORDERS, StepStats
 from tenterhook.watch.observers import PointSlot
+from tenterhook.watch.rules import Rule
 
 __all__ = ["THRESHOLDS", "Finding", "Findings", "Units"]
 
@@ -27,6 +29,15 @@ THRESHOLDS: Mapping[str, float] = {
     "vanishing": 1e-6,  # RMS gradient of a point, relative to the largest of the step
     "exploding": 1e3,  # norm of all parameter gradients, relative to its median in earlier steps
     "exploding_depth": 1e4,  # RMS gradient of a point, relative to that of the model's last point
+    "large_update": 0.1,  # norm of an update, relative to that of the weights, in 3 consecutive measurements
+    "small_update": 1e-8,  # the same, of weights that have a gradient and an optimizer
+    "loss_spike": 3.0,  # loss, relative to its median in earlier steps
+    "unused_rows": 0.5,  # share of an embedding's rows that were in no input ...
+    "embedding_steps": 100,  # ... after this many watched steps
+    "collapsed_heads": 0.5,  # share of a layer's heads that attend to one position only
+    "overflow": 0.25,  # largest value of a float16 or bfloat16 tensor, relative to the largest number of its dtype
+    "underflow": 0.2,  # share of zeros, if the other values are the smallest of their dtype
+    "noise_scale": 20.0,  # variance of the gradient over the square of its mean, in batches
 }
 """Default thresholds. The comment of each one says what it is compared with."""
 
@@ -56,14 +67,31 @@ class Finding:
     threshold: float
     text: str
     evidence: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    """the processes of a distributed run that have it"""
+
+    @property
+    def cause(self) -> str:
+        """The likely cause of findings of this kind."""
+        return EXPLANATIONS[self.kind].cause if self.kind in EXPLANATIONS else ""
+
+    @property
+    def remedy(self) -> str:
+        """The changes to try."""
+        return EXPLANATIONS[self.kind].remedy if self.kind in EXPLANATIONS else ""
 
     def __str__(self) -> str:
         when = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return printable(f"{self.kind} at {self.address!r}, {when}: {self.text}")
+        return printable(f"{self.kind} at {self.address!r}{self._on()}, {when}: {self.text}")
+
+    def _on(self) -> str:
+        if not self.ranks:
+            return ""
+        return f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain data."""
-        return asdict(self)
+        return {**asdict(self), "cause": self.cause, "remedy": self.remedy}
 
 
 @dataclass
@@ -158,6 +186,7 @@ class Findings:
             raise ValueError(f"unknown threshold: {', '.join(sorted(unknown))}; valid: {', '.join(THRESHOLDS)}")
         self.limits = {**THRESHOLDS, **(thresholds or {})}
         self.units = Units()
+        self.rules: list[Rule] = []
         self.all: dict[tuple[str, str], Finding] = {}
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self._zeros: set[str] = set()
@@ -181,6 +210,8 @@ class Findings:
         _, values, points, own = seen
         self._gradients(page, points, own)
         self._units(page, values, slots)
+        for rule in self.rules:
+            rule.judge(page, self.limits, self._note)
         return (
             [finding for key, finding in self.all.items() if key not in before] if len(self.all) > len(before) else []
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,15 +113,18 @@ class History:
         kept = [(old, table, ~np.isin(old, rows)) for old, table in self._step]
         self._step = [(old[keep], table[keep]) for old, table, keep in kept if keep.any()]
 
-    def close_step(self, step: int) -> StepStats | None:
-        """Finish the step: add it to the running statistics, and return its page. Return None if it has no rows."""
+    def close_step(self, step: int, judge: Callable[[StepStats], StepStats] = lambda page: page) -> StepStats | None:
+        """Finish the step: add it to the running statistics, and return its page. Return None if it has no rows.
+
+        ``judge`` is called with the page before it is added, and returns the page to add.
+        """
         self._sketch.pour()
         parts, self._step = self._step, []
         if not parts:
             return None
         order, kinds = self._order([rows for rows, _ in parts])
         table = order.combine(np.concatenate([table for _, table in parts]) if len(parts) > 1 else parts[0][1])
-        page = StepStats(step, time.time(), order.rows, table, self.names, kinds)
+        page = judge(StepStats(step, time.time(), order.rows, table, self.names, kinds))
         with self.lock:
             self._unmerged.append(page)
             if len(self._unmerged) >= AT_ONCE:

@@ -54,6 +54,8 @@ class NonFiniteReport:
     line: Line | None = None
     """the line of the operation that produced it; ``line.operands`` are the arguments of the operation"""
     note: str = ""
+    rank: int | None = None
+    """the process that has it, in a watch with ``ranks=True``"""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -71,7 +73,10 @@ class NonFiniteReport:
             "updates": "the update",
         }
         count = int(self.statistics["count"])
-        text = [f"step {self.step}: {one[self.kind]} of {where!r} contains {counts} in {counted(count, 'element')}."]
+        rank = f" on rank {self.rank}" if self.rank is not None else ""
+        text = [
+            f"step {self.step}{rank}: {one[self.kind]} of {where!r} contains {counts} in {counted(count, 'element')}."
+        ]
         if self.reason:
             text.append(f"  {self.reason}")
         if self.line is not None:

@@ -72,12 +72,13 @@ class PointSlot:
     """A watched point, with the rows of its tensors and its current state."""
 
     __slots__ = (
-        "address", "careful", "copies", "fickle", "looks", "lost", "module", "path", "point", "retains", "rows", "seen",
-        "size", "spoilt", "taken", "trusted",
+        "address", "careful", "copies", "dtype", "fickle", "looks", "lost", "module", "path", "point", "retains",
+        "rows", "seen", "size", "spoilt", "taken", "trusted",
     )  # fmt: skip
 
     def __init__(self, point: Point, *, careful: bool) -> None:
         self.point, self.address, self.path, self.module = point, point.address, point.path, point.module
+        self.dtype: Any = None  # The dtype of a value when it was last measured.
         self.careful = careful  # True if values are copied, because they may be changed in place later.
         self.rows: dict[Path, tuple[int, int]] = {}  # Rows of the value and of the gradient.
         self.looks = False  # True if its units or its bounds are examined.
@@ -97,6 +98,7 @@ class PointSlot:
         several = len(self.rows) > 1  # Then the largest counts for each.
         self.seen, self.size = True, max(self.size, tensor.nbytes) if several else tensor.nbytes
         self.retains = self.size <= SMALL and tensor.is_cpu
+        self.dtype = tensor.dtype
 
     def label(self, path: Path) -> str:
         """Return the address of one tensor of the value."""

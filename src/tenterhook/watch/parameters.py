@@ -43,8 +43,11 @@ class Parameters:
         self._limit = None if options.sample is None else max(1, options.sample // 8)
         named = _named(model, points)
         self.names = set(named)
+        self.named = named
         self._labels = list(named)
         self._parameters = list(named.values())
+        self.matrices = [name for name, parameter in named.items() if parameter.dim() > 1]
+        self.tied = _used_twice(model)
         self._tensors: list[Tensor] = []
         self._where: list[int] = []
         self._snapshot: Snapshot | None = None
@@ -53,6 +56,11 @@ class Parameters:
         self._measured: set[int] = set()  # Parameters whose gradients were measured in the current step.
         self._rows: dict[Kind, list[int]] = {}
         self._layouts: dict[tuple[Kind, Sequence[int]], RowLayout] = {}
+
+    @property
+    def tensors(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return self._parameters
 
     def begin(self, *, at_once: bool) -> None:
         """Begin a step. With ``at_once``, save the values now, because no optimizer will announce the update."""
@@ -139,7 +147,7 @@ class Parameters:
 
     def release(self) -> None:
         """Release all tensors."""
-        self._snapshot, self._tensors, self._parameters = None, [], []
+        self._snapshot, self._tensors, self._parameters, self.named = None, [], [], {}
 
     def _take(self) -> None:
         self._follow()
@@ -184,6 +192,15 @@ class Parameters:
             return report
 
         return explain
+
+
+def _used_twice(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that several modules share."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {each for each, count in owners.items() if count > 1}
 
 
 def _named(model: nn.Module, points: Sequence[Point]) -> dict[str, nn.Parameter]:

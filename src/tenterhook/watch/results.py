@@ -20,6 +20,7 @@ from tenterhook.watch.locate_nonfinite import NonFiniteReport
 from tenterhook.watch.watch_table import table_of
 
 if TYPE_CHECKING:
+    from tenterhook.watch.across_ranks import Ranks
     from tenterhook.watch.live_server import LiveServer
 
 __all__ = ["Results", "WatchOptions", "about"]
@@ -41,6 +42,7 @@ class WatchOptions:
     sinks: tuple[Any, ...]
     blackbox: int | None
     to: Path
+    ranks: bool = False
 
 
 class Results(Drawn):
@@ -63,7 +65,9 @@ class Results(Drawn):
     def findings(self) -> list[Finding]:
         """The detected problems, in the order in which they were found."""
         self._settle(wait=False)
-        return list(self._findings.all.values())
+        return self.findings_now()
+
+    _ranks: Ranks | None = None
 
     @property
     def finding_groups(self) -> list[FindingGroup]:
@@ -108,10 +112,14 @@ class Results(Drawn):
             **about(self.model, self._options),
             "steps": self.steps,
             "rows": self._history.rows(),
-            "findings": [group.to_dict() for group in grouped(list(self._findings.all.values()))],
+            "findings": [group.to_dict() for group in grouped(self.findings_now())],
             "nonfinite": self.nonfinite.to_dict() if self.nonfinite is not None else None,
             "nonfinite_steps": self.nonfinite_steps,
         }
+
+    def findings_now(self) -> list[Finding]:
+        """Return the findings of the published steps. It does not wait."""
+        return self._ranks.merged() if self._ranks is not None else list(self._findings.all.values())
 
     def serve(self, port: int = 0) -> str:
         """Serve a page on this machine that shows this watch live, and return its URL.

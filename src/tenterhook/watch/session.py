@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
@@ -21,14 +21,18 @@ from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
 from tenterhook.pytorch.autograd import call_after_backward, current_backward_id, keeps_graph
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
+from tenterhook.pytorch.support import require
 from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.model_facts import facts
-from tenterhook.sites.module import can_be_called
+from tenterhook.sites.module import can_be_called, has_compiled_parts
+from tenterhook.watch.across_ranks import Ranks, replicated
 from tenterhook.watch.activations import Activation, activations
 from tenterhook.watch.blackbox import RingFile
 from tenterhook.watch.delivery import Delivery
+from tenterhook.watch.device_counts import AttentionEntropy, EmbeddingUse, GradientNoise
 from tenterhook.watch.findings import Findings
+from tenterhook.watch.graph_statistics import GraphStatistics
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
 from tenterhook.watch.measured_batch import MeasureRequest, measured
@@ -36,9 +40,13 @@ from tenterhook.watch.measuring import Measuring
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import WatchOptions, about
+from tenterhook.watch.rules import LossRule, PrecisionRule, UpdateRule
+from tenterhook.watch.run_without_graph import first_nonfinite
 from tenterhook.watch.step_events import BackwardBegins, DeferredHooks, ModelCalled, ModelReturns, park, unpark
 
 __all__ = ["Watch"]
+
+ROOT = (":return",)  # The address of the model's output.
 
 
 class Watch(Delivery, Session):
@@ -64,8 +72,10 @@ class Watch(Delivery, Session):
         self._measuring = Measuring(self._history, self._ledger, self._findings.units, options)
         self._ring = RingFile(options.to, options.blackbox, about(model, options)) if options.blackbox else None
         self._sinks = list(options.sinks)
+        self._losses = LossRule(ROOT)
         self._hooks: list[Any] = []
         self._slots: list[PointSlot] = []
+        self._graph = self._graph_statistics(model)
         self._shared: dict[int, Any] = {}
         self._calls = 0
         self._one_call = False  # True if the last step had one call. Then the next one usually has one too.
@@ -79,7 +89,8 @@ class Watch(Delivery, Session):
         self._server: Any = None
         self._batches, self._coming, self._ready = [], [], []
         self._device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-        self._late = self._device == "cuda" and options.on_nan != "raise"
+        # Processes exchange their numbers at the end of each step, so they must not be late.
+        self._late = self._device == "cuda" and options.on_nan != "raise" and not options.ranks
         self._deferred_hooks = DeferredHooks(self._ledger, self._device)
         bindings: list[Binding] = []
         super().__init__(model, bindings, [])
@@ -89,6 +100,7 @@ class Watch(Delivery, Session):
                 self._add(point, bindings, careful=careful)
                 self._add_activations(point, bindings)
         self._findings.units.choose(self._slots, set())
+        self._add_rules(points, bindings)
         # ModelCalled runs before all other actions at the model's call, ModelReturns after all others at its return.
         root = Point(":return", Site.RETURN, model, "", None, None)
         bindings.insert(0, Binding(root, ModelCalled(self)))
@@ -100,8 +112,10 @@ class Watch(Delivery, Session):
         boundary = point.site is Site.RETURN and point.call is None
         value = ValueObserver(slot, self._ledger, direct=boundary, entries=self._shared)
         bindings.append(Binding(point, value))
-        if point.explicit:
+        if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
+        if self._graph is not None:
+            value.compiled, value.slots = "measured", self._graph.add(point.address, gradients=self._in_graph(point))
         gradient: Any
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
@@ -112,18 +126,71 @@ class Watch(Delivery, Session):
             gradient = CaughtGradientObserver(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
+        if self._graph is not None:
+            gradient.compiled = "nothing"
         bindings.append(Binding(point, gradient))
+
+    def _in_graph(self, point: Point) -> bool:
+        """Return whether the gradient of a point is measured in graphs."""
+        return "gradients" in self._options.of and point.site is Site.RETURN
+
+    def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
+        """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
+        if not has_compiled_parts(model):
+            return None
+        require("static inputs of graphs")
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        return GraphStatistics(self._history, device)
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
         """Add actions that count the idle units of activations that a module's forward calls as functions."""
+        if self._graph is not None:
+            return  # They are inside the graph.
         if point.site is Site.RETURN and point.call is None and "values" in self._options.of:
             for inner in activations(point):
                 slot = PointSlot(inner, careful=False)
                 bindings.append(Binding(inner, Activation(slot, self._ledger, self._findings.units)))
 
+    def _add_rules(self, points: tuple[Point, ...], bindings: list[Binding]) -> None:
+        """Add the rules of findings that look further than at one step's units and gradients."""
+        rules, of = self._findings.rules, self._options.of
+        if "updates" in of:
+            rules.append(UpdateRule(self._parameters.matrices, has_optimizer=bool(self._optimizers)))
+        rules += [PrecisionRule(self._slots), self._losses]
+        if "gradients" in of and self._optimizers:
+            self._noise = GradientNoise(self._parameters.tensors, self._history)
+            rules.append(self._noise)
+        tied = self._parameters.tied
+        for point in points if "values" in of and self._graph is None else ():
+            if type(point.module) is nn.Embedding and point.site is Site.RETURN and id(point.module.weight) not in tied:
+                use = EmbeddingUse(self._ledger, self._history, point.address, point.module)
+                inside = Point(f"{point.path}:in", Site.IN, point.module, point.path)
+                bindings.append(Binding(inside, use))
+                rules.append(use)
+            elif point.meaning == "pattern":
+                entropy = AttentionEntropy(self._ledger, self._history, point.address)
+                bindings.append(Binding(point, entropy))
+                rules.append(entropy)
+
+    def log_loss(self, loss: Any) -> None:
+        """Tell the watch the loss of the current step, a number or a tensor, to find spikes.
+
+        It is not needed if the model returns its loss, as an output named ``loss`` or as its only number.
+        """
+        self._losses.given[self.steps] = loss.detach() if isinstance(loss, Tensor) else float(loss)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in batches, or None if it is not known: it needs ``optimizer=`` and some steps."""
+        return self._noise.scale() if self._noise is not None else None
+
+    _noise: GradientNoise | None = None
+
     # -- start and close -----------------------------------------------------------------------------------------------
 
     def on_start(self) -> None:
+        if self._options.ranks:
+            self._ranks = Ranks(replicated(self._parameters.named))
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_update))
         if self._options.steps == "optimizer":
@@ -152,6 +219,8 @@ class Watch(Delivery, Session):
             return super().leave(error)
         if self._ring is not None and not isinstance(error, NonFinite):
             self._ring.say(f"{type(error).__name__}: {error}")
+        if self._ranks is not None:
+            self._ranks.leave()
         self._salvage()
         try:
             return super().leave(error)
@@ -187,6 +256,10 @@ class Watch(Delivery, Session):
         self._measuring.release()
         self._parameters.release()
         self._findings.units.release()
+        if self._noise is not None:
+            self._noise.release()
+        if self._graph is not None:
+            self._graph.release()
         self._close_sinks()
         if self._ring is not None:
             self.blackbox = self._ring.close()
@@ -211,13 +284,17 @@ class Watch(Delivery, Session):
     def _not_open(self) -> SessionError:
         return SessionError("this watch is not open; call step() inside its `with` block")
 
-    def on_call(self) -> None:
+    def on_call(self, arguments: Any) -> None:
         """Handle the start of a call of the model."""
         if self._looking:
             return
         if self._options.steps == "call" and self._calls:
             self._end()
         self._calls += 1
+        if self._attached and self._graph is not None:
+            self._graph.arguments = arguments
+            if self.graph_outputs is not None:
+                self.graph_outputs.calls += 1
         if self._attached:
             if self._puts_off:  # The expected update did not happen.
                 self._measure()
@@ -226,6 +303,16 @@ class Watch(Delivery, Session):
             self._lighten()
             self._measuring.entered(self._device)
             self._deferred_hooks.called(self.steps)
+
+    def on_graph_call(self, arguments: Any) -> None:
+        """Handle the end of a call of the model that ran in a graph."""
+        if self._looking or self._graph is None:
+            return
+        if self._options.steps == "call" and self._calls:
+            self._end()
+        self._calls += 1
+        if self._attached:
+            self._graph.called(arguments)
 
     def on_return(self, value: Any) -> None:
         """Handle the return of the model. Install hooks that detect the start of its backward pass."""
@@ -262,6 +349,8 @@ class Watch(Delivery, Session):
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._attached and self._ledger.on and not is_step_within_step(optimizer, own_frame(1)):
             closes = any(map(callable, (*args, *kwargs.values())))
+            if self._noise is not None and optimizer is self._optimizers[0]:
+                self._noise.look(self.steps)
             self._measure(*self._parameters.before(optimizer, closes=closes))
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -281,6 +370,8 @@ class Watch(Delivery, Session):
             self._measure()
             self._take(*self._parameters.after())
             self._hand_in()
+        if self._ranks is not None and self._attached and begun:
+            self._settle()
         self.steps += begun
         self._findings.units.step = self.steps
         self._one_call = self._calls == 1
@@ -303,8 +394,23 @@ class Watch(Delivery, Session):
     def _measure(self, *more: MeasureRequest) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
+        # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
+        # would be taken for a recomputation.
+        if self._graph is not None and self._ledger.on and current_backward_id() == -1:
+            self._take(*self._graph.take(self._run_again))
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
+
+    def _run_again(self, names: list[tuple[str, str]]) -> NonFiniteReport | None:
+        """Run the last call without the compiler, to find the line that made the first NaN or Inf."""
+        given = self._graph.arguments if self._graph is not None else None
+        if given is None or names[0][0] != "values":
+            return None
+        parked = park(self.action_sets.values())
+        try:
+            return first_nonfinite(self.model, given)
+        finally:
+            unpark(parked)
 
     # -- between watched steps -----------------------------------------------------------------------------------------
 
@@ -329,6 +435,8 @@ class Watch(Delivery, Session):
             unpark(self._parked)
             self._attached = self._ledger.on = True
             self._deferred_hooks.resumed()
+            if self._graph is not None:
+                self._graph.empty()
 
 
 def _nothing() -> None:

@@ -158,14 +158,15 @@ class ModelCalled(Action):
     observes = True
     again = False
     reached = True
+    compiled = "nothing"
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, _call: int, _since: int, args: Any, kwargs: Any) -> None:
         """Handle a call, except one inside a transform of torch.func."""
         if current_backward_id() == -1 and not in_transform():
-            self._watch.on_call()
+            self._watch.on_call((args, kwargs))
 
     def __call__(self, value: Any, context: Context) -> None:
         """Do nothing; see :class:`ModelReturns`."""
@@ -175,6 +176,11 @@ class ModelReturns(ModelCalled):
     """An action that calls ``on_return`` of a watch when the model returns."""
 
     enter = None  # type: ignore[assignment]
+    compiled = "nothing"
+
+    def called(self, *arguments: Any) -> None:
+        """Handle a call that ran in a graph."""
+        self._watch.on_graph_call(arguments)
 
     def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002 - the signature of an action
         if not in_transform():

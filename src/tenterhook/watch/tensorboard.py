@@ -9,10 +9,11 @@ import socket
 import time
 from typing import Any
 
+from tenterhook.watch.sink import SCALARS
+
 __all__ = ["TensorBoard"]
 
 MISSING = 'th.TensorBoard needs the package tensorboard: pip install "tenterhook[tensorboard]"'
-SCALARS = ("mean", "std", "norm")
 _files = itertools.count()
 
 

@@ -47,6 +47,7 @@ def watch(  # noqa: PLR0913 - independent options with defaults
     sample: int | None = 2**13,
     hold: int | None = None,
     pages: int = 256,
+    ranks: bool = False,
 ) -> Watch:
     """Watch the selected points while a model trains. The ``with`` block returns the watch, which prints as a table.
 
@@ -76,7 +77,8 @@ def watch(  # noqa: PLR0913 - independent options with defaults
         on_nan: at the first NaN or Inf, ``raise`` ``NonFinite`` before the parameters change, ``warn``, or only
             ``record`` it in ``w.nonfinite``.
         thresholds: thresholds of the findings, to replace some of ``tenterhook.watch.findings.THRESHOLDS``.
-        sinks: where to write each step in addition to memory: ``th.JsonLines(path)``, ``th.TensorBoard(folder)``.
+        sinks: where to write each step in addition to memory: ``th.JsonLines(path)``, ``th.TensorBoard(folder)``, those
+            of ``tenterhook.integrations``, or your own.
         blackbox: number of recent steps to keep on disk, in the file ``to``. The file stays if there is a problem, and
             is deleted otherwise.
         to: the path of that file.
@@ -87,6 +89,8 @@ def watch(  # noqa: PLR0913 - independent options with defaults
             more, they are measured while the model runs. The default is 1 GiB, or 1/16 of the GPU memory if that is
             more.
         pages: number of recent steps to keep in memory.
+        ranks: reduce the statistics over the processes of a distributed run, and say which ranks a finding is from.
+            Every process must open the watch with the same options. It waits for all of them in each watched step.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -110,6 +114,7 @@ def watch(  # noqa: PLR0913 - independent options with defaults
         sinks=tuple(sinks),
         blackbox=None if blackbox is None else _positive("blackbox", blackbox),
         to=Path(to),
+        ranks=bool(ranks),
     )
     optimizers = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
     return Watch(model, resolve(model, selectors or "**"), options, optimizers)

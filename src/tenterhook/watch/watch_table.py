@@ -9,6 +9,7 @@ from tenterhook._draw import Column, Row, Table, counted
 from tenterhook.address.tree import class_name
 
 if TYPE_CHECKING:
+    from tenterhook.watch.finding_groups import FindingGroup
     from tenterhook.watch.results import Results
 
 __all__ = ["table_of"]
@@ -37,7 +38,7 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
     values = [row for row in rows if row["kind"] in ("values", "parameters")]
     lone = [row for row in rows if row["kind"] == "gradients" and not _has_value(row["address"], by_key)]
     drawn = [_row(row, by_key) for row in (values + lone)[:SHOWN]]
-    footer = [f"⚠ {group}" for group in watch.finding_groups] if findings else []
+    footer = [line for group in watch.finding_groups for line in _of_group(group)] if findings else []
     if findings and watch.nonfinite is not None:
         footer = [*str(watch.nonfinite).splitlines(), *footer]
     if len(values) + len(lone) > SHOWN:
@@ -46,6 +47,10 @@ def table_of(watch: Results, *, findings: bool = True) -> Table:
     counts = ", ".join(counted(*each) for each in ((watch.steps, "step"), (len(rows), "row"), (count, "finding")))
     title = f"{class_name(watch.model)}: {counts}"
     return Table(title, COLUMNS, tuple(drawn), tuple(footer))
+
+
+def _of_group(group: FindingGroup) -> list[str]:
+    return [f"⚠ {group}", f"  {group.advice()}"] if group.advice() else [f"⚠ {group}"]
 
 
 def _has_value(address: str, by_key: dict[Any, Any]) -> bool:

@@ -107,6 +107,7 @@
       overview.append(el("section", { class: "card chart" }, el("h3", {}, chart.title), box));
       TH.charts.lines(box, chart, true);
     }
+    overview.append(...TH.data.treemaps.map(TH.treemap));
     overview.append(...TH.data.tables.map(tableCard));
   };
 

@@ -1,0 +1,170 @@
+"""Costs, and a watch in compiled graphs, on a GPU: `PYTHONPATH=src python -m benchmarks.gpu_cost OUT.json`.
+
+The figures of `th.cost` for a training step of GPT-2 are compared with PyTorch's own: FLOPs with FlopCounterMode, saved
+bytes with hooks on saved tensors, the peak with `torch.cuda.max_memory_allocated`. Then the time of `th.cost` is
+measured in plain steps, and that of a compiled training step with a watch in its graph, in turns with the plain
+compiled step; the median of the ratios counts. `--tiny` uses a small model on the CPU, as a test of the script.
+`--part` runs one of the two parts, and `--mode` is that of `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import tenterhook as th
+
+STEPS, FIRST, TURNS = 20, 12, 8
+GOALS = {"everything, every step, in the graph": 1.05, "everything, every 10th step, in the graph": 1.01}
+
+
+class Setting:
+    """A model, its optimizer and its input, on the device."""
+
+    def __init__(self, *, tiny: bool) -> None:
+        self.device = torch.device("cpu" if tiny else "cuda")
+        small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(use_cache=False, **(small if tiny else {})))
+        self.model: Any = model.to(self.device, torch.float32 if tiny else torch.bfloat16).train()
+        shape = (2, 16) if tiny else (8, 512)
+        self.ids = torch.randint(0, 100 if tiny else 50257, shape, device=self.device)
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def step(self) -> None:
+        """Run a forward and a backward pass, without gradients of earlier passes."""
+        self.model.zero_grad(set_to_none=True)
+        self.model(self.ids, labels=self.ids).loss.backward()
+
+    def timed(self, work: Any, count: int) -> float:
+        """Return milliseconds of a function."""
+        self.wait()
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        self.wait()
+        return (time.perf_counter() - began) / count * 1e3
+
+
+def costs(setting: Setting) -> dict[str, Any]:
+    """Compare the cost of a step with PyTorch's own counters, and measure the time that it takes."""
+    setting.step()
+    cost = th.cost(setting.model, setting.ids, labels=setting.ids)
+    setting.model.zero_grad(set_to_none=True)
+    with FlopCounterMode(display=False) as forward:
+        loss = setting.model(setting.ids, labels=setting.ids).loss
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    del loss
+    found: dict[str, Any] = {
+        "forward FLOPs": (cost.flops, forward.get_total_flops()),
+        "backward FLOPs": (cost.backward_flops, backward.get_total_flops()),
+        "saved bytes": (cost.saved_bytes, saved_bytes(setting)),
+        "peak bytes": (cost.peak_bytes, peak_bytes(setting)),
+    }
+    plain = min(setting.timed(setting.step, 5) for _ in range(3))
+    whole = min(setting.timed(lambda: th.cost(setting.model, setting.ids, labels=setting.ids), 1) for _ in range(3))
+    found |= {"plain step, ms": plain, "th.cost, ms": whole, "th.cost, in plain steps": whole / plain}
+    timed = th.cost(setting.model, setting.ids, labels=setting.ids, time=True)
+    on_meta = th.cost(setting.model.to("meta"), setting.ids, labels=setting.ids)
+    found["forward FLOPs, meta device"] = (on_meta.flops, cost.flops)
+    found["saved bytes, meta device"] = (on_meta.saved_bytes, cost.saved_bytes)
+    print(timed)
+    return found
+
+
+def saved_bytes(setting: Setting) -> int:
+    """Return the bytes that hooks on saved tensors see, each storage once, without parameters and buffers."""
+    own = {each.untyped_storage().data_ptr() for each in (*setting.model.parameters(), *setting.model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        setting.model(setting.ids, labels=setting.ids)
+    return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in own)
+
+
+def peak_bytes(setting: Setting) -> int:
+    """Return the peak of a plain step, as the allocator counts it."""
+    setting.model.zero_grad(set_to_none=True)
+    if setting.device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    setting.step()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def compiled_watch(setting: Setting, mode: str) -> dict[str, Any]:
+    """Measure compiled training steps with a watch in the graph, in turns with plain ones."""
+    optimizer = torch.optim.AdamW(setting.model.parameters(), lr=1e-5)
+    model: Any = torch.compile(
+        setting.model, backend="eager" if mode == "none" else "inductor", mode=None if mode == "none" else mode
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(setting.ids, labels=setting.ids).loss.backward()
+        optimizer.step()
+
+    found: dict[str, Any] = {"compile, s": setting.timed(step, 1) / 1e3}
+    for name, every in zip(GOALS, (1, 10), strict=True):
+        ratios = []
+        for turn in range(TURNS):
+            setting.timed(step, FIRST)
+            before = setting.timed(step, STEPS)
+            began = time.perf_counter()
+            with th.watch(model, optimizer=optimizer, every=every) as watch:
+                setting.timed(step, FIRST)
+                found.setdefault(f"{name}: compile and first steps, s", time.perf_counter() - began)
+                took = setting.timed(step, STEPS)
+            setting.timed(step, 2)
+            after = setting.timed(step, STEPS)
+            found.setdefault(f"{name}: graphs, breaks", (watch.compiled.graphs, watch.compiled.breaks))
+            if turn:  # The first one compiles.
+                ratios.append(2 * took / (before + after))
+        low, middle, high = quantiles(ratios, n=4)
+        found[name] = {"ratio": middle, "low": low, "high": high, "goal": GOALS[name]}
+        found[f"{name}: rows"] = len(watch.rows())
+    found["plain compiled step, ms"] = median(setting.timed(step, STEPS) for _ in range(3))
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path, nargs="?", help="where the figures go, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--part", choices=["cost", "watch"])
+    parser.add_argument("--mode", default="default", help="of torch.compile; none for no code generation")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    if options.part != "watch":
+        figures |= costs(Setting(tiny=options.tiny))
+    if options.part != "cost":
+        figures |= compiled_watch(Setting(tiny=options.tiny), options.mode)
+    for name, figure in figures.items():
+        print(f"{name:70s} {figure}", flush=True)
+    if options.out is not None:
+        device = "CPU" if options.tiny else torch.cuda.get_device_name()
+        result = {"device": device, "torch": torch.__version__, "mode": options.mode, "figures": figures}
+        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

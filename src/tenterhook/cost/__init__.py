@@ -1,0 +1,1 @@
+"""The cost of every module: FLOPs, parameters, memory, bytes saved for backward, and time."""
