@@ -33,7 +33,7 @@ from tenterhook.integrations.vllm import Engine, attach
 POINT = "model.layers.4@resid"
 VOCABULARY, WIDTH, LAYERS = 2000, 512, 6
 REQUESTS, GENERATED = 16, 16
-SMALL, PROMPTS, LONGEST, BATCH = 256, 2000, 200, 32
+SMALL, PROMPTS, LONGEST, BATCH = 128, 2000, 200, 32
 SAME, RECORDED, EDITED, HARVESTED = (Goal("ratio", at_most=1 / share) for share in (0.99, 0.93, 0.95, 1.5))
 MOST = 12
 CLOSE = 1e-3
@@ -48,7 +48,7 @@ def run(rounds: int) -> Iterator[Row]:
             yield from measure(steering(llm, model), min(rounds, MOST))
         model, path = _model(Path(folder), SMALL, LAYERS)
         with _engine(path, max_num_seqs=128, max_num_batched_tokens=2048) as llm:
-            yield from measure(harvesting(llm, model), min(rounds, 3))
+            yield from measure(harvesting(llm, model), min(rounds, 2))
 
 
 def _model(root: Path, width: int, layers: int) -> tuple[LlamaForCausalLM, Path]:

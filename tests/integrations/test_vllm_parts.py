@@ -181,7 +181,9 @@ def admission():
 
 
 def own(admission, edits):
-    made = OwnEdits(edit_data(edits))
+    data = edit_data(edits)
+    made = OwnEdits(data)
+    made.rows = data.rows
     made.admission = id(admission)
     return made
 

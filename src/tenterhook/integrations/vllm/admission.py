@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tenterhook.errors import EditError, SessionError
-from tenterhook.integrations.vllm.row_edits import EditData, tokens_of
+from tenterhook.integrations.vllm.row_edits import EditData
 from tenterhook.integrations.vllm.worker_state import KEY
 
 __all__ = ["NAMED", "Admission", "OwnEdits"]
@@ -108,7 +108,7 @@ def _salt(edits: list[EditData], prompt: int) -> str:
 
     An edit that counts from the end of the prompt changes other tokens of a longer prompt with the same beginning.
     """
-    rows = [each for data in edits for each in tokens_of(data)]
+    rows = [each for data in edits for each in data.rows]
     for each in rows:
         each.check(prompt)
     length = f":{prompt}" if any(each.depends_on_prompt for each in rows) else ""

@@ -97,7 +97,7 @@ class _Engine:
 
     def _with_edits(self, sampling: Any, data: EditData) -> Any:
         own = OwnEdits(data)
-        own.admission = id(self.admission)
+        own.rows, own.admission = data.rows, id(self.admission)
         made = sampling.clone()
         made.extra_args = {**(sampling.extra_args or {}), KEY: own}
         return made

@@ -85,10 +85,11 @@ class PointActions(Action):
         """Return the value with the edits of each request applied to its rows; the same object if there are none."""
         copied = self.state.declared  # Compiled code expects changes in place.
         added: list[tuple[RequestRows, Tensor]] = []
+        shape = None if self.layout is None else self.layout.tensor.shape[1:]
         for each in rows:
             request = self.state.requests[each.request]
             edits = request.edits_at(self.address)
-            if (vector := self._only_vector(edits)) is not None:
+            if (vector := _only_vector(edits, shape)) is not None:
                 added.append((each, vector))
                 continue
             for edit in edits:
@@ -101,12 +102,6 @@ class PointActions(Action):
             value = value if copied else map_tensors(Tensor.clone, value)
             self._add_vectors(value, added)
         return value
-
-    def _only_vector(self, edits: list[RowEdit]) -> Tensor | None:
-        """Return the vector that the edits of a request add to each of its rows, if they do nothing else."""
-        if self.layout is None or len(edits) != 1 or (vector := edits[0].vector) is None:
-            return None
-        return vector if vector.shape == self.layout.tensor.shape[1:] else None
 
     def _add_vectors(self, value: Any, added: list[tuple[RequestRows, Tensor]]) -> None:
         """Add a vector to the rows of each of some requests, with a few operations for all of them."""
@@ -146,3 +141,9 @@ class PointActions(Action):
             return held[0][start:stop] + held[1][start:stop] if len(held) > 1 else held[0][start:stop].clone()
         index = torch.cat([torch.arange(each.start, each.stop) for each in rows]).to(held[0].device)
         return held[0][index] + held[1][index] if len(held) > 1 else held[0][index]
+
+
+def _only_vector(edits: list[RowEdit], shape: torch.Size | None) -> Tensor | None:
+    """Return the vector of this shape that the edits of a request add to each row, if they do nothing else."""
+    vector = edits[0].vector if len(edits) == 1 else None
+    return vector if vector is not None and vector.shape == shape else None

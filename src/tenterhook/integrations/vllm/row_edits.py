@@ -43,6 +43,12 @@ class EditPlace(NamedTuple):
 class EditData(dict[str, Any]):
     """Edits in the form in which they travel with a request: JSON text, tensors as bytes, and a digest of both."""
 
+    rows: tuple[TokenRows, ...] = ()
+    """the tokens that each of the edits changes"""
+
+    def __deepcopy__(self, _memo: object) -> EditData:
+        return self  # vLLM copies the sampling parameters of each request, and nothing changes this.
+
     @property
     def digest(self) -> str:
         """A name for the content."""
@@ -97,8 +103,7 @@ def edit_data(edits: Mapping[Any, Any]) -> EditData:
     data = pack(held)
     digest = hashlib.sha256(text.encode() + b"\0" + data).hexdigest()[:32]
     made = EditData(edits=text, tensors=data, digest=digest)
-    for _ in _described(made):  # Raise now, not in a worker.
-        pass
+    made.rows = tuple(edit.rows for _, edit in _described(made))  # This raises here, and not in a worker.
     return made
 
 
@@ -111,11 +116,6 @@ def row_edits(data: Mapping[str, Any], like: Tensor | None = None) -> dict[str, 
     for base, edit in _described(data, like):
         found.setdefault(base, []).append(edit)
     return found
-
-
-def tokens_of(data: Mapping[str, Any]) -> list[TokenRows]:
-    """Return the tokens that each of the edits changes."""
-    return [edit.rows for _, edit in _described(data)]
 
 
 def _described(data: Mapping[str, Any], like: Tensor | None = None) -> Iterator[tuple[str, RowEdit]]:
