@@ -73,7 +73,7 @@ def test_a_slow_function_makes_the_model_wait_and_memory_is_bounded():
     batches, together = [torch.randn(64, 512) for _ in range(12)], []
 
     def slow(rows):
-        time.sleep(0.01)
+        time.sleep(0.05)
         together.append(rows[":return"].sum())
 
     done = th.harvest(nn.Identity(), batches, ":return", to=slow, memory=400_000)

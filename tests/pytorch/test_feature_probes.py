@@ -265,6 +265,7 @@ print(json.dumps({"plain": plain, "all": counts, "dynamo": "torch._dynamo" in sy
 def test_a_session_runs_the_probes_that_it_needs_once():
     found = in_process(FIRST)
     needed = {"module calls", "backward passes", "tracing", "transforms of torch.func", "structured values"}
+    needed |= {"hooks of other libraries"}  # Cheaper than to look for such hooks at every module.
     assert {name for name, count in found["plain"].items() if count} == needed
     assert {name for name, count in found["all"].items() if count} == {*needed, "gradients"}
     assert max(found["all"].values()) == 1

@@ -718,7 +718,10 @@ def test_findings_of_one_kind_are_one_entry_with_details(show, tmp_path):
     expect(title).to_contain_text("dead units in 6 layers: 1 … 16")
     assert dead.locator("li:visible").count() == 0
     title.click()
-    assert [text.split("'")[1] for text in dead.locator("li").all_inner_texts()] == ["1", "4", "7", "10", "13", "16"]
+    *found, advice = dead.locator("li").all_inner_texts()
+    assert [text.split("'")[1] for text in found] == ["1", "4", "7", "10", "13", "16"]
+    assert advice.startswith("Likely cause: ")
+    assert " Try: " in advice
 
 
 def test_a_remark_names_its_point_and_the_bars_and_the_depth_say_what_they_are(show, file, tmp_path):
