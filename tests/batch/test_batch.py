@@ -480,3 +480,12 @@ def test_a_classifier_without_a_padding_token_says_that_the_batch_fails():
     model.config.pad_token_id = None
     with pytest.raises(th.BatchError, match="the model failed with several cases at once"):
         th.batch(model, cases)
+
+
+def test_a_token_that_the_model_has_no_embedding_for_does_not_pad():
+    torch.manual_seed(0)  # The configuration names token 50256, the usual end of a text, and there are 40 tokens.
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=WIDTH, vocab_size=WORDS)).eval()
+    long, short = torch.arange(6)[None], torch.arange(3)[None]
+    with torch.no_grad():
+        for found, given in zip(th.batch(model, [th.case(long), th.case(short)]), (long, short), strict=True):
+            torch.testing.assert_close(found.output.logits, model(given).logits)

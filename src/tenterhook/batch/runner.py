@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -277,12 +278,17 @@ def free_memory(model: nn.Module) -> int:
 
 
 def _padding_token(model: nn.Module, tokenizer: Any) -> int:
-    """Return the token that pads: the model's own, or that of the tokenizer, or the end of a text, or 0."""
-    config = getattr(unwrapped(model), "config", None)
-    for holder in (config, tokenizer):
+    """Return the token that pads: the model's own, or that of the tokenizer, or the end of a text, or 0.
+
+    A token that the model has no embedding for is not used: a configuration may name one.
+    """
+    inner: Any = unwrapped(model)
+    embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    tokens = getattr(embedding, "num_embeddings", sys.maxsize)
+    for holder in (getattr(inner, "config", None), tokenizer):
         for name in ("pad_token_id", "eos_token_id"):
             found = getattr(holder, name, None)
-            if isinstance(found, int):
+            if isinstance(found, int) and 0 <= found < tokens:
                 return found
     return 0
 
