@@ -39,7 +39,7 @@ setup: $(READY) ## make the environment in .venv
 $(READY): pyproject.toml constraints.txt
 	@echo "making .venv (a minute or two)"
 	@$(PYTHON) -m venv .venv
-	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@$(PIP_INSTALL) -e '.[dev-all,bench]'
 	@$(CHROMIUM_READY)
 	@touch $@
 

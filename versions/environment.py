@@ -32,7 +32,7 @@ def make(pair: Pair, python: str, folder: Path) -> Path:
         raise VersionsError(f"{pair}: `{python} -m venv` failed; its message is above.")
     # As an environment variable, unlike -c, the constraints also apply to the packages that build tenterhook.
     pinning = plain | {"PIP_CONSTRAINT": str(pinned), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    if run([inside, "-m", "pip", "install", "-qq", "-e", ".[dev,bench]"], pinning):
+    if run([inside, "-m", "pip", "install", "-qq", "-e", ".[dev-all,bench]"], pinning):
         raise VersionsError(
             f"{pair}: pip could not install the packages; its message is above. If it is a pin in constraints.txt that "
             f"this torch or Python refuses, add the package to RELEASED in {Path(__file__).relative_to(ROOT)}."
