@@ -78,7 +78,7 @@ ELSEWHERE = [
             "keeping a gradient, or giving a value a place of its own in the graph, alters the sums of autograd",
             (
                 "tests/record/test_alias_sums.py::test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_makes_of_it",
-                "tests/record/test_alias_sums.py::test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order",
+                "tests/record/test_alias_sums.py::test_the_gradients_of_a_value_that_is_passed_on_are_summed_in_the_same_order",
             ),
         ),
         (
@@ -147,7 +147,7 @@ ELSEWHERE = [
         ),
         (
             "what cannot be part of a whole graph is found out in the middle of a run",
-            ("tests/compiled/test_fullgraph_check.py::test_it_is_said_at_the_start",),
+            ("tests/compiled/test_fullgraph_check.py::test_it_is_reported_at_the_start",),
         ),
         (
             "code that was compiled under hooks stays when they are gone",
@@ -164,7 +164,7 @@ ELSEWHERE = [
         ),
         (
             "a stop that never came is said",
-            ("tests/engine/test_stop.py::test_a_stop_that_never_came_is_said",),
+            ("tests/engine/test_stop.py::test_a_stop_that_never_came_is_reported",),
         ),
         (
             "hooks that are always called do not see a stop; a model's own `except` swallows one",
@@ -197,7 +197,7 @@ ELSEWHERE = [
             (
                 "tests/sites/test_rewrite.py::test_every_form_of_binding_and_call_is_recorded",
                 "tests/sites/test_rewrite.py::test_a_decorated_forward_is_entered_through_its_decorators",
-                "tests/sites/test_rewrite.py::test_inherited_and_shared_forwards_are_told_apart_by_module",
+                "tests/sites/test_rewrite.py::test_inherited_and_shared_forwards_are_distinguished_by_module",
             ),
         ),
         (

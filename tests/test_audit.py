@@ -154,7 +154,7 @@ def test_global_hooks_are_found_and_removed_with_all_their_tables(kind):
     assert torch_module._global_is_full_backward_hook is None
 
 
-def test_flags_are_told():
+def test_flags_are_reported():
     model = mlp()
     model[0].register_forward_hook(look, with_kwargs=True, always_call=True)
     model[1].register_forward_pre_hook(look, with_kwargs=True)
@@ -231,7 +231,7 @@ def test_a_shared_module_and_a_tied_weight_are_found_once_with_their_other_names
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_that_is_told_is_the_order_in_which_they_run():
+def test_the_order_that_is_shown_is_the_order_in_which_they_run():
     model, ran = mlp(), []
 
     def register(method, name, **options):
@@ -258,7 +258,7 @@ def test_the_order_that_is_told_is_the_order_in_which_they_run():
 
 
 @pytest.mark.parametrize("kind", ["full backward", "backward pre", "legacy backward", "gradient", "th backward"])
-def test_backward_hooks_are_told_in_the_order_in_which_they_run(kind):
+def test_backward_hooks_are_reported_in_the_order_in_which_they_run(kind):
     model, ran = nn.Sequential(nn.Linear(4, 4)), []
     register = {
         "full backward": model[0].register_full_backward_hook,
@@ -289,7 +289,7 @@ def test_a_monkey_patched_forward_is_found_and_not_removed_as_a_hook():
     assert model[1].forward is look
 
 
-def test_a_forward_in_the_way_of_accelerate_is_told_apart():
+def test_a_forward_in_the_way_of_accelerate_is_distinguished():
     model = mlp()
 
     class AlignDevicesHook:
@@ -451,7 +451,7 @@ def test_an_unknown_name_or_kind_is_an_error_that_helps():
         audit.select(kind="fwd")
 
 
-def test_remove_without_a_word_removes_nothing_and_says_what_to_say():
+def test_remove_silently_removes_nothing_and_says_what_to_say():
     model = hooked()
     with pytest.raises(th.SelectorError, match=r"remove\('\*\*'\)"):
         th.audit(model).remove()
@@ -699,7 +699,7 @@ def test_a_legacy_backward_hook_is_a_risk_because_its_gradients_are_wrong():
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))), "1"),
     ],
 )
-def test_in_place_neighbours_are_told_exactly_where_pytorch_raises(model, path):
+def test_in_place_neighbours_are_reported_exactly_where_pytorch_raises(model, path):
     model = model()
     model.get_submodule(path).register_full_backward_hook(look)
     try:
@@ -710,7 +710,7 @@ def test_in_place_neighbours_are_told_exactly_where_pytorch_raises(model, path):
     assert ("in-place neighbour" in names(only(th.audit(model)))) == raises
 
 
-def test_an_in_place_sum_around_the_module_is_told():
+def test_an_in_place_sum_around_the_module_is_reported():
     model = resnet()
     model[1].bn2.register_full_backward_hook(look)
     assert "in-place neighbour" in names(only(th.audit(model)))
@@ -760,7 +760,7 @@ def reaches_itself(kind):
 
 
 @pytest.mark.parametrize("kind", ["post accumulate", "gradient"])
-def test_a_hook_that_keeps_its_own_tensor_for_ever_is_told_and_one_that_does_not_is_not(kind):
+def test_a_hook_that_keeps_its_own_tensor_for_ever_is_reported_and_one_that_does_not_is_not(kind):
     module = reaches_itself(kind)
     told = "never freed" in names(only(th.audit(module)))
     tensor = weakref.ref(module.weight)
@@ -771,7 +771,7 @@ def test_a_hook_that_keeps_its_own_tensor_for_ever_is_told_and_one_that_does_not
         tensor()._post_accumulate_grad_hooks.clear()
 
 
-def test_a_hook_that_reaches_its_tensor_through_the_module_is_told_too():
+def test_a_hook_that_reaches_its_tensor_through_the_module_is_reported_too():
     module = nn.Linear(2, 2)
     module.weight.register_post_accumulate_grad_hook(lambda _: module.bias)
     assert "never freed" in names(only(th.audit(module)))
@@ -780,14 +780,14 @@ def test_a_hook_that_reaches_its_tensor_through_the_module_is_told_too():
     assert names(only(th.audit(module))) == set()
 
 
-def test_hooks_below_data_parallel_are_told():
+def test_hooks_below_data_parallel_are_reported():
     model = nn.DataParallel(mlp())
     model.module[0].register_forward_hook(look)
     assert names(only(th.audit(model))) == {"data parallel"}
     assert names(only(th.audit(model.module))) == set()
 
 
-def test_hooks_inside_a_compiled_module_are_told_and_those_around_it_are_not():
+def test_hooks_inside_a_compiled_module_are_reported_and_those_around_it_are_not():
     inner = mlp()
     inner.compile(backend="eager")
     model = nn.Sequential(inner, nn.ReLU())
@@ -815,7 +815,7 @@ def test_a_forward_hook_below_a_transformer_layer_takes_its_fast_path_and_a_back
 
 
 @pytest.mark.parametrize("hook", [look, functools.partial(look, 1), Counter(), Counter().method, lambda *_: None])
-def test_what_does_not_pickle_is_told_exactly(hook):
+def test_what_does_not_pickle_is_reported_exactly(hook):
     model = mlp()
     model[0].register_forward_hook(hook)
     try:
@@ -826,7 +826,7 @@ def test_what_does_not_pickle_is_told_exactly(hook):
     assert ("does not pickle" not in names(only(th.audit(model)))) == pickles
 
 
-def test_hooks_on_what_is_never_called_are_told():
+def test_hooks_on_what_is_never_called_are_reported():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "list": nn.ModuleList([nn.Linear(4, 4)])})
     for path in ("attention", "attention.out_proj", "list", "list.0"):
         model.get_submodule(path).register_forward_hook(look)
@@ -834,7 +834,7 @@ def test_hooks_on_what_is_never_called_are_told():
     assert told == {"attention.out_proj", "list"}
 
 
-def test_a_hook_that_did_not_run_in_the_measured_passes_is_told():
+def test_a_hook_that_did_not_run_in_the_measured_passes_is_reported():
     class Skips(nn.Module):
         def __init__(self):
             super().__init__()
@@ -851,7 +851,7 @@ def test_a_hook_that_did_not_run_in_the_measured_passes_is_told():
     assert told == {":return", "unused"}
 
 
-def test_a_function_that_is_registered_twice_on_one_module_is_told():
+def test_a_function_that_is_registered_twice_on_one_module_is_reported():
     model, counter = mlp(), Counter()
     model[0].register_forward_hook(look)
     model[0].register_forward_hook(look)
@@ -863,7 +863,7 @@ def test_a_function_that_is_registered_twice_on_one_module_is_told():
     assert told == ["0", "0", "2", "2"]
 
 
-def test_a_forward_that_runs_the_weights_of_the_original_after_a_deepcopy_is_told():
+def test_a_forward_that_runs_the_weights_of_the_original_after_a_deepcopy_is_reported():
     model = nn.Linear(2, 2)
     original = model.forward
     model.forward = lambda x: original(x) * 2

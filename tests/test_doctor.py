@@ -70,7 +70,7 @@ def test_every_feature_is_there_with_its_status(found):
     assert found.unavailable == ()
 
 
-def test_an_untested_release_is_said_to_be_one(fresh):
+def test_an_untested_release_is_marked_as_one(fresh):
     assert fresh["tested"] is False
     line = next(line for line in fresh["text"].splitlines() if line.startswith("torch "))
     assert line.split(maxsplit=1)[1].startswith("2.99.0 (not tested with tenterhook: newer than torch 2.")
@@ -188,7 +188,7 @@ def test_gpus_are_named_by_nvidia_smi_and_cuda_stays_as_it_is(nvidia_smi):
     assert (found.accelerator, found.devices) == ("cuda", 2)
 
 
-def test_gpus_that_torch_cannot_use_are_told_apart(nvidia_smi, found):
+def test_gpus_that_torch_cannot_use_are_distinguished(nvidia_smi, found):
     nvidia_smi("printf 'NVIDIA H200\\nNVIDIA H200\\nNVIDIA L4\\n'")
     text = str(replace(found, torch=torch_build()))
     assert "2 usable by torch (cuda); on this machine: 2 × NVIDIA H200, 1 × NVIDIA L4" in text

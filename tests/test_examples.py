@@ -62,7 +62,7 @@ def test_the_attacks_deceive_the_net_and_are_drawn(tmp_path, capsys):
     assert (tmp_path / "adversarial.png").stat().st_size > 1000
 
 
-def test_a_small_transformer_is_steered_and_the_vector_handed_on(tmp_path, capsys):
+def test_a_small_transformer_is_steered_and_the_vector_passed_on(tmp_path, capsys):
     example = runpy.run_path(str(EXAMPLES / "steering.py"))
     example["main"].__globals__.update(STEPS=40, SCALES=(-8, 0, 8))
     example["main"](tmp_path / "steering.png")

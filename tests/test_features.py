@@ -152,7 +152,7 @@ def test_a_copy_is_a_model_of_its_own(again):
     assert not torch.equal(made(X)["low"], wanted["low"])  # The copy's attributes are the modules of its own model.
 
 
-def test_a_point_that_is_passed_several_times_has_to_be_told_apart():
+def test_a_point_that_is_passed_several_times_has_to_be_distinguished():
     model = net()
     body = th.features(model, {"relu": "act"})
     with pytest.raises(th.AmbiguousCall, match=r"called 2 times.*\n.*relu#0.*relu#1"):
@@ -185,7 +185,7 @@ def test_the_model_is_left_as_it_was_and_nothing_is_kept():
     assert tape["norm2"].shape == (3, 4)
 
 
-def test_a_change_in_place_that_nothing_foretold_is_said():
+def test_a_change_in_place_that_nothing_announced_is_reported():
     class Sneaky(nn.Module):
         def __init__(self):
             super().__init__()
@@ -358,7 +358,7 @@ def test_it_can_be_exported(dynamo):
         ({}, th.SelectorError, "at least one"),
     ],
 )
-def test_what_cannot_be_a_feature_is_said_at_once(points, error, text):
+def test_what_cannot_be_a_feature_is_reported_at_once(points, error, text):
     with pytest.raises(error, match=text):
         th.features(net(), points)
 

@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_nothing_is_drawn_where_nobody_looks(capsys):
+def test_nothing_is_drawn_where_no_one_looks(capsys):
     with bar("sweep", total=3) as move:
         move(advance=1)
         move(2, note="half")

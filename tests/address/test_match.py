@@ -48,7 +48,7 @@ def test_the_walk_has_the_names_and_the_order_of_named_modules(gpt2):
     assert walk(gpt2)[0] == list(gpt2.named_modules())
 
 
-def test_the_walk_meets_a_shared_module_once_and_tells_its_further_name():
+def test_the_walk_meets_a_shared_module_once_and_shows_its_further_name():
     model = Twins()
     firsts, others = walk(model)
     assert firsts == list(model.named_modules())
@@ -141,7 +141,7 @@ def test_a_name_that_is_no_argument_is_answered_with_the_arguments(mlp):
 
 
 @pytest.mark.parametrize("text", ["0:relu()", "0:x[1]", "0:f():x", "**:softmax()", "0:return[1]"])
-def test_a_place_that_is_not_inside_forward_is_said(mlp, text):
+def test_a_place_that_is_not_inside_forward_is_reported(mlp, text):
     with pytest.raises(AddressError, match=r"Linear\.forward has nothing with the name|has this name in its forward"):
         resolve(mlp, [text])
 
@@ -237,7 +237,7 @@ def test_a_glob_for_the_first_argument_passes_over_containers(gpt2):
     assert "transformer.h.0.mlp:in" in found
 
 
-def test_a_glob_for_an_argument_that_nobody_takes_names_those_that_are(mlp):
+def test_a_glob_for_an_argument_that_no_one_takes_names_those_that_are(mlp):
     with pytest.raises(AddressError, match=r"none of the 6 modules has this name.*\nTheir arguments include inp"):
         resolve(mlp, ["**:inputt"])
 
@@ -331,7 +331,7 @@ def test_what_cannot_select_is_named_with_what_can(mlp, wrong):
 
 
 @pytest.mark.parametrize(("wrong", "said"), [(len, "a builtin"), (nn.Linear, "the class Linear"), ({}, "a dict")])
-def test_what_is_no_model_is_said_to_be_none(wrong, said):
+def test_what_is_no_model_is_reported_to_be_none(wrong, said):
     with pytest.raises(SelectorError, match=f"must be an nn.Module; got {said}"):
         resolve(wrong, ["h"])
 

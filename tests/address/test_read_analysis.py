@@ -90,7 +90,7 @@ def answers(function):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_variable_that_is_said_to_be_never_read_is_not_read_in_any_run(seed, imported):
+def test_a_variable_that_is_reported_to_be_never_read_is_not_read_in_any_run(seed, imported):
     draw = random.Random(seed)
     straight = seed % 3 == 0
     body = [f"{name} = x" for name in NAMES] + statements(draw, 0 if straight else 2)

@@ -57,7 +57,7 @@ def test_an_unknown_first_name_is_looked_for_further_down(model):
     assert "Did you mean h.0.attn, h.1.attn, h.2.attn" in message(model, "attn")
 
 
-def test_a_parameter_that_is_none_is_said_to_be_none(model):
+def test_a_parameter_that_is_none_is_reported_to_be_none(model):
     assert "'h.0.attn' (Linear) has 'bias', which is None" in message(model, "h.0.attn.bias")
 
 
@@ -65,7 +65,7 @@ def test_a_parameter_has_nothing_below_it(model):
     assert "'h.0.attn' (Linear) has no 'weight' module" in message(model, "h.0.attn.weight.data")
 
 
-def test_a_glob_that_would_match_further_down_is_told_so(model):
+def test_a_glob_that_would_match_further_down_is_reported(model):
     assert "'**.attn.*' matches" not in message(model, "attn.*")
     assert "'**.{0..2}.attn' matches 3 modules" in message(model, "{0..2}.attn")
 

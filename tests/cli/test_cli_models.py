@@ -102,7 +102,7 @@ def test_timm_is_asked_for_random_weights(monkeypatch):
         load_model("timm:resnet81", {})
 
 
-def test_a_missing_library_is_told_with_its_install_command(monkeypatch):
+def test_a_missing_library_is_reported_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(CommandError, match="pip install timm"):
         load_model("timm:resnet18", {})

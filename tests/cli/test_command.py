@@ -166,7 +166,7 @@ def test_a_model_that_fails_half_way_is_kept_and_marked(call, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["points", "audit"])
-def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, command):
+def test_a_model_that_fails_while_it_is_looked_at_is_reported_by_its_module(call, command):
     result = call(command, "nets.py:Broken", "--input", "1x3x8x8")
     assert result.exit_code == 3
     assert "failed in head (Linear)" in result.stderr
@@ -175,7 +175,7 @@ def test_a_model_that_fails_while_it_is_looked_at_is_told_by_its_module(call, co
     assert "Traceback" in call("--debug", command, "nets.py:Broken", "--input", "1x3x8x8").stderr
 
 
-def test_a_failure_of_the_backward_pass_is_told_as_one(call, tmp_path):
+def test_a_failure_of_the_backward_pass_is_reported_as_one(call, tmp_path):
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n"
         "class Back(nn.Linear):\n"
@@ -351,7 +351,7 @@ def test_page_is_written_beside_the_tape(call, tmp_path):
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_page_that_cannot_fit_is_told_in_words(call, tmp_path):
+def test_a_page_that_cannot_fit_is_described_in_words(call, tmp_path):
     (tmp_path / "long.py").write_text(
         "from torch import nn\nnet = nn.Sequential(*(nn.Identity() for _ in range(1500)))\n"
     )
@@ -425,7 +425,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("args", "expected"), WRONG.values(), ids=WRONG)
-def test_mistakes_are_told_in_words_each_with_its_exit_code(call, args, expected):
+def test_mistakes_are_reported_in_words_each_with_its_exit_code(call, args, expected):
     result = call(*args)
     assert result.exit_code == (4 if expected in UNREADABLE else 2)
     assert expected in result.stderr
@@ -447,7 +447,7 @@ def test_debug_shows_the_traceback(call):
     assert "Traceback" not in call("points", "nets.py:explodes", "--", "--debug").stderr
 
 
-def test_a_damaged_tape_is_said_to_be_damaged(call, tmp_path):
+def test_a_damaged_tape_is_reported_to_be_damaged(call, tmp_path):
     call("record", "nets.py:Net", "-i", "1x3x8x8", "-o", "run.th")
     content = bytearray((tmp_path / "run.th").read_bytes())
     content[-5] ^= 1
@@ -467,7 +467,7 @@ def test_a_tape_larger_than_the_memory_is_not_read(tmp_path, monkeypatch):
         read_tape(file)
 
 
-def test_without_a_browser_the_path_is_told(tmp_path):
+def test_without_a_browser_the_path_is_reported(tmp_path):
     with pytest.raises(CommandError, match=r"no browser could be opened\. Open this file"):
         _open(tmp_path / "page.html", lambda _: False)
     opened = []

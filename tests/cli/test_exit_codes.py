@@ -108,7 +108,7 @@ def test_each_ending_has_its_own_code(run, tmp_path):
     run("show", "none.th", code=4)
 
 
-def test_two_tapes_that_hardly_match_have_a_code_of_their_own_and_the_count_is_told(run, tmp_path):
+def test_two_tapes_that_hardly_match_have_a_code_of_their_own_and_the_count_is_reported(run, tmp_path):
     tape(tmp_path, "plain.th")
     tape(tmp_path, "wrapped.th", "_orig_mod_")
     done = run("diff", "plain.th", "wrapped.th", code=5)
@@ -127,7 +127,7 @@ def test_a_closed_pipe_ends_it_quietly(run):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is a thing of Linux")
-def test_an_output_that_cannot_be_written_is_told(run):
+def test_an_output_that_cannot_be_written_is_reported(run):
     done = run("points", "nets.py:Net", code=4, shell="> /dev/full")
     assert "the output could not be written: No space left on device" in done.stderr
     run("points", "nets.py:Net", code=0, shell=">&-")
@@ -160,7 +160,7 @@ def test_code_that_calls_exit_does_not_pass_for_success(run):
         "nowhere://acts",
     ],
 )
-def test_an_object_store_that_does_not_answer_is_told(run, place, monkeypatch):
+def test_an_object_store_that_does_not_answer_is_reported(run, place, monkeypatch):
     pytest.importorskip("obstore")
     for name, value in (
         ("AWS_ACCESS_KEY_ID", "x"),

@@ -72,7 +72,7 @@ def test_rows_are_those_of_the_model_and_the_same_command_goes_on(call):
     assert "model.weights: the store has" in other.stderr
 
 
-def test_damage_is_told_dropped_and_made_again(call, tmp_path):
+def test_damage_is_reported_dropped_and_made_again(call, tmp_path):
     call(*ROWS, "--shard-rows", 30)
     assert call("verify", "acts").exit_code == 0
     (tmp_path / "acts/shards/00000001/0.safetensors").unlink()
@@ -154,7 +154,7 @@ def test_lines_of_text_become_rows_of_tokens_without_padding(call, gpt2, tmp_pat
         ({10: "10 --reduce last"}, 2, "reduce='last' reduces the tokens"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(call, tmp_path, change, code, said):
+def test_mistakes_are_reported_without_a_traceback(call, tmp_path, change, code, said):
     (tmp_path / "lines.txt").write_text("the cat\n")
     words = [word for part in ROWS for word in str(change.get(part, part)).split()]
     told = call(*words)
@@ -170,7 +170,7 @@ def test_a_failing_model_has_the_same_exit_code_with_debug(call):
     assert told.stderr.count("Traceback (most recent call last)") == 1
 
 
-def test_what_is_no_store_is_told(call):
+def test_what_is_no_store_is_reported(call):
     told = call("verify", "nowhere")
     assert told.exit_code == 4
     assert "there is no directory nowhere" in told.stderr
@@ -210,7 +210,7 @@ def test_what_cannot_be_identified_is_named_and_vouched_for(call, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{}", '{"format": "tenterhook.rows"}', "", "\0"])
-def test_a_malformed_store_is_told_without_a_traceback(call, tmp_path, text):
+def test_a_malformed_store_is_reported_without_a_traceback(call, tmp_path, text):
     call(*ROWS, "--shard-rows", 30)
     (tmp_path / "acts/manifest.json").write_text(text)
     for words in (["verify", "acts"], ["verify", "acts", "--drop"], ROWS):

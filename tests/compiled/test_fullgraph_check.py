@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize("way", [outer, itself])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_said_at_the_start(case, way):
+def test_it_is_reported_at_the_start(case, way):
     opened, why = CASES[case]
     model = Asked()
     if case == "another library's hook":
@@ -100,7 +100,7 @@ class Chain(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-def test_a_stop_in_a_module_of_pytorchs_own_is_said_at_the_start():
+def test_a_stop_in_a_module_of_pytorchs_own_is_reported_at_the_start():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     call = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(th.SessionError, match="which fullgraph=True does not allow"):

@@ -346,7 +346,7 @@ def test_a_point_that_no_graph_passes_is_an_error():
         call(X)
 
 
-def test_hooks_of_others_come_first_and_are_said_to_be_in_the_way():
+def test_hooks_of_others_come_first_and_are_reported_to_be_in_the_way():
     model = net()
     handle = model.b0.register_forward_hook(lambda _m, _a, out: out + 1)
     call = torch.compile(model, backend="eager")

@@ -131,7 +131,7 @@ def test_a_tensor_in_place_of_an_edit_is_answered_with_the_edit_that_sets_it():
 
 
 @pytest.mark.parametrize("name", ["zero", "scale", "set"])
-def test_a_ready_edit_that_was_not_called_is_told_so(name):
+def test_a_ready_edit_that_was_not_called_is_reported(name):
     with pytest.raises(th.EditError, match=rf"th\.{name}\(\.\.\.\)"):
         th.edit(mlp(), {"1": getattr(th, name)})
 
@@ -433,7 +433,7 @@ def test_a_weight_that_only_its_parent_uses_is_edited():
     assert torch.equal(found, torch.full_like(x, 7.0))
 
 
-def test_a_parameter_that_is_never_used_in_a_call_is_told():
+def test_a_parameter_that_is_never_used_in_a_call_is_reported():
     model = mlp()
     with pytest.raises(th.NeverReached, match=r"0\.weight"), th.edit(model, {"0.weight": th.zero()}):
         model[2](X)

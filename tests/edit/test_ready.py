@@ -196,7 +196,7 @@ def test_a_part_of_a_lone_tensor_is_one_too_many():
         edited(th.zero(part=0))
 
 
-def test_a_value_without_a_tensor_is_told():
+def test_a_value_without_a_tensor_is_reported():
     with pytest.raises(th.EditError, match="There is no tensor in it"):
         edited(th.zero(), (None, 3))
 

@@ -128,7 +128,7 @@ class Mine(Edit):
         ([th.zero()], "edits are a dict"),
     ],
 )
-def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path, edits, told):
+def test_what_cannot_be_saved_is_reported_and_nothing_is_written(tmp_path, edits, told):
     path = saved(tmp_path, {"old": th.zero()})
     with pytest.raises(th.EditFileError, match=told):
         th.save_edits(path, edits)

@@ -306,7 +306,7 @@ def test_many_threads_that_open_close_and_run_at_random_do_not_disturb_each_othe
         sys.setswitchinterval(interval)
 
 
-def test_a_parameter_is_one_for_all_threads_and_that_is_said():
+def test_a_parameter_is_one_for_all_threads_and_that_is_reported():
     model = mlp()
 
     def meanwhile(value):

@@ -294,7 +294,7 @@ def test_a_model_that_is_defined_in_the_same_function_sees_its_free_variables():
     assert torch.equal(tape[":y"], X * 5)
 
 
-def test_calls_of_one_function_can_be_told_apart_and_meant_together():
+def test_calls_of_one_function_can_be_distinguished_and_meant_together():
     class Both(nn.Module):
         def forward(self, x):
             return helper(x) + helper(x + 1)

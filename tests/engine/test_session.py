@@ -400,7 +400,7 @@ def test_a_model_that_loses_a_module_is_warned_of_and_the_lost_one_is_clean():
     assert "forward" not in vars(lost)
 
 
-def test_a_named_module_that_was_replaced_is_told_as_the_reason():
+def test_a_named_module_that_was_replaced_is_reported_as_the_reason():
     model = mlp()
     with pytest.raises(th.NeverReached, match="'1' was replaced by another one"), th.record(model, "1"):
         model[1] = nn.ReLU()
@@ -737,7 +737,7 @@ def test_every_edit_that_is_named_has_to_take_effect_even_in_a_list():
         model(X)
 
 
-def test_several_misses_are_told_together():
+def test_several_misses_are_reported_together():
     model = nn.Sequential(*[nn.Identity() for _ in range(12)], Two())
     text = never(model, *[f"{k}#3" for k in range(12)])
     assert text.startswith("12 points were never reached:")

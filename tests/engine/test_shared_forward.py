@@ -107,7 +107,7 @@ def test_a_forward_of_ours_that_was_put_back_later(model):
     assert torch.equal(tape["first#0"], tape["first#1"])
 
 
-def test_modules_of_a_second_session_are_handed_over(model):
+def test_modules_of_a_second_session_are_moved(model):
     with th.record(model, "**") as outer, th.edit(model, {"first": th.zero()}), th.record(model, "first:in") as inner:
         out = model(X)
     assert torch.equal(out, torch.zeros(3, 4))
@@ -208,7 +208,7 @@ def test_another_threads_session_that_opens_in_the_middle_of_ours(model, monkeyp
     assert torch.equal(tapes[0]["second"], torch.tanh(model.first(2 * X)))
 
 
-def test_a_module_never_stands_without_a_forward_of_ours_while_it_is_handed_over(model, monkeypatch):
+def test_a_module_never_stands_without_a_forward_of_ours_while_it_is_moved(model, monkeypatch):
     """A call that another thread makes at that moment would not be recorded, and nobody would know."""
     put, seen = shared_forward.put, []
 

@@ -130,7 +130,7 @@ def test_a_stop_does_not_wait_for_what_can_never_be_called():
     assert "0" in tape
 
 
-def test_a_stop_that_never_came_is_said():
+def test_a_stop_that_never_came_is_reported():
     model = Wrapper(chain())
     model.unused = nn.Linear(1, 1)
     with pytest.warns(th.TenterhookWarning, match=r"not stopped.*unused"):

@@ -115,7 +115,7 @@ def test_a_view_that_is_changed_in_place_later_is_edited_and_its_base_follows():
     same(*edited_and_true(Model(run, a=part(a)), truth, a=clip))
 
 
-def test_a_view_that_cannot_be_told_apart_is_an_error_that_names_the_point():
+def test_a_view_that_cannot_be_distinguished_is_an_error_that_names_the_point():
     kept = {}
 
     def a(x):

@@ -168,7 +168,7 @@ def test_a_view_of_a_disjoint_part_is_not_disturbed_by_a_change_next_to_it():
     same(right, torch.full_like(right, 7))
 
 
-def test_an_expanded_view_whose_base_changes_says_that_its_gradient_cannot_be_told():
+def test_an_expanded_view_whose_base_changes_says_that_its_gradient_is_unknown():
     kept = {}
 
     def part(self, x):
@@ -350,7 +350,7 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_output_and_a_scaler_scales
     same(tape.grad["0"], truth)
 
 
-def test_no_gradient_and_no_backward_are_told_apart():
+def test_no_gradient_and_no_backward_are_distinguished():
     model = Calls(lambda self, x: (self.used(x), self.unused(x))[0], used=nn.Linear(3, 3), unused=nn.Linear(3, 3))
     with th.record(model, "used", "unused", grad=True) as tape:
         loss = model(X).sum()
@@ -458,7 +458,7 @@ def test_a_tuple_of_one_tensor_and_nothing_else_has_a_gradient_of_the_same_struc
     same(found[0], torch.full_like(tape["part"][0], 3.0))
 
 
-def test_a_tensor_that_is_handed_on_again_and_again_gathers_no_hooks():
+def test_a_tensor_that_is_passed_on_again_and_again_gathers_no_hooks():
     model = nn.Sequential(nn.Identity())
     x = torch.ones(2, requires_grad=True) * 2
     with th.record(model, "0", grad=True, keep=3) as tape:

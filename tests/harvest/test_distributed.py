@@ -134,7 +134,7 @@ def test_ranks_are_taken_from_torchrun_and_from_slurm_only_if_asked(monkeypatch)
     assert ranks(slurm=True) == ranks(slurm=False) == (1, 2)
 
 
-def test_ranks_without_any_are_told(tmp_path):
+def test_ranks_without_any_are_reported(tmp_path):
     with pytest.raises(th.HarvestError, match="torchrun or srun"):
         killed.run(tmp_path, engine="ranks")
 

@@ -53,7 +53,7 @@ def test_a_model_of_transformers_on_a_device_map_gives_the_same_rows(tmp_path):
 
 
 @pytest.mark.slow  # It takes seconds to import datasets.
-def test_a_data_set_of_hugging_face_gives_its_columns_and_is_told_from_another(tmp_path):
+def test_a_data_set_of_hugging_face_gives_its_columns_and_is_reported_from_another(tmp_path):
     import datasets
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -123,7 +123,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize(
     "text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10**6, '{"format": NaN}', "\ufeff{}", "null", "5"]
 )
-def test_json_that_nobody_would_write_is_refused(folder, name, text):
+def test_json_that_no_one_would_write_is_refused(folder, name, text):
     (folder / name).write_text(text)
     refused(folder, name)
     if name == "manifest.json":

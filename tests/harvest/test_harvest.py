@@ -120,7 +120,7 @@ def test_types_are_kept_and_converted(tmp_path, dtype):
     assert torch.equal(store["1"][:].double(), torch.cat([net()[:2](part) for part in x.split(32)]).to(dtype).double())
 
 
-def test_a_type_that_the_format_lacks_is_said(tmp_path):
+def test_a_type_that_the_format_lacks_is_reported(tmp_path):
     with pytest.raises(th.HarvestError, match=r"complex128.*cannot store"):
         th.harvest(nn.Identity(), torch.zeros(3, 2, dtype=torch.complex128), ":return", to=tmp_path)
 
@@ -471,7 +471,7 @@ def test_a_length_that_lies_is_found_out(tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_told_before_anything_is_written(tmp_path):
+def test_bad_input_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(th.AddressError, match="nope"):
         th.harvest(net(), x, "nope", to=tmp_path / "a")
     with pytest.raises(th.HarvestError, match="name the points"):
@@ -489,7 +489,7 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path):
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
-def test_a_batch_that_the_model_does_not_take_tells_of_call(tmp_path):
+def test_a_batch_that_the_model_does_not_take_names_call(tmp_path):
     loader = DataLoader(TensorDataset(x, torch.zeros(50)), batch_size=10)
     with pytest.raises(TypeError) as raised:
         th.harvest(net(), loader, "1", to=tmp_path / "a")
@@ -510,14 +510,14 @@ def test_a_foreign_or_unwritable_directory_is_left_alone(tmp_path):
         th.harvest(net(), x, "1", to="/proc/acts")
 
 
-def test_rows_that_change_their_shape_are_told_and_what_was_committed_stays(tmp_path):
+def test_rows_that_change_their_shape_are_reported_and_what_was_committed_stays(tmp_path):
     batches = [torch.randn(4, 5, 4)] * 6 + [torch.randn(4, 6, 4)]
     with pytest.raises(th.HarvestError, match=r"changed at batch 6.*\[5, 8\].*\[6, 8\].*rows=\"token\""):
         th.harvest(net(), batches, "1", to=tmp_path, shard_rows=8)
     assert len(th.open(tmp_path)) == 24
 
 
-def test_a_point_without_rows_is_told(tmp_path):
+def test_a_point_without_rows_is_reported(tmp_path):
     with pytest.raises(th.HarvestError, match="first dimension must be the samples"):
         th.harvest(nn.Sequential(nn.Flatten(0)), x, "0", to=tmp_path / "a")
     ids = torch.ones(2, 3, dtype=torch.long)
@@ -568,7 +568,7 @@ def test_two_harvests_into_one_place_are_kept_apart(tmp_path):
 # -- never in the way -------------------------------------------------------------------------------------------------
 
 
-def test_memory_in_flight_is_bounded_and_told(tmp_path, monkeypatch):
+def test_memory_in_flight_is_bounded_and_reported(tmp_path, monkeypatch):
     from tenterhook.store.rows_file import RowsFile
 
     plain = RowsFile.write
@@ -580,7 +580,7 @@ def test_memory_in_flight_is_bounded_and_told(tmp_path, monkeypatch):
     assert torch.equal(th.open(tmp_path)[":return"][:], torch.cat(batches))
 
 
-def test_a_bar_tells_rows_bytes_and_what_limits(tmp_path, capsys):
+def test_a_bar_shows_rows_bytes_and_what_limits(tmp_path, capsys):
     th.harvest(net(), x, "1", to=tmp_path, progress=True, batch_size=5)
     shown = capsys.readouterr().err
     assert "rows/s" in shown

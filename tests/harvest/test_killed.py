@@ -147,7 +147,7 @@ killed.run({str(tmp_path / "acts")!r})
 # -- a full disk ------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_and_what_was_committed_stays(tmp_path, whole):
+def test_a_full_disk_is_reported_and_what_was_committed_stays(tmp_path, whole):
     """The limit on the size of files makes a write fail half-way, as a full disk does."""
     code = f"""
 import resource, signal, sys
@@ -266,7 +266,7 @@ def test_a_manifest_that_is_damaged_or_newer_is_refused(copied):
         killed.run(copied)
 
 
-def test_what_a_killed_process_left_is_told_and_goes(copied):
+def test_what_a_killed_process_left_is_reported_and_goes(copied):
     (copied / "commits/00000014.json").unlink()
     (copied / "shards/00000014/.tenterhook-0.safetensors-aa").write_bytes(b"half")
     report = verify(copied)

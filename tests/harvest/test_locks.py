@@ -260,7 +260,7 @@ def test_the_note_of_a_process_here_is_as_good_as_the_process(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b'{"pid": "x"}', b"[" * 4000, b"\xff\xfe", b'{"job": {}}'])
-def test_a_note_that_nobody_can_read_is_respected_and_named(tmp_path, text):
+def test_a_note_that_no_one_can_read_is_respected_and_named(tmp_path, text):
     place = objects(tmp_path)
     place.write(".locks/aaaa.json", text)
     began = time.monotonic()

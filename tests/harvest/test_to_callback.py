@@ -135,7 +135,7 @@ def test_rows_are_given_where_the_copy_put_them(ring, dtype):
 
 
 @pytest.mark.parametrize("keep", [lambda rows: rows, lambda rows: rows["1"], lambda rows: rows["1"][0].numpy()])
-def test_a_function_that_keeps_what_will_be_overwritten_is_told(ring, keep):
+def test_a_function_that_keeps_what_will_be_overwritten_is_reported(ring, keep):
     kept = []
     with pytest.raises(th.HarvestError, match=r"rows\['[01]'\].clone"):
         th.harvest(net(), x, "0", "1", to=lambda rows: kept.append(keep(rows)), batch_size=10)

@@ -71,7 +71,7 @@ def unable(_tool):
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # That a process with threads is forked.
-def test_each_kind_of_answer_is_told_apart_in_a_process_of_its_own(check, verdict):
+def test_each_kind_of_answer_is_distinguished_in_a_process_of_its_own(check, verdict):
     assert judge_apart(TOOLS["raw hooks"], Case("", "", check), seconds=1) == verdict
 
 
@@ -81,7 +81,7 @@ def functions(path):
 
 
 @pytest.mark.parametrize("row", ELSEWHERE, ids=[row.sentence for row in ELSEWHERE])
-def test_what_is_said_to_be_tested_elsewhere_is(row):
+def test_what_is_listed_as_tested_elsewhere_is(row):
     assert row.tests
     for test in row.tests:
         path, _, name = test.partition("::")

@@ -87,7 +87,7 @@ def test_fp8_becomes_what_holds_it_exactly(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "export"), [("pyarrow", to_parquet), ("tensorstore", to_zarr)])
-def test_a_package_that_is_missing_is_told_with_how_to_get_it(store, tmp_path, monkeypatch, name, export):
+def test_a_package_that_is_missing_is_reported_with_how_to_get_it(store, tmp_path, monkeypatch, name, export):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match="pip install"):
         export(store, tmp_path / "out")

@@ -141,7 +141,7 @@ def test_an_alias_by_its_name():
         names["norm.1"]
 
 
-def test_what_has_no_aliases_is_told():
+def test_what_has_no_aliases_is_reported():
     with pytest.raises(th.UnsupportedModel, match="no transformers config"):
         aliases(nn.Linear(2, 2))
     with pytest.raises(th.UnsupportedModel, match="a model or a pipeline is needed; got a int"):

@@ -35,7 +35,7 @@ def touched(model):
     return any("forward" in vars(each) or any(getattr(each, name) for name in tables) for each in model.modules())
 
 
-def test_every_so_many_steps_a_tape_is_handed_on(model):
+def test_every_so_many_steps_a_tape_is_passed_on(model):
     seen = []
     sampled = Sampled(model, "*", every=3, then=lambda step, tape: seen.append((step, tape)))
     train(model, sampled, 7)
@@ -80,7 +80,7 @@ def test_a_step_that_fails_leaves_nothing_and_the_next_goes_on(model):
     assert seen == [0, 1, 3]
 
 
-def test_bad_input_is_told(model):
+def test_bad_input_is_an_error(model):
     with pytest.raises(th.AddressError):
         Sampled(model, "nothing", then=print)
     with pytest.raises(th.SessionError, match="every= is a number of steps"):

@@ -96,12 +96,12 @@ def test_what_is_there_is_not_made_again(tmp_path, whole, ray):
     assert files(folder) == files(whole)
 
 
-def test_a_stream_cannot_be_handed_out(tmp_path, ray):
+def test_a_stream_cannot_be_returned(tmp_path, ray):
     with pytest.raises(th.HarvestError, match="known beforehand"):
         th.harvest(killed.model(), iter(killed.batches()), "0", to=tmp_path / "acts", engine="ray", workers=1)
 
 
-def test_what_goes_wrong_in_a_worker_is_told_as_without_ray_and_what_was_committed_stays(tmp_path, ray):
+def test_what_goes_wrong_in_a_worker_is_reported_as_without_ray_and_what_was_committed_stays(tmp_path, ray):
     batches = [torch.randn(4, 3) for _ in range(8)]
     batches[6] = torch.randn(4, 2)
     made = {"shard_rows": 4, "engine": "ray", "workers": 1}

@@ -210,7 +210,7 @@ def test_edits_separate_the_cached_prefixes_of_requests(admission):
     assert admitted(admission, request()).cache_salt == salts["one", 10]
 
 
-def test_a_recorded_request_bypasses_the_prefix_cache_if_it_is_told_to(admission):
+def test_a_recorded_request_bypasses_the_prefix_cache_if_asked_to(admission):
     admission.recordings["use"] = False
     assert admitted(admission, request()).sampling_params.skip_reading_prefix_cache is None
     admission.recordings["bypass"] = True

@@ -37,7 +37,7 @@ def found():
     return in_process(PROBES.format("") + AFTERWARDS)
 
 
-def test_compiled_models_are_probed_although_nobody_has_loaded_the_compiler(found):
+def test_compiled_models_are_probed_although_no_one_has_loaded_the_compiler(found):
     assert "compiled models" in [name for name, *_ in found["features"]]
 
 

@@ -97,7 +97,7 @@ def test_released_versions_of_tested_minors_are_tested(version):
         ("git1234", "not the version of a release"),
     ],
 )
-def test_other_versions_are_untested_and_it_is_said_why(version, why):
+def test_other_versions_are_untested_and_it_is_reported_why(version, why):
     assert why in why_untested(version)
 
 

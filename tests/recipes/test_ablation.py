@@ -88,7 +88,7 @@ def test_resample_is_what_passes_for_others_drawn_by_the_seed():
     assert not torch.equal(found.values, ask(5).values)
 
 
-def test_bad_input_is_told_and_a_result_draws_itself():
+def test_bad_input_is_an_error_and_a_result_draws_itself():
     model, ids = lm_toys.gpt2(), lm_toys.ids()
     with pytest.raises(th.RecipeError, match='how= is "zero", "mean" or "resample"'):
         th.recipes.ablate(model, ids, points=NAMES, metric=metric, how="none")

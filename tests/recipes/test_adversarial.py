@@ -242,7 +242,7 @@ class Rounding(nn.Module):
         return self.inner(x.round().detach())
 
 
-def test_bad_input_is_told(net, some):
+def test_bad_input_is_an_error(net, some):
     images, labels = some
     with pytest.raises(th.RecipeError, match=r"floating-point tensors; got torch.uint8.*/ 255"):
         recipes.pgd(net, (images * 255).byte(), labels)

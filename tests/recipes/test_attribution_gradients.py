@@ -236,12 +236,12 @@ def argmax(output):
         ({"target": lambda out: out.tolist()}, "got list"),
     ],
 )
-def test_a_target_that_cannot_be_explained_is_said(recipe, options, text):
+def test_a_target_that_cannot_be_explained_is_reported(recipe, options, text):
     with pytest.raises(th.RecipeError, match=text):
         recipe(reused(), images(), **options)
 
 
-def test_inputs_that_have_no_gradient_are_said():
+def test_inputs_that_have_no_gradient_are_reported():
     with pytest.raises(th.RecipeError, match=r"needs a floating-point input.*\n.*layer_integrated_gradients"):
         R.saliency(Tokens(), torch.tensor([[1, 2]]))
     with pytest.raises(th.RecipeError, match="got a list"):

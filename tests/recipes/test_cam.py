@@ -120,7 +120,7 @@ def test_tokens_of_a_vision_transformer_are_laid_out():
 
 
 @pytest.mark.parametrize("recipe", [R.gradcam, R.gradcam_plus_plus, R.layercam, R.scorecam, R.guided_gradcam])
-def test_what_has_no_map_is_said(recipe):
+def test_what_has_no_map_is_reported(recipe):
     model, x = reused(), images(1)
     with pytest.raises(th.RecipeError, match=r"spatial map.*the value at 'fc' is \[1, 5\].*\n.*earlier point"):
         recipe(model, x, point="fc", target=TARGET)
@@ -134,7 +134,7 @@ def test_what_has_no_map_is_said(recipe):
         recipe(Tokens(), torch.tensor([[1, 2]]), point="mix", target=0)
 
 
-def test_an_image_without_a_batch_is_said():
+def test_an_image_without_a_batch_is_reported():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(1), nn.Linear(36, 4))
     with pytest.raises(th.RecipeError, match=r"give image\[None\]"):
         R.gradcam(model, torch.rand(3, 8, 8), point="0", target=lambda out: out[:3, 0])
@@ -142,7 +142,7 @@ def test_an_image_without_a_batch_is_said():
         R.scorecam(reused(), images(2), point="conv2", target=TARGET)
 
 
-def test_a_point_from_which_nothing_flows_to_the_target_is_said():
+def test_a_point_from_which_nothing_flows_to_the_target_is_reported():
     class Detached(nn.Module):
         def __init__(self):
             super().__init__()

@@ -107,7 +107,7 @@ def test_positions_target_and_metric(case):
     assert scores.clean == pytest.approx(float(model(IDS).logits[0, -1, 7].detach()), rel=1e-5)
 
 
-def test_bad_input_is_told(case):
+def test_bad_input_is_an_error(case):
     model, blocks, _ = case
     trace = lambda ids=IDS, subject=SUBJECT, **kw: th.recipes.causal_trace(
         model, ids, subject=subject, points=f"{blocks}.*", **kw

@@ -156,7 +156,7 @@ def test_a_norm_behind_the_parts_is_refused_until_the_points_are_those_that_are_
     assert found.error < 1e-4
 
 
-def test_bad_input_is_told_and_a_result_draws_itself(case):
+def test_bad_input_is_an_error_and_a_result_draws_itself(case):
     model, points = case
     with pytest.raises(th.RecipeError, match="a token is 0 to 49; got 50"):
         th.recipes.direct_logits(model, lm_toys.ids(), points=points, target=50)

@@ -33,7 +33,7 @@ def model_for(name):
 
 
 @pytest.mark.parametrize("name", [*SLOPES, *SWEEPS])
-def test_it_works_and_a_class_that_is_not_there_is_said(name):
+def test_it_works_and_a_class_that_is_not_there_is_reported(name):
     model, x = model_for(name)
     options = {**SLOPES, **SWEEPS}[name]
     assert getattr(R, name)(model, x, target=1, **options).attribution.isfinite().all()
@@ -54,7 +54,7 @@ def test_it_is_the_same_on_a_frozen_model_without_gradients_around(name, around)
 
 
 @pytest.mark.parametrize("name", SLOPES)
-def test_a_target_without_a_slope_is_said(name):
+def test_a_target_without_a_slope_is_reported(name):
     model, x = model_for(name)
     with pytest.raises(th.RecipeError, match="by differentiable operations"):
         getattr(R, name)(model, x, target=lambda output: output.argmax(1).double(), **SLOPES[name])
@@ -78,6 +78,6 @@ def test_a_layer_without_a_map_is_no_place_for_a_cam(name):
         getattr(R, name)(reused(), images(1), point="fc", target=1)
 
 
-def test_a_batch_where_one_image_is_meant_is_said():
+def test_a_batch_where_one_image_is_meant_is_reported():
     with pytest.raises(th.RecipeError, match=r"scorecam takes one image.*got a batch of 2.*image\[0:1\]"):
         R.scorecam(reused(), images(2), point="conv2", target=1)

@@ -59,7 +59,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_a_point_that_is_passed_several_times_has_to_be_told_apart(model, name):
+def test_a_point_that_is_passed_several_times_has_to_be_distinguished(model, name):
     with pytest.raises(th.AmbiguousCall, match="relu#0"):
         ASKS[name](model, "relu")
     assert ASKS[name](model, "relu#1") is not None

@@ -128,7 +128,7 @@ def test_an_untrained_tuned_lens_is_the_logit_lens_and_a_trained_one_is_nearer()
     assert torch.equal(again(model, lm_toys.ids()).logits, lens(model, lm_toys.ids()).logits)
 
 
-def test_bad_input_is_told(case):
+def test_bad_input_is_an_error(case):
     model, points, norm = case
     first = next(name for name, each in model.named_modules() if type(each) is type(model.get_submodule(norm)))
     with pytest.raises(th.RecipeError, match="but the stream is"):

@@ -106,7 +106,7 @@ def test_attribution_is_exact_where_the_model_is_linear():
     assert estimate.agreement.largest_gap < 1e-9
 
 
-def test_attribution_is_gradient_times_difference_and_tells_how_it_agrees(gpt2):
+def test_attribution_is_gradient_times_difference_and_shows_how_it_agrees(gpt2):
     found = patching.attribution(gpt2, CLEAN, CORRUPT, points="transformer.h.*", at=range(5), metric=metric, check=True)
     # The same by hand: the gradient of the metric in the corrupt run, at a clone of the block's output.
     kept, gradient = {}, {}
@@ -198,7 +198,7 @@ def test_path_patching_in_a_transformer_against_hooks_by_hand(gpt2):
     torch.testing.assert_close(found.values[0, 0, 0], truth)
 
 
-def test_what_cannot_be_traced_is_said(gpt2):
+def test_what_cannot_be_traced_is_reported(gpt2):
     with pytest.raises(th.RecipeError, match="no difference to trace"):
         patching.activation(gpt2, CLEAN, CLEAN, points="transformer.h.*", metric=metric)
     with pytest.raises(th.RecipeError, match="as many clean inputs as corrupt"):

@@ -120,6 +120,6 @@ def test_units_of_a_transformer_lie_along_the_last_dimension():
         (lambda m, x: R.occlusion(m, torch.zeros(1, 3, 8, 8, dtype=torch.long), window=4), "floating-point"),
     ],
 )
-def test_bad_input_is_said(call, text):
+def test_bad_input_is_an_error(call, text):
     with pytest.raises(th.RecipeError, match=text):
         call(reused(), images())

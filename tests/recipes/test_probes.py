@@ -64,7 +64,7 @@ def test_maps_and_tokens_become_vectors():
     assert widths == {"max": (4, 36), "flatten": (144, 144)}
 
 
-def test_bad_input_is_said():
+def test_bad_input_is_an_error():
     x = torch.rand(10, 3)
     with pytest.raises(th.RecipeError, match="one class for each of the 10"):
         R.probe(nn.Linear(3, 2), x, torch.zeros(9).long(), points=":return")

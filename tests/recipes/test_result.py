@@ -106,7 +106,7 @@ def test_words():
     assert "target    <lambda>" in repr(named)
 
 
-def test_without_matplotlib_the_way_to_get_it_is_said(monkeypatch):
+def test_without_matplotlib_the_way_to_get_it_is_reported(monkeypatch):
     found = R.saliency(reused(), images(1), target=3)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"tenterhook\[page\]"):

@@ -42,7 +42,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_the_product_of_the_attention_that_the_model_hands_out(name):
+def test_it_is_the_product_of_the_attention_that_the_model_returns(name):
     torch.manual_seed(0)
     make, token = MODELS[name]
     model = make()

@@ -125,7 +125,7 @@ class Masked(nn.Module):
         return self.out(x if mask is None else x * mask)
 
 
-def test_what_cannot_be_told_apart_is_refused_not_guessed():
+def test_what_cannot_be_distinguished_is_refused_not_guessed():
     model, x = Masked(), torch.randn(5, 4)
     agrees(model, x, scores_loss)
     with pytest.raises(th.RecipeError, match=r"'' \(Masked\) has its own parameters"):
@@ -241,7 +241,7 @@ def test_frozen_parts_of_such_layers_have_no_gradient():
     assert sorted(found.grads) == ["inner.in_proj_bias", "inner.in_proj_weight"]
 
 
-def test_such_layers_refuse_what_cannot_be_told_apart():
+def test_such_layers_refuse_what_cannot_be_distinguished():
     ask = th.recipes.per_sample_gradients
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
     with pytest.raises(th.RecipeError, match=r"'self_attn' \(MultiheadAttention\).*it uses random numbers"):

@@ -230,7 +230,7 @@ def test_generation_with_a_cache_is_steered_like_whole_sequences(pair, positions
     assert torch.equal(tokens, truth)
 
 
-def test_a_vector_is_handed_on_as_a_file(pair, tmp_path):
+def test_a_vector_is_passed_on_as_a_file(pair, tmp_path):
     model, point = pair
     found, prompt = found_at_last(model, point), sentences(7, 2, 4)
     edits = found.edits(5, positions="last")
@@ -272,7 +272,7 @@ def test_nothing_stays_behind(pair):
         del found
 
 
-def test_bad_input_is_told(pair):
+def test_bad_input_is_an_error(pair):
     model, point = pair
     found = found_at_last(model, point)
     with pytest.raises(th.RecipeError, match="nothing to steer by"):

@@ -276,7 +276,7 @@ def test_the_signal_is_what_backward_gives():
     assert found.loss == pytest.approx(float(loss().detach()), rel=1e-6)
 
 
-def test_where_the_signal_stops_is_said():
+def test_where_the_signal_stops_is_reported():
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(8)]
     model = nn.Sequential(*layers, nn.Linear(8, 1))
@@ -308,7 +308,7 @@ def test_where_the_signal_stops_is_said():
     assert dead["0"].remark == "no gradient"
 
 
-def test_bad_input_is_told():
+def test_bad_input_is_an_error():
     model = Two()
     recipes = th.recipes
     with pytest.raises(th.RecipeError, match="one of them"):

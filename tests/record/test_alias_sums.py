@@ -95,7 +95,7 @@ def differing(model, x, *points):
 
 @pytest.mark.parametrize("points", [["same"], ["same:in"], ["**", "**:in"]])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gradients_of_a_value_that_is_handed_on_are_summed_in_the_same_order(points, seed):
+def test_the_gradients_of_a_value_that_is_passed_on_are_summed_in_the_same_order(points, seed):
     torch.manual_seed(seed)
     assert differing(Handed(), torch.randn(4, 16), *points) == []
 
@@ -125,7 +125,7 @@ USES = {
 
 @pytest.mark.parametrize("points", [["**"], ["**", "**:in"]], ids=["outputs", "inputs too"])
 @pytest.mark.parametrize("uses", USES)
-def test_several_uses_of_what_is_handed_on_are_summed_in_the_order_of_the_plain_run(uses, points):
+def test_several_uses_of_what_is_passed_on_are_summed_in_the_order_of_the_plain_run(uses, points):
     for seed in range(5):
         torch.manual_seed(seed)
         assert differing(Used(USES[uses]), torch.randn(4, 16), *points) == []
@@ -154,7 +154,7 @@ def test_what_is_recorded_of_such_a_sum_is_what_flows_on():
     assert flowed[0].equal(tape.grad["stem"])
 
 
-def test_a_module_that_hands_on_what_another_handed_on_is_seen_as_one():
+def test_a_module_that_returns_what_another_module_returned_is_seen_as_one():
     model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Identity(), nn.Linear(3, 1))
     with th.record(model, "**", "**:in", grad=True) as tape:
         model(torch.randn(2, 3)).sum().backward()
@@ -173,7 +173,7 @@ def test_a_kept_gradient_does_not_change_the_layout_of_the_sums_that_autograd_ma
 
 @pytest.mark.parametrize("change", [added, added_twice, cut_off])
 @pytest.mark.parametrize("points", [["**"], ["same", "head"], ["**", "**:in"]], ids=["all", "two", "inputs too"])
-def test_what_flows_back_through_a_change_in_place_of_what_is_handed_on_lies_as_without_recording(change, points):
+def test_what_flows_back_through_a_change_in_place_of_what_is_passed_on_lies_as_without_recording(change, points):
     torch.manual_seed(0)
     model = Changed(change)
     for _ in range(2):  # A pass that was looked at needs looking at again.

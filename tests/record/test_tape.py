@@ -51,7 +51,7 @@ def test_several_calls_without_a_choice_are_ambiguous_and_all_of_them_are_listed
     assert isinstance(caught.value, LookupError)
 
 
-def test_a_call_that_is_not_held_is_told_with_those_that_are(steps):
+def test_a_call_that_is_not_held_is_reported_with_those_that_are(steps):
     with pytest.raises(th.NotRecorded, match=r"#0.*#1.*#2"):
         steps["cell#3"]
     with pytest.raises(th.NotRecorded):
@@ -63,7 +63,7 @@ def test_asking_for_the_calls_of_one_call_is_an_error(steps):
         steps.calls("cell#1")
 
 
-def test_a_name_that_is_not_on_the_tape_is_told_with_the_nearest(tape):
+def test_a_name_that_is_not_on_the_tape_is_reported_with_the_nearest(tape):
     model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "decoder": nn.Linear(3, 3)})
     model.forward = lambda x: model["decoder"](model["encoder"](x))
     with th.record(model, "encoder") as other:
@@ -125,7 +125,7 @@ def test_the_size_is_that_of_the_tensors(tape):
     assert tape.nbytes == 5 * 6 * 4
 
 
-def test_the_size_can_be_told_even_of_what_was_changed():
+def test_the_size_is_known_even_of_what_was_changed():
     model = nn.Sequential(nn.Tanh())
     with torch.no_grad(), th.record(model, "0") as tape:
         model(X).zero_()
@@ -180,12 +180,12 @@ def test_a_long_tape_is_cut_short_when_drawn():
     assert "… and 50 more" in repr(tape)
 
 
-def test_gradients_that_were_not_asked_for_are_told(tape):
+def test_gradients_that_were_not_asked_for_are_reported(tape):
     with pytest.raises(th.NoBackward, match="grad=True"):
         tape.grad["0"]
 
 
-def test_a_table_tells_of_finite_values_and_counts_the_others():
+def test_a_table_names_finite_values_and_counts_the_others():
     model = nn.Sequential(nn.Identity())
     with th.record(model, "0") as tape:
         model(torch.tensor([1.0, 3.0, torch.nan, torch.inf, torch.inf, 0.0]))

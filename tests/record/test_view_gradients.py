@@ -375,7 +375,7 @@ def test_an_edit_of_the_gradient_of_the_base_does_not_reach_the_view():
     same(model[0].bias.grad, (truth * 100).view(4, 3).sum(0))
 
 
-def test_what_is_handed_on_and_then_changed_has_the_gradient_of_that_use():
+def test_what_is_passed_on_and_then_changed_has_the_gradient_of_that_use():
     model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3), nn.Identity()).eval()
     x = X.view(4, 3)
 
@@ -417,7 +417,7 @@ def test_create_graph_and_autograd_grad_over_a_view_that_is_changed_at_last():
         same(tape.grad["a"], truth)
 
 
-def test_that_backward_has_not_run_is_said_as_often_as_it_is_asked():
+def test_that_backward_has_not_run_is_reported_as_often_as_it_is_asked():
     model = Chain()
     with recorded(model, *POINTS) as tape:
         model(X)

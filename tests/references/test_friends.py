@@ -62,7 +62,7 @@ def trained(tmp_path):
     return run
 
 
-def test_a_callback_hands_on_a_tape_every_so_many_steps(trained):
+def test_a_callback_passes_on_a_tape_every_so_many_steps(trained):
     from tenterhook.integrations.lightning import sampling
 
     seen = []
@@ -83,7 +83,7 @@ def test_a_step_that_fails_leaves_nothing_on_the_module(trained):
     assert seen == [0, 1, 2]
 
 
-def test_points_that_are_not_there_are_told_before_the_first_step(trained):
+def test_points_that_are_not_there_are_reported_before_the_first_step(trained):
     from tenterhook.integrations.lightning import sampling
 
     with pytest.raises(th.AddressError, match="has no 'nett'"):

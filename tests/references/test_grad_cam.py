@@ -64,7 +64,7 @@ def test_it_is_what_grad_cam_finds(package, name):
 
 
 @pytest.mark.parametrize("name", ["gradcam", "layercam"])
-def test_each_call_of_a_reused_layer_is_right_where_grad_cam_takes_the_first_without_a_word(package, name):
+def test_each_call_of_a_reused_layer_is_right_where_grad_cam_takes_the_first_silently(package, name):
     model, x = made(Reused), images()
     unrolled = Unrolled(model)
     truths = [theirs(package, KINDS[name], unrolled, layer, x, SCALE) for layer in (unrolled.relu1, unrolled.relu2)]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from batch.test_architectures import CAUSAL, EXPERTS, SEQUENCES, model_of
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tenterhook as th
+from tests.batch.test_batch_architectures import CAUSAL, EXPERTS, SEQUENCES, model_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

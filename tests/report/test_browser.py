@@ -440,7 +440,7 @@ def test_attributions_are_drawn_beside_the_tape_and_alone(show, tmp_path):
     assert page.locator(".figure img").count() == 1
 
 
-def test_what_has_no_picture_is_told_in_words_and_a_small_page_leaves_pictures_out(show, tmp_path):
+def test_what_has_no_picture_is_described_in_words_and_a_small_page_leaves_pictures_out(show, tmp_path):
     class Solid(nn.Module):
         def forward(self, x):
             return x.flatten(1).sum(1, keepdim=True)

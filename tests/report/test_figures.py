@@ -64,7 +64,7 @@ def test_a_value_draws_itself_as_text_and_in_a_notebook(tape):
     assert 'src="data:image/png;base64,' in drawn
 
 
-def test_an_unknown_address_is_told_at_once(tape):
+def test_an_unknown_address_is_reported_at_once(tape):
     with pytest.raises(th.NotRecorded, match="Did you mean"):
         tape.look("0.weigt")
 
@@ -90,6 +90,6 @@ def test_a_constant_has_a_narrow_bar_where_it_is():
         assert bar.get_width() < (high - low) / 5
 
 
-def test_what_is_not_finite_is_said_and_not_drawn_as_a_blank():
+def test_what_is_not_finite_is_reported_and_not_drawn_as_a_blank():
     left = figure([("v", torch.full((4, 5), torch.inf))]).subfigs[0]
     assert [text.get_text() for text in left.texts if text.get_text() != "v"] == ["nothing finite to draw"]

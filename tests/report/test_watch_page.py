@@ -36,13 +36,13 @@ def test_the_page_of_a_watch_has_its_series_its_findings_and_its_numbers(tmp_pat
     assert "http://" not in text.replace("http://www.w3.org", "")
 
 
-def test_a_chart_has_no_more_lines_than_can_be_told_apart():
+def test_a_chart_has_no_more_lines_than_can_be_distinguished():
     page = watch_page(watched(steps=2, layers=30))
     assert all(len(chart.series) <= LINES for chart in page.charts)
     assert {"0", ":return"} <= set(page.charts[0].series)
 
 
-def test_what_was_found_is_said_once():
+def test_what_was_found_is_reported_once():
     page = watch_page(watched())
     told = [line for remark in page.remarks for line in remark["text"].splitlines()]
     assert told

@@ -276,7 +276,7 @@ def test_a_decorated_forward_is_entered_through_its_decorators():
     assert torch.equal(tape[":return"], (X + 1) * 2)
 
 
-def test_inherited_and_shared_forwards_are_told_apart_by_module():
+def test_inherited_and_shared_forwards_are_distinguished_by_module():
     class Child(Base):
         def forward(self, x):
             y = self.scale(x) + 1
@@ -399,7 +399,7 @@ def test_calls_inside_a_forward_without_source_are_edited():
         assert torch.allclose(model(X), torch.full_like(X, 2 / 3))
 
 
-def test_a_call_that_a_forward_without_source_never_makes_is_said():
+def test_a_call_that_a_forward_without_source_never_makes_is_reported():
     with pytest.raises(th.NeverReached), th.record(typed(), ":relu()") as tape:
         tape._model()(X)
 
@@ -437,7 +437,7 @@ def test_a_wrapper_that_hides_what_it_wraps_is_refused():
         th.record(model, ":y").start()
 
 
-def test_a_branch_that_was_not_taken_is_said_with_its_line():
+def test_a_branch_that_was_not_taken_is_reported_with_its_line():
     model = Forms()
     with pytest.raises(th.NeverReached, match=r"never run: .*test_rewrite\.py:\d+"), th.record(model, ":branch[1]"):
         model(X)
@@ -448,7 +448,7 @@ def test_a_name_that_is_never_bound_is_answered_with_the_nearest_and_its_line():
         th.record(Forms(), ":caled")
 
 
-def test_each_value_tells_its_file_and_line():
+def test_each_value_shows_its_file_and_line():
     model = Forms()
     with th.record(model, ":plain") as tape:
         model(X)

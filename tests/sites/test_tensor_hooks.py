@@ -10,7 +10,7 @@ def test_an_alias_has_the_strides_of_its_tensor_where_a_dimension_has_size_one()
     assert own_alias(tensor).stride() == tensor.stride()
 
 
-def test_recording_gradients_leaves_the_strides_of_what_a_module_hands_on():
+def test_recording_gradients_leaves_the_strides_of_what_a_module_returns():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Identity()).to(memory_format=torch.channels_last)
     image = torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last)
     plain = model(image)

@@ -161,7 +161,7 @@ def test_how_far_tensors_have_moved(limit):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "together, before the update"])
-def test_a_watch_tells_the_same_as_one_that_reads_every_element_the_other_way(later, monkeypatch):
+def test_a_watch_shows_the_same_as_one_that_reads_every_element_the_other_way(later, monkeypatch):
     joint, join = [], Workspace.joint
     monkeypatch.setattr(Workspace, "joint", lambda *args: (joint.append(1), join(*args))[1])
 

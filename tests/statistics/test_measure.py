@@ -202,7 +202,7 @@ def test_what_is_not_finite_is_counted_and_the_rest_is_measured():
     assert nothing["mean"] == 0
 
 
-def test_what_cannot_be_measured_is_said_so():
+def test_what_cannot_be_measured_is_reported():
     assert plain("text") is None
     assert plain(torch.arange(3)) is None
     assert plain(torch.empty(2, device="meta")) is None
@@ -216,7 +216,7 @@ def test_an_empty_tensor_has_a_row_of_nothing():
 
 
 @pytest.mark.parametrize("limit", [None, 64])
-def test_a_snapshot_tells_how_far_tensors_have_moved(limit):
+def test_a_snapshot_shows_how_far_tensors_have_moved(limit):
     torch.manual_seed(0)
     tensors = [torch.randn(20, 30), torch.randn(7)]
     before = [tensor.clone() for tensor in tensors]

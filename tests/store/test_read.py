@@ -85,7 +85,7 @@ def test_bfloat16_reads_as_it_is_and_as_float32_in_numpy(tmp_path):
     assert np.array_equal(store[":return"].numpy(), rows.float().numpy())
 
 
-def test_an_unknown_name_is_told_with_the_nearest(store):
+def test_an_unknown_name_is_reported_with_the_nearest(store):
     with pytest.raises(th.NotRecorded, match="Did you mean sample"):
         store["sampel"]
 

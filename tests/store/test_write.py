@@ -74,7 +74,7 @@ def test_who_waits_for_a_mark_waits_for_what_was_put_before_it_and_no_more(place
     writer.close()
 
 
-def test_who_waits_for_a_mark_is_told_of_a_commit_that_failed(place):
+def test_who_waits_for_a_mark_is_reported_a_commit_that_failed(place):
     place.failing = "00000000"
     writer = Writer(place, 10**6)
     writer.put(0, COLUMN, ROWS)
@@ -97,7 +97,7 @@ def test_a_sweep_of_some_shards_leaves_the_others_alone(tmp_path):
     assert place.sweep(range(4, 6)) == 2
 
 
-def test_a_commit_that_fails_is_told_and_no_later_one_is_made(place):
+def test_a_commit_that_fails_is_reported_and_no_later_one_is_made(place):
     place.failing = "00000001"
     place.may_go_on.set()
     writer = Writer(place, 10**6)

@@ -30,7 +30,7 @@ def test_features_that_are_not_fast_are_given_with_their_reason():
     assert "checkpoints: fallback (a\\|b is gone) |" in page.text({"2.15.0/3.13": result(features=slow)})
 
 
-def test_features_that_nobody_reported_are_not_called_fast():
+def test_features_that_no_one_reported_are_not_called_fast():
     assert "| not reported |" in page.text({"2.15.0/3.13": result(features=None)})
 
 

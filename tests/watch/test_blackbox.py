@@ -117,7 +117,7 @@ def test_rows_that_come_later_are_taken_in(tmp_path):
     assert [len(page.rows) for page in box.pages] == [2, 2, 61, 61]
 
 
-def test_a_damaged_step_is_left_out_and_a_damaged_file_is_said_so(tmp_path):
+def test_a_damaged_step_is_left_out_and_a_damaged_file_is_reported(tmp_path):
     model, file = net(), tmp_path / "box.thb"
     with pytest.raises(KeyError), th.watch(model, blackbox=4, to=file):
         train(model, 4)

@@ -74,7 +74,7 @@ PERHAPS = "a backward pass that did not start at the model's output ran during o
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize(("steps", "told"), [(2, SURE), (3, PERHAPS), (9, PERHAPS)])
-def test_one_that_comes_as_a_surprise_is_told_of_and_seen_from_then_on(steps, told):
+def test_one_that_comes_as_a_surprise_is_reported_and_seen_from_then_on(steps, told):
     model, x = Force(), torch.randn(5, 3)
     expected, _ = gradient_norm(model, x)
     model.derives = False
@@ -129,7 +129,7 @@ class Field(Force):
 
 
 @pytest.mark.usefixtures("_way")
-def test_one_inside_the_forward_is_told_of_also_if_none_follows():
+def test_one_inside_the_forward_is_reported_also_if_none_follows():
     model, x = Field(), torch.randn(5, 3)
     model.derives = False
     with th.watch(model, steps="call", of=("values", "gradients")) as watch:
@@ -160,7 +160,7 @@ def test_the_passes_of_steps_between_are_no_surprise(calls):
 
 
 @pytest.mark.usefixtures("_way")
-def test_one_inside_the_forward_is_told_of_also_after_steps_between():
+def test_one_inside_the_forward_is_reported_also_after_steps_between():
     model, x = Force(), torch.randn(5, 3)
     model.derives = False
     with th.watch(model, steps="manual", of=("values", "gradients"), every=2) as watch:
@@ -172,7 +172,7 @@ def test_one_inside_the_forward_is_told_of_also_after_steps_between():
 
 
 @pytest.mark.usefixtures("_way")
-def test_who_asks_for_no_gradients_is_not_told_of_any():
+def test_who_asks_for_no_gradients_is_not_given_any():
     model, x = Force(), torch.randn(5, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -243,7 +243,7 @@ class Around(nn.Module):
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("gives", ["its own", "its input", "another", "a leaf"])
-def test_a_part_that_hands_on_what_there_was_has_the_gradient_of_this_use_alone(gives):
+def test_a_part_that_returns_its_input_has_the_gradient_of_this_use_alone(gives):
     model, x = Around(), torch.randn(5, 3)
     through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
     model.part.gives = gives
@@ -257,7 +257,7 @@ def test_a_part_that_hands_on_what_there_was_has_the_gradient_of_this_use_alone(
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("gives", ["another", "a leaf"])
-def test_one_that_did_not_do_so_before_is_told_of(gives):
+def test_one_that_did_not_do_so_before_is_reported(gives):
     model, x = Around(), torch.randn(5, 3)
     through = torch.linalg.vector_norm(model.last.weight.detach().expand(5, 8))
     with th.watch(model, of=("values", "gradients"), steps="manual") as watch:
@@ -279,7 +279,7 @@ def test_one_that_did_not_do_so_before_is_told_of(gives):
 
 
 @pytest.mark.usefixtures("_way")
-def test_a_dropout_that_is_switched_off_hands_its_input_on_without_a_word():
+def test_a_dropout_that_is_switched_off_returns_its_input_silently():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     x = torch.randn(5, 3)

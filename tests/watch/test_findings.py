@@ -143,7 +143,7 @@ def test_an_exploding_gradient_names_where():
     assert ("exploding gradient", "5") not in found
 
 
-def test_a_jump_of_the_gradients_is_told():
+def test_a_jump_of_the_gradients_is_reported():
     model = nn.Linear(3, 1)
     with th.watch(model) as w:
         for step in range(9):

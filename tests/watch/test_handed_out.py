@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
         return found + (state * 3).sum() if self.uses_state else found
 
 
-def test_what_nobody_uses_has_no_gradient_and_costs_nothing(one_by_one):
+def test_what_no_one_uses_has_no_gradient_and_costs_nothing(one_by_one):
     model, x = Recurrent(), torch.randn(2, 5, 3)
     with th.watch(model, of=("values", "gradients"), steps="call") as w:
         for _ in range(5):
@@ -150,7 +150,7 @@ class Twice(nn.Module):
         return (self.two(h) * 2 + h * 5).sum()
 
 
-def test_one_that_hands_on_what_another_handed_on_has_the_gradient_of_its_own_use():
+def test_one_that_returns_what_another_module_returned_has_the_gradient_of_its_own_use():
     model = Twice()
     with th.watch(model, of=("values", "gradients")) as w:
         model(torch.randn(4, 3)).backward()

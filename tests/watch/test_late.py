@@ -100,7 +100,7 @@ def test_steps_are_published_together_but_whoever_looks_sees_them_all():
     assert [page.step for page in w.pages] == list(range(AT_ONCE + 5))
 
 
-def test_a_sink_is_told_of_each_step_as_it_ends():
+def test_a_sink_is_reported_each_step_as_it_ends():
     class Sink:
         seen = 0
 

@@ -126,7 +126,7 @@ def test_a_port_in_use_is_a_clear_error():
         w.serve(-1)
 
 
-def test_nobody_outside_this_machine_is_answered():
+def test_no_one_outside_this_machine_is_answered():
     model = nn.Linear(2, 2)
     with th.watch(model) as w:
         port = port_of(w.serve())
@@ -222,7 +222,7 @@ def test_a_reader_that_leaves_or_never_reads_prints_nothing_and_stops_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained 60\n", "")
 
 
-def test_nothing_is_published_for_a_page_that_nobody_asks_for():
+def test_nothing_is_published_for_a_page_that_no_one_asks_for():
     model = nn.Sequential(nn.Linear(4, 4))
     with th.watch(model, on_nan="record") as w:
         url = w.serve()

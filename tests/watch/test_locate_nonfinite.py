@@ -81,7 +81,7 @@ def test_it_is_first_in_the_order_of_execution_not_of_names():
     assert found.line.operation == "div"
 
 
-def test_what_is_born_inside_a_module_of_pytorch_is_told_by_its_own_line():
+def test_what_is_made_inside_a_module_of_pytorch_is_reported_by_its_own_line():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[1].weight.fill_(3e38)
@@ -93,7 +93,7 @@ def test_what_is_born_inside_a_module_of_pytorch_is_told_by_its_own_line():
     assert found.statistics["inf"] + found.statistics["nan"] == 4
 
 
-def test_what_came_in_is_told_apart_from_what_was_born_there():
+def test_what_came_in_is_distinguished_from_what_was_made_there():
     x = torch.ones(2, 4)
     x[1, 2] = float("nan")
     found = watched(Model("none"), x).nonfinite
@@ -155,7 +155,7 @@ def test_the_first_gradient_is_the_one_nearest_to_the_loss():
     assert found.line.operation == "sqrt"
 
 
-def test_a_module_that_hands_on_early_does_not_pass_for_the_last():
+def test_a_module_that_returns_early_does_not_pass_for_the_last():
     class Skips(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,7 +194,7 @@ def test_a_gradient_of_one_tensor_of_several_is_located():
     assert found.line.line == line_of(Uses.forward, "torch.sqrt")
 
 
-def test_a_bad_loss_is_told_apart():
+def test_a_bad_loss_is_distinguished():
     model = Model("none")
     with th.watch(model, on_nan="record") as w:
         (model(torch.ones(1, 4)).sum() * float("inf")).backward()
@@ -231,7 +231,7 @@ def test_a_warning_comes_once_and_the_steps_are_counted():
     assert w.nonfinite_steps == [0, 1, 2]
 
 
-def test_the_step_is_told():
+def test_the_step_is_reported():
     model = Model("none")
     with th.watch(model, on_nan="record") as w:
         for step in range(5):
@@ -244,7 +244,7 @@ def test_the_step_is_told():
     assert w.row("a")["nan"] == 4
 
 
-def test_the_call_is_told_where_there_are_several():
+def test_the_call_is_reported_where_there_are_several():
     class Loops(nn.Module):
         def __init__(self):
             super().__init__()

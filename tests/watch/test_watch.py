@@ -270,7 +270,7 @@ class Skips(nn.Module):
         return self.same(h) * 2 + h * 5
 
 
-def test_a_module_that_hands_its_input_on_has_the_gradient_of_its_own_use():
+def test_a_module_that_returns_its_input_has_the_gradient_of_its_own_use():
     model = Skips()
     with th.watch(model) as w:
         model(torch.ones(2, 3)).sum().backward()
@@ -452,13 +452,13 @@ def test_what_makes_no_sense_is_refused_at_once(options, message):
         th.watch(net(), **options)
 
 
-def test_an_optimizer_that_is_not_named_is_told_how_to_be():
+def test_an_optimizer_that_is_not_named_is_reported_how_to_be():
     model = nn.Linear(2, 2)
     with pytest.raises(th.SelectorError, match=r"by keyword: th\.watch\(model, optimizer=optimizer\)"):
         th.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_name_that_is_not_there_is_refused_and_one_never_reached_is_told():
+def test_a_name_that_is_not_there_is_refused_and_one_never_reached_is_reported():
     model = net()
     with pytest.raises(th.AddressError, match="has no '7'"):
         th.watch(model, "7")

@@ -340,7 +340,7 @@ def test_two_backward_passes_through_one_graph_are_added_up(inplace):
     assert (row["count"], row["norm"]) == (3, pytest.approx(12**0.5))
 
 
-def test_an_update_that_is_not_finite_is_not_told_as_the_parameter():
+def test_an_update_that_is_not_finite_is_not_reported_as_the_parameter():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with th.watch(model, optimizer=optimizer, on_nan="record") as w:
@@ -352,7 +352,7 @@ def test_an_update_that_is_not_finite_is_not_told_as_the_parameter():
     assert w.row("weight", "parameters")["inf"] == 1
 
 
-def test_gradients_that_change_before_their_numbers_are_read_are_told_as_they_were():
+def test_gradients_that_change_before_their_numbers_are_read_are_reported_as_they_were():
     class Shrinks(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -394,7 +394,7 @@ class Hooked(nn.Module):
 
 @pytest.mark.parametrize("small", [0, 2**15], ids=["by hooks", "by autograd"])
 @pytest.mark.parametrize("patient", [False, True])
-def test_a_gradient_is_told_as_it_flows_on_after_the_hooks_of_others(small, patient, monkeypatch):
+def test_a_gradient_is_reported_as_it_flows_on_after_the_hooks_of_others(small, patient, monkeypatch):
     monkeypatch.setattr(observers, "SMALL", small)
     monkeypatch.setattr(step_events, "DEFERRED_ON", {"cpu"} if patient else frozenset())
     model = Hooked()

@@ -52,7 +52,7 @@ def test_a_model_that_does_not_run_by_itself_is_not_counted():
         check(Case(Broken(), (torch.ones(1),)))
 
 
-def test_sums_of_values_that_are_handed_on_keep_their_order():
+def test_sums_of_values_that_are_passed_on_keep_their_order():
     import torch
     from torch import nn
 
