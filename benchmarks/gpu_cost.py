@@ -145,6 +145,27 @@ def compiled_watch(setting: Setting, mode: str) -> dict[str, Any]:
     return found
 
 
+def page(path: Path) -> None:
+    """Write the figures of a run, of either part, into the page, on any machine."""
+    from benchmarks.report import write_section
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    name = "gpu_cost" if "saved bytes" in result["figures"] else "gpu_watch_compiled"
+    title = "Costs on a GPU" if name == "gpu_cost" else "Watch of a compiled model on a GPU"
+    lines = [
+        f"## {title}\n\nOne {result['device']}, torch {result['torch']}, GPT-2 small, bf16, batch 8, 512 tokens.\n"
+    ]
+    lines += ["| figure | value | goal |", "|---|--:|---|"]
+    for figure, value in result["figures"].items():
+        if isinstance(value, dict):
+            lines.append(f"| {figure}, × the step | {value['ratio']:.3f} | ≤ {value['goal']:g} |")
+        elif isinstance(value, list) and name == "gpu_cost":
+            lines.append(f"| {figure}: th.cost, PyTorch's own count | {value[0]:,}, {value[1]:,} | |")
+        else:
+            lines.append(f"| {figure} | {value:.2f} | |" if isinstance(value, float) else f"| {figure} | {value} | |")
+    write_section(name, "\n".join(lines))
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -152,7 +173,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--part", choices=["cost", "watch"])
     parser.add_argument("--mode", default="default", help="of torch.compile; none for no code generation")
+    parser.add_argument("--page", type=Path, metavar="JSON", help="write such figures into docs/benchmarks.md instead")
     options = parser.parse_args()
+    if options.page is not None:
+        page(options.page)
+        return
     figures: dict[str, Any] = {}
     if options.part != "watch":
         figures |= costs(Setting(tiny=options.tiny))
