@@ -140,6 +140,44 @@ def test_a_stop_in_a_compiled_module_of_the_users_own_is_caught():
     assert close(tape["first"], model.first(X))
 
 
+@pytest.fixture
+def wrapped_call(monkeypatch):
+    """nn.Module.__call__ in the wrapper of another library, at which the graphs of torch.compile(module) begin."""
+    original = nn.Module.__call__
+
+    def call(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", call)
+
+
+def test_where_another_library_replaced_module_calls_a_stop_names_it_at_the_start(wrapped_call):
+    model = Chain()
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(th.UnsupportedTorch, match=r"'first' cannot.*replaced by test_fullgraph_check\."):
+        th.record(call, "_orig_mod.first", stop=True).start()
+    with th.record(call, "_orig_mod.first") as tape:
+        call(X)
+    assert close(tape["_orig_mod.first"], model.first(X))
+
+
+def test_where_another_library_replaced_module_calls_a_stop_names_it_in_the_first_call(wrapped_call):
+    model = Chain()
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(th.UnsupportedTorch, match=r"the stop after 'first'.*replaced by test_fullgraph_check"):
+        with th.record(model, "first", stop=True):
+            call(X)
+
+
+def test_where_another_library_replaced_module_calls_a_stop_works_after_compiling_in_place(wrapped_call):
+    model = Chain()
+    model.compile(backend="eager", fullgraph=True)
+    with th.record(model, "first", stop=True) as tape:
+        model(X)
+        raise AssertionError("it went on")
+    assert close(tape["first"], model.first(X))
+
+
 def test_what_lies_beside_the_graph_is_no_part_of_it():
     model = net()
     model.b1.register_forward_hook(lambda _module, _args, out: out * 2)

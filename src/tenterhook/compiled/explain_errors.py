@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tenterhook.errors import EditError, GradientError, SessionError, TenterhookError
+from tenterhook.errors import EditError, GradientError, SessionError, TenterhookError, UnsupportedTorch
 from tenterhook.pytorch.python_code import code_of, lines_of
+from tenterhook.pytorch.replaced import replacement_of_module_call
 
 if TYPE_CHECKING:
     from tenterhook.engine.action import Binding
     from tenterhook.engine.session import Session
 
-__all__ = ["CHANGED_KIND", "explained", "forget", "note_edit", "note_view"]
+__all__ = ["CHANGED_KIND", "REPLACED", "explained", "forget", "note_edit", "note_view"]
 
 UNTRACED = (
     "the edit {name} at {address!r} cannot be part of a compiled graph: {reason}\nUse only PyTorch "
@@ -43,6 +44,11 @@ WHOLE = (
 KIND = (
     "{reason}, in a graph compiled with fullgraph=True.\nReturn a value of the same type, shape and dtype, or pass "
     "check=False to th.edit if the rest of the model accepts the new value."
+)
+REPLACED = (
+    "{what} cannot be part of a graph compiled with fullgraph=True while nn.Module.__call__ is replaced by {by}: the "
+    "graph begins there, before tenterhook's own code.\nCompile the model without fullgraph=True, or call "
+    "module.compile() in place of torch.compile(module)."
 )
 STOP = "the stop after {points}, which would leave the graph as an exception,"
 NOTE = (
@@ -151,7 +157,9 @@ def _stop(session: Session, text: str) -> TenterhookError | None:
     stops = [binding for binding in session.bindings if binding.action.stops]
     if not stops or "Stopped" not in text:
         return None
-    return SessionError(WHOLE.format(what=STOP.format(points=_listed(stops))))
+    what = STOP.format(points=_listed(stops))
+    by = replacement_of_module_call()
+    return SessionError(WHOLE.format(what=what)) if by is None else UnsupportedTorch(REPLACED.format(what=what, by=by))
 
 
 def _add_note(session: Session, error: BaseException) -> None:

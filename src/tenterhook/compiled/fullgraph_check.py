@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from tenterhook.address.walk import wrappers_at
+from tenterhook.compiled.explain_errors import REPLACED
 from tenterhook.compiled.inner_values import NO_SOURCE
 from tenterhook.compiled.served_calls import UNDECIDED
 from tenterhook.compiled.trace import Untraceable
 from tenterhook.compiled.trace_plan import FOREIGN, part_of
-from tenterhook.errors import SessionError
+from tenterhook.errors import SessionError, UnsupportedTorch
 from tenterhook.pytorch.dynamo import (
     begins_outside_of,
     is_fullgraph,
@@ -25,6 +26,7 @@ from tenterhook.pytorch.dynamo import (
 )
 from tenterhook.pytorch.dynamo_tracing import OptimizedModule, is_forced_eager, is_skipped, settings_of_wrapper
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from tenterhook.pytorch.replaced import replacement_of_module_call
 from tenterhook.sites.module import compiled_call
 
 if TYPE_CHECKING:
@@ -51,10 +53,15 @@ def check(session: Session) -> None:
         raise SessionError(WHOLE.format(what="a call to serve", why=WRITTEN))
     for path, outer in whole:
         for actions in session.action_sets.values():
-            why = _why_not(actions, outer) if not path or f"{actions.path}.".startswith(f"{path}.") else None
+            if path and not f"{actions.path}.".startswith(f"{path}."):
+                continue
+            what = repr(actions.path) if actions.path else "the model itself"
+            why = _why_not(actions, outer)
             if why is not None:
-                what = repr(actions.path) if actions.path else "the model itself"
                 raise SessionError(WHOLE.format(what=what, why=why.removeprefix("tenterhook: ")))
+            by = replacement_of_module_call() if isinstance(outer, OptimizedModule) else None
+            if by is not None and _why_not_outside(actions) is not None:
+                raise UnsupportedTorch(REPLACED.format(what=what, by=by))
 
 
 def _outers(session: Session, module: nn.Module, path: str) -> list[nn.Module]:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["replaced_functions"]
+__all__ = ["replaced_functions", "replacement_of_module_call"]
+
+_MODULE_CALL = "nn.Module.__call__"
 
 _WATCHED = (
     "autograd.backward",
     "autograd.grad",
     "compile",
-    "nn.Module.__call__",
+    _MODULE_CALL,
     "nn.Module.__getattr__",
     "nn.Module.__setattr__",
     "nn.Module._call_impl",
@@ -32,6 +34,15 @@ def replaced_functions() -> dict[str, str]:
     """Return the functions of PyTorch that another library has replaced, each with the full name of the replacement."""
     found = {f"torch.{name}": _full_name(function) for name in _WATCHED if (function := _current(name)) is not None}
     return {name: by for name, by in found.items() if by.partition(".")[0] != "torch"}
+
+
+def replacement_of_module_call() -> str | None:
+    """Return the full name of the function with which another library has replaced ``nn.Module.__call__``, or None.
+
+    The graph of ``torch.compile(module)`` then begins in that function, before the module's own forward.
+    """
+    by = _full_name(_current(_MODULE_CALL))
+    return None if by.partition(".")[0] == "torch" else by
 
 
 def _current(name: str) -> Any:
