@@ -109,8 +109,7 @@ def _at_head(binding: Binding, context: Context, value: Tensor) -> Tensor:
     if _only_reads(binding):
         return value
     # The head takes its place in the value again, so that its gradient is that of this head.
-    index = torch.tensor([meaning.head], device=value.device)
-    return value.index_copy(dimension, index, (part if action.observes else new).unsqueeze(dimension))
+    return value.select_scatter(part if action.observes else new, dimension, meaning.head)
 
 
 def _of(acting: list[Acting], name: str) -> list[Acting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = ["BatchedSession", "CannotBatch", "Slices", "examples", "parts", "room
 
 MOST = 1024  # Number of cases above which a larger batch is not faster.
 SHARE = 0.25  # Share of the free memory that a batch may use.
+FEW = 4  # Cases; fewer are written one by one.
 
 
 class CannotBatch(Exception):
@@ -60,11 +62,35 @@ class Slices(Action):
 
     def _put_all(self, out: Tensor, context: Context) -> None:
         """Apply the changes of all cases in place."""
+        if self._put_in_one_view(out, context):
+            return
         pieces = out.split(self._batch)
         if not self._put_at_once(pieces, context):
             for changes, piece in zip(self._changes, pieces, strict=True):
                 for change in changes:
                     _put(change, piece, context)
+
+    def _put_in_one_view(self, out: Tensor, context: Context) -> bool:
+        """Write all cases into one view of a value, if there is one. Return False otherwise.
+
+        There is one if each case sets a part, the indices of adjacent cases differ by the same step, such as the heads
+        of a layer one by one, and the values have the shapes of the parts.
+        """
+        edits: list[Any] = [changes[0].call for changes in self._changes if len(changes) == 1]
+        if len(edits) < max(FEW, len(self._changes)) or not _alike(edits) or not _have_one_step([e.at for e in edits]):
+            return False
+        first, second, last = (
+            edits[place]._cut(out.narrow(0, place * self._batch, self._batch), context)
+            for place in (0, 1, len(edits) - 1)
+        )
+        step, value = second.storage_offset() - first.storage_offset(), edits[0].value
+        if (value.shape, value.dtype, value.device) != (first.shape, first.dtype, first.device):
+            return False
+        if last.storage_offset() - first.storage_offset() != step * (len(edits) - 1):
+            return False
+        view = first.as_strided((len(edits), *first.shape), (step, *first.stride()), first.storage_offset())
+        view.copy_(torch.stack([edit.value for edit in edits]))
+        return True
 
     def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
         """Write all cases with one operation, if each case sets a part to a tensor. Return False otherwise."""
@@ -133,6 +159,35 @@ def _given(edit: Any, piece: Tensor, cut: Tensor) -> Any:
     given = edit.value
     is_whole = isinstance(given, Tensor) and given.shape == piece.shape and given.shape != cut.shape
     return given[edit.at] if is_whole else given
+
+
+def _alike(edits: Sequence[Any]) -> bool:
+    """Return whether all edits set a part to tensors of the same kind, with an index that returns a view."""
+    if not all(isinstance(edit, Set) and isinstance(edit.value, Tensor) for edit in edits):
+        return False
+    value = edits[0].value
+    same = all(
+        edit.value.shape == value.shape and edit.value.dtype is value.dtype and edit.value.device == value.device
+        for edit in edits
+    )
+    return same and _is_set_in_place(edits[0])
+
+
+def _have_one_step(indices: Sequence[Any]) -> bool:
+    """Return whether indices are equal, except for numbers that grow by the same step from each to the next."""
+    first = indices[0]
+    if not all(type(index) is tuple and len(index) == len(first) for index in indices):
+        return False
+    for parts in zip(*indices, strict=True):
+        if type(parts[0]) is not int:
+            if any(part != parts[0] for part in parts):
+                return False
+            continue
+        step = parts[1] - parts[0] if type(parts[1]) is int else 0
+        fits = all(type(part) is int and part == parts[0] + step * place for place, part in enumerate(parts))
+        if not fits or min(parts) < 0 <= max(parts):  # A negative number counts from the end.
+            return False
+    return True
 
 
 def _is_set_in_place(edit: Set) -> bool:

@@ -126,18 +126,24 @@ def is_whole(output: Any, unedited: Any, count: int, batch: int) -> bool:
     return all(tuple(tensor.shape) == wide[path] for path, tensor in found.items())
 
 
-def apart(one: Any, other: Any) -> list[Tensor]:
-    """Return, for each tensor, whether two values differ by more than batching explains. Do not wait for the device."""
+def apart(one: Any, other: Any, count: int = 1) -> list[Tensor]:
+    """Return, for each tensor and each case, whether two values differ by more than batching explains.
+
+    This does not wait for the device. ``count``: the number of cases, the first dimension of all tensors if not 1.
+    """
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     alike = mine.keys() == theirs.keys() and all(mine[path].shape == theirs[path].shape for path in mine)
     if not alike or list(numbers(one)) != list(numbers(other)):
-        return [torch.tensor(True)]  # noqa: FBT003  A tensor, as in the other return value.
-    return [_apart(tensor, theirs[path]) for path, tensor in mine.items() if tensor.numel()]
+        return [torch.ones(count, dtype=torch.bool)]
+    return [_apart(tensor, theirs[path], count) for path, tensor in mine.items() if tensor.numel()]
 
 
-def _apart(one: Tensor, other: Tensor) -> Tensor:
+def _apart(one: Tensor, other: Tensor, count: int) -> Tensor:
+    first, second = one.reshape(count, -1), other.reshape(count, -1)
     if not one.is_floating_point():
-        return (one != other).any()
-    gap = (one.double() - other.double()).abs_().nan_to_num_(0.0).amax()
-    size = one.abs().double().nan_to_num_(0.0).amax().clamp_(min=1e-12)  # abs() copies; double() may not.
-    return (gap > TOLERANCE.get(one.dtype, 0.1) * size) | (one.isnan() != other.isnan()).any()
+        return (first != second).any(1)
+    kind = torch.float64 if one.dtype in (torch.float32, torch.float64) else torch.float32
+    first, second = first.to(kind), second.to(kind)
+    gap = (first - second).abs_().nan_to_num_(0.0).amax(1)
+    size = first.abs().nan_to_num_(0.0).amax(1).clamp_(min=1e-12)
+    return (gap > TOLERANCE.get(one.dtype, 0.1) * size) | (first.isnan() != second.isnan()).any(1)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tenterhook._text import counted
-from tenterhook._tree import tensors
+from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Site
 from tenterhook.edit.ready import Edit
-from tenterhook.edit.verb import value_binding
 from tenterhook.engine.action import Binding
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.wrappers import unwrapped
-from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, parts, room_for
+from tenterhook.replay.batched_cases import BatchedSession, room_for
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.growing_batch import apart
+from tenterhook.replay.prefix_cache import cut_cache
 from tenterhook.replay.prefix_serving import (
     CACHE,
     FEWEST,
@@ -30,9 +32,12 @@ from tenterhook.replay.prefix_serving import (
     PrefixInputs,
     RowRange,
     Shapes,
-    changes_before,
+    by_case,
+    changed_before,
+    each_case,
     late_cases,
     shifted,
+    some_cases,
     takes_tokens,
     with_prefix,
 )
@@ -47,6 +52,11 @@ HOW = (
     "{cases} ran only the positions from {start} on, of {length}, on a shared prefix: the model is causal on this "
     "input, and {compared} gave the same results in runs of the whole sequence"
 )
+NOT_ALONE = "the unedited input gives another result with a prefix than as a whole"
+NOT_TOGETHER = "the unedited input gives another result in a batch than alone"
+NOT_WHOLE = "case {case} gives another result with a prefix"
+NOT_CAUSAL = "the model is not causal: other tokens from {start} on change earlier positions"
+AT_ONCE = 2**29  # Bytes of outputs of whole sequences that exist at a time.
 
 
 class LateRuns:
@@ -57,8 +67,9 @@ class LateRuns:
         self.how: list[str] = []
         self._inputs: PrefixInputs | None = None
         self._shapes: dict[Point, Shapes] = {}
+        self._local = {each.index for each in runner.cases if _says_where(each)}
         # With batch=1, values are bit for bit those of whole runs.
-        if runner.most == 1 or sum(map(_says_where, runner.cases)) < FEWEST:
+        if runner.most == 1 or len(self._local) < FEWEST:
             return
         if any(module.training for module in runner.model.modules()):
             return  # Dropout would differ in each run.
@@ -75,7 +86,7 @@ class LateRuns:
     def _run_unedited(self) -> None:
         """Run the unedited input, and find the shapes of the edited values."""
         runner = self._runner
-        points = {point for each in runner.cases if _says_where(each) for point, _ in each.edits}
+        points = {point for each in runner.cases if each.index in self._local for point, _ in each.edits}
         self._shapes = {point: Shapes() for point in points if point.site is not Site.PARAMETER}
         args, kwargs = runner.given
         with BatchedSession(runner.model, [Binding(point, shapes) for point, shapes in self._shapes.items()]):
@@ -88,7 +99,7 @@ class LateRuns:
             return list(cases)
         if not self._shapes:
             self._run_unedited()
-        late, reason = late_cases([each for each in cases if _says_where(each)], self._shapes, inputs.length)
+        late, reason = late_cases([each for each in cases if each.index in self._local], self._shapes, inputs.length)
         done: set[int] = set()
         for start, group in _by_start(late):
             try:
@@ -111,37 +122,46 @@ class LateRuns:
 
     def _run_group(self, inputs: PrefixInputs, group: list[Late], start: int) -> int:
         """Run cases from a position on, and keep their results if the checks hold. Return how many were compared."""
-        runner = self._runner
+        runner, batch = self._runner, len(inputs.ids)
         group = sorted(group, key=lambda each: str(each.case.key))
-        cache = getattr(runner.model(**inputs.prefix(start)), CACHE, None)
+        cache = self._prefix(inputs, start)
+        outputs = []
+        for chunk in self._chunks(group, inputs, start, cache):
+            rows = len(chunk) + 1
+            output = self._run_rows(inputs, chunk, inputs.rest(start, cache, rows), start)
+            outputs.append((chunk, by_case(output, rows, batch)))
+        chosen = self._chosen(group)
+        self._compare(inputs, chosen, outputs, start)
+        for chunk, output in outputs:
+            for part, whole in self._whole(chunk, output, start):
+                for case, piece in zip(part, each_case(whole, len(part)), strict=True):
+                    runner.keep(case.case, piece)
+        return len(chosen)
+
+    def _prefix(self, inputs: PrefixInputs, start: int) -> Any:
+        """Return a cache of the positions before ``start``: that of the unedited run, if it has one that can be cut."""
+        runner = self._runner
+        cache = cut_cache(getattr(runner.unedited, CACHE, None), inputs.length, start)
+        if cache is None:
+            cache = getattr(runner.model(**inputs.prefix(start)), CACHE, None)
         if cache is None or not hasattr(cache, "batch_select_indices"):
             raise NotCausal("the model returns no key-value cache whose rows can be repeated")
-        outputs: dict[int, Any] = {}
-        for chunk in self._chunks(group, inputs, start, cache):
-            *found, rest = self._run_rows(inputs, chunk, inputs.rest(start, cache, len(chunk) + 1), start)
-            if _differ(runner.unedited, self._whole(rest, start)):
-                raise NotCausal("the unedited input gives another result with a prefix than as a whole")
-            outputs |= {each.case.index: piece for each, piece in zip(chunk, found, strict=True)}
-        chosen = self._chosen(group)
-        self._compare(inputs, chosen, outputs, rest, start)
-        for each in group:  # One whole output at a time, because they can be large.
-            runner.keep(each.case, self._whole(outputs.pop(each.case.index), start))
-        return len(chosen)
+        return cache
 
     def _chunks(self, group: list[Late], inputs: PrefixInputs, start: int, cache: Any) -> Iterator[list[Late]]:
         """Yield as many cases as fit in memory."""
         runner, share = self._runner, (inputs.length - start) / inputs.length
         edited = sum(math.prod(shape) for shapes in self._shapes.values() for shape in shapes.of.values())
         found = [part for layer in getattr(cache, "layers", ()) for part in vars(layer).values()]
-        prefix = sum(part.nbytes for part in found if isinstance(part, torch.Tensor))
+        prefix = sum(part.nbytes for part in found if isinstance(part, Tensor))
         output = sum(tensor.nbytes for _, tensor in tensors(runner.unedited))
         # An output is as large as those of all positions for a moment. An element has at most eight bytes.
         most = runner.most or room_for(int(2 * prefix + share * (output + 8 * edited)), inputs.ids.device)
         for first in range(0, len(group), most):
             yield group[first : first + most]
 
-    def _run_rows(self, inputs: PrefixInputs, cases: list[Late], given: dict[str, Any], start: int) -> list[Any]:
-        """Run cases as one batch, with the unedited input after them. Return the output of each of these."""
+    def _run_rows(self, inputs: PrefixInputs, cases: list[Late], given: dict[str, Any], start: int) -> Any:
+        """Run cases as one batch, with the rows of ``given`` that follow them unedited. Return the output."""
         runner, batch = self._runner, len(inputs.ids)
         rows = len(given[IDS]) // batch
         bindings = []
@@ -153,15 +173,16 @@ class LateRuns:
                 expected = (path, place, inputs.length - start)
                 bindings.append(Binding(point, RowRange(changes, batch, first, rows, expected)))
         with BatchedSession(runner.model, bindings):
-            output = runner.run_and_read(lambda: runner.model(**given))
-        try:
-            return parts(output, rows, batch)
-        except CannotBatch as error:
-            raise NotCausal(str(error)) from error
+            return runner.run_and_read(lambda: runner.model(**given))
 
-    def _whole(self, rest: Any, start: int) -> Any:
-        """Return the output for all positions."""
-        return with_prefix(self._runner.unedited, rest, start)
+    def _whole(self, cases: list[Late], output: Any, start: int) -> Iterator[tuple[list[Late], Any]]:
+        """Yield the outputs of cases for all positions, only some at a time because they can be large."""
+        size = sum(tensor.nbytes for _, tensor in tensors(self._runner.unedited))
+        step = max(1, AT_ONCE // max(1, size))
+        for first in range(0, len(cases), step):
+            part = cases[first : first + step]
+            own = map_tensors(operator.itemgetter(slice(first, first + len(part))), output)
+            yield part, with_prefix(self._runner.unedited, own, start)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -177,41 +198,43 @@ class LateRuns:
         return found[:: -(-len(found) // most)]
 
     def _compare(
-        self, inputs: PrefixInputs, chosen: list[Late], outputs: dict[int, Any], rest: Any, start: int
+        self, inputs: PrefixInputs, chosen: list[Late], outputs: list[tuple[list[Late], Any]], start: int
     ) -> None:
         """Raise if some cases give another result in runs of the whole sequence, or if the model is not causal.
 
-        One case runs alone. The others run as one batch, together with the input that has other tokens after the
-        prefix.
+        They run as one batch, together with the unedited input, and the input that has other tokens after the prefix.
         """
-        unedited, (first, *others) = self._runner.unedited, chosen
-        given = inputs.with_perturbed(start, len(others) + 2)
-        *whole, same, perturbed = self._run_rows(inputs, others, given, 0)
-        if changes_before(unedited, perturbed, rest, start):
-            raise NotCausal(f"the model is not causal: other tokens from {start} on change earlier positions")
-        if _differ(unedited, same):
-            raise NotCausal("the unedited input gives another result in a batch than alone")
-        for each, output in ((first, self._alone(first.case)), *zip(others, whole, strict=True)):
-            if _differ(output, self._whole(outputs[each.case.index], start)):
-                raise NotCausal(f"case {each.case.index} ({each.case.case}) gives another result with a prefix")
-
-    def _alone(self, case: Prepared) -> Any:
-        """Run one case on the whole input, by itself."""
-        runner = self._runner
-        args, kwargs = runner.given
-        bindings = [value_binding(point, one, check=True) for point, changes in case.edits for one in changes]
-        with BatchedSession(runner.model, bindings):
-            return runner.run_and_read(lambda: runner.model(*args, **kwargs))
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return any(map(bool, apart(one, other)))
+        unedited, batch, count = self._runner.unedited, len(inputs.ids), len(chosen) + 2
+        given = inputs.with_perturbed(start, count)
+        whole = by_case(self._run_rows(inputs, chosen, given, 0), count, batch)
+        places = {each.case.index: place for place, each in enumerate(chosen)}
+        doubts: list[tuple[str, Tensor]] = []
+        for chunk, output in outputs:
+            here = [place for place, each in enumerate(chunk) if each.case.index in places]
+            found = with_prefix(unedited, some_cases(output, [*here, len(chunk)]), start)
+            doubts += [(NOT_ALONE, each) for each in apart(by_case(unedited, 1, batch), some_cases(found, [-1]))]
+            cases = [chunk[place].case for place in here]
+            theirs = some_cases(whole, [*(places[each.index] for each in cases), len(chosen)])
+            names = [*(NOT_WHOLE.format(case=f"{each.index} ({each.case})") for each in cases), NOT_TOGETHER]
+            differ = apart(theirs, found, len(names))
+            doubts += [(name, each[place]) for each in differ for place, name in enumerate(names)]
+        rest = some_cases(outputs[-1][1], [-1])
+        changed = changed_before(unedited, some_cases(whole, [-1]), rest, start)
+        doubts += [(NOT_CAUSAL.format(start=start), each) for each in changed]
+        device = inputs.ids.device
+        flags = torch.stack([each.reshape(()).to(device) for _, each in doubts]).tolist()
+        raised = [text for (text, _), flag in zip(doubts, flags, strict=True) if flag]
+        if raised:
+            raise NotCausal(min(raised, key=lambda text: text != NOT_CAUSAL.format(start=start)))
 
 
 def _says_where(case: Prepared) -> bool:
     """Return whether all edits of a case have an index."""
-    changes = [change.call for _, own in case.edits for change in own]
-    return all(isinstance(each, Edit) and each.at is not None for each in changes)
+    for _, changes in case.edits:
+        for change in changes:
+            if not isinstance(change.call, Edit) or change.call.at is None:
+                return False
+    return True
 
 
 def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]:

@@ -10,7 +10,6 @@ edited point, must give the same result as runs of the whole sequence.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenterhook._tree import Path, replace_at, tensors
+from tenterhook._tree import Path, map_tensors, replace_at, tensors
 from tenterhook.address import Point
 from tenterhook.batch.inputs import InputNames
 from tenterhook.edit.change import Change, as_change
@@ -29,6 +28,7 @@ from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.replay.batched_cases import Slices
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.growing_batch import apart
+from tenterhook.replay.prefix_cache import repeated_cache
 
 __all__ = [
     "CACHE",
@@ -40,9 +40,12 @@ __all__ = [
     "PrefixInputs",
     "RowRange",
     "Shapes",
-    "changes_before",
+    "by_case",
+    "changed_before",
+    "each_case",
     "late_cases",
     "shifted",
+    "some_cases",
     "takes_tokens",
     "with_prefix",
 ]
@@ -88,9 +91,10 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     """Return the cases that edit late positions only, and the reason why others do not."""
     late: list[Late] = []
     reason = ""
+    known: dict[Any, tuple[Path, int]] = {}
     for case in cases:
         try:
-            late.append(_late(case, shapes, length))
+            late.append(_late(case, shapes, length, known))
         except NotCausal as error:
             reason = reason or f"case {case.index} ({case.case}): {error}"
     if not late:
@@ -100,17 +104,22 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     return late, reason
 
 
-def _late(case: Prepared, shapes: dict[Point, Shapes], length: int) -> Late:
+def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, tuple[Path, int]]) -> Late:
+    """Return a case with its first position. ``known``: the dimensions of positions that earlier cases needed."""
     start, places = length, []
     for point, changes in case.edits:
         if point not in shapes:
             raise NotCausal(f"it edits the parameter {point}")
-        path, place = _position_of(point, shapes[point], length, {_part_of(change) for change in changes})
+        parts = [_part_of(change) for change in changes]
+        key = (id(point), *parts)
+        if key not in known:
+            known[key] = _position_of(point, shapes[point], length, set(parts))
+        path, place = known[key]
         size = len(shapes[point].of[path])
         for change in changes:
             if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
                 raise NotCausal(f"{change.name} at {point} does not say which positions it changes")
-            start = min(start, _bounds(_part_at(change.call.at, place, size), length)[0])
+            start = min(start, _bounds(_all_parts(change.call.at, size)[place], length)[0])
         places.append((path, place))
     if length - start > length // SHARE:
         raise NotCausal(f"it edits position {start} of {length}, and only the last quarter is worth it")
@@ -136,19 +145,16 @@ def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | No
     return found[0], place
 
 
-def _part_at(index: Any, place: int, size: int) -> Any:
-    """Return the part of an index that selects in one dimension."""
-    return _all_parts(index, size)[place]
-
-
 def _all_parts(index: Any, size: int) -> list[Any]:
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(part is None or isinstance(part, (bool, Tensor, list)) for part in parts):
-        raise NotCausal("an index of numbers and slices shows its positions, and this one has other parts")
-    if not any(part is Ellipsis for part in parts):
-        parts.append(Ellipsis)
-    at = next(number for number, part in enumerate(parts) if part is Ellipsis)
-    return [*parts[:at], *[slice(None)] * (size - len(parts) + 1), *parts[at + 1 :]]
+    """Return the part of an index for each of ``size`` dimensions."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = len(parts)
+    for number, part in enumerate(parts):
+        if part is Ellipsis:
+            at = number
+        elif part is None or isinstance(part, (bool, Tensor, list)):
+            raise NotCausal("an index of numbers and slices shows its positions, and this one has other parts")
+    return [*parts[:at], *[slice(None)] * (size - len(parts) + (at < len(parts))), *parts[at + 1 :]]
 
 
 def _bounds(part: Any, length: int) -> tuple[int, int, int]:
@@ -259,9 +265,8 @@ class PrefixInputs:
             if isinstance(value, Tensor) and value.dim() and len(value) == batch:
                 given[name] = value.repeat(times, *[1] * (value.dim() - 1))
         if start:
-            own = copy.deepcopy(cache)  # Each run adds to it.
-            own.batch_select_indices(torch.arange(batch, device=self.ids.device).repeat(times))
-            given |= {CACHE: own, USE_CACHE: True}
+            rows = torch.arange(batch, device=self.ids.device).repeat(times)
+            given |= {CACHE: repeated_cache(cache, rows), USE_CACHE: True}  # Each run adds to its own cache.
         return given
 
     def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
@@ -274,41 +279,76 @@ class PrefixInputs:
         return given
 
 
+def by_case(value: Any, count: int, batch: int) -> Any:
+    """Return the output of a batch of cases with a first dimension for the cases in every tensor."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == count * batch:
+            return tensor.reshape(count, batch, *tensor.shape[1:])
+        return tensor.expand(count, *tensor.shape)  # All cases share it.
+
+    return map_tensors(one, value)
+
+
+def some_cases(value: Any, places: Sequence[int]) -> Any:
+    """Return some cases of a result of :func:`by_case`."""
+    return map_tensors(lambda tensor: torch.stack([tensor[place] for place in places]), value)
+
+
+def each_case(value: Any, count: int) -> list[Any]:
+    """Return the output of each case of a result of :func:`by_case`."""
+    parts = {id(tensor): tensor.unbind() for _, tensor in tensors(value)}
+    return [_part(value, parts, place) for place in range(count)]
+
+
+def _part(value: Any, parts: dict[int, tuple[Tensor, ...]], place: int) -> Any:
+    return map_tensors(lambda tensor: parts[id(tensor)][place], value)
+
+
 def with_prefix(unedited: Any, rest: Any, start: int) -> Any:
-    """Return the output for the whole sequence: that of the unedited run before ``start``, and ``rest`` after it."""
+    """Return outputs for all positions: those of the unedited run before ``start``, and then those of each case.
+
+    ``rest``: a result of :func:`by_case`, as is the returned value.
+    """
     before = dict(tensors(unedited))
-    for path, tensor in list(tensors(rest)):
+    for path, own in list(tensors(rest)):
         whole = before.get(path)
-        if whole is None or whole.dim() != tensor.dim():
+        if whole is None or whole.dim() + 1 != own.dim():
             raise NotCausal("the output has another structure without the prefix")
-        unequal = [place for place in range(tensor.dim()) if whole.shape[place] != tensor.shape[place]]
-        if not unequal:
-            continue
-        at = unequal[0]
-        if len(unequal) > 1 or whole.shape[at] - tensor.shape[at] != start:
-            raise NotCausal(f"an output of shape {list(whole.shape)} has no positions that can be cut")
-        rest = replace_at(rest, path, torch.cat([whole.narrow(at, 0, start), tensor], at))
+        at = _cut_at(whole, own, start)
+        if at is not None:
+            first = whole.narrow(at, 0, start)
+            rest = replace_at(rest, path, torch.cat([first.expand(len(own), *first.shape), own], at + 1))
     return rest
 
 
-def changes_before(unedited: Any, perturbed: Any, rest: Any, start: int) -> bool:
-    """Return whether other tokens from ``start`` on change the output before ``start``.
+def _cut_at(whole: Tensor, own: Tensor, start: int) -> int | None:
+    """Return the dimension of positions in an output, or None if it has none."""
+    unequal = [place for place in range(whole.dim()) if whole.shape[place] != own.shape[place + 1]]
+    if not unequal:
+        return None
+    if len(unequal) > 1 or whole.shape[unequal[0]] - own.shape[unequal[0] + 1] != start:
+        raise NotCausal(f"an output of shape {list(whole.shape)} has no positions that can be cut")
+    return unequal[0]
+
+
+def changed_before(unedited: Any, perturbed: Any, rest: Any, start: int) -> list[Tensor]:
+    """Return whether other tokens from ``start`` on change the output before ``start``, without a wait for the device.
+
+    ``perturbed``: the output with other tokens, and ``rest``: one from ``start`` on, both results of :func:`by_case`
+    for one case.
 
     Raises:
         NotCausal: no output has positions, so that this cannot be seen.
     """
-    whole, other = dict(tensors(unedited)), dict(tensors(perturbed))
-    seen = False
+    whole, other, found = dict(tensors(unedited)), dict(tensors(perturbed)), []
     for path, tensor in tensors(rest):
-        one, two = whole[path], other.get(path)
-        place = next((place for place in range(one.dim()) if one.shape[place] != tensor.shape[place]), None)
-        if place is None:
+        at = _cut_at(whole[path], tensor, start)
+        if at is None:
             continue
-        if two is None or one.shape != two.shape:
-            return True
-        if any(map(bool, apart(one.narrow(place, 0, start), two.narrow(place, 0, start)))):
-            return True
-        seen = True
-    if not seen:
+        if path not in other or other[path].shape[1:] != whole[path].shape:
+            return [torch.ones(1, dtype=torch.bool)]
+        found += apart(whole[path].narrow(at, 0, start), other[path][0].narrow(at, 0, start))
+    if not found:
         raise NotCausal("the output has no positions, so that the model cannot be shown to be causal")
-    return False
+    return found
