@@ -95,7 +95,8 @@ def exact(setting: Setting) -> dict[str, Any]:
     senders = {each.name: place for place, each in enumerate(graph.senders)}
     places = {each.name: place for place, each in enumerate(graph.receivers)}
     from tenterhook.recipes._edge_batch import case, through_norm
-    from tenterhook.recipes._edge_scores import differences, recorded
+    from tenterhook.recipes._edge_products import differences
+    from tenterhook.recipes._edge_runs import recorded
 
     with torch.no_grad():
         change = differences(

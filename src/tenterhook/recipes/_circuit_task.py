@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._circuit_run import patched_run
-from tenterhook.recipes._edge_scores import measured, recorded
+from tenterhook.recipes._edge_runs import measured, recorded
 from tenterhook.recipes._inputs import arguments, floats, tensors_of
 from tenterhook.recipes._residual import TOLERANCE, Graph, Sender
 from tenterhook.recipes._residual_find import Nodes, graph_of

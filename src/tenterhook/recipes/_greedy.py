@@ -10,7 +10,8 @@ from torch import Tensor
 import tenterhook as th
 from tenterhook.recipes._circuit_run import patching_edits
 from tenterhook.recipes._edge_batch import case, through_norm
-from tenterhook.recipes._edge_scores import differences, measured, recorded
+from tenterhook.recipes._edge_products import differences
+from tenterhook.recipes._edge_runs import measured, recorded
 from tenterhook.recipes._inputs import arguments, lone
 
 if TYPE_CHECKING:

@@ -37,11 +37,12 @@ class Sender:
         part = slice(self.head * size, (self.head + 1) * size)
         return value[..., part] @ weight[:, part].T
 
-    def heads_written(self, value: Tensor) -> Tensor:
-        """Return what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
+    def write_heads(self, value: Tensor, out: Tensor) -> None:
+        """Compute what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
         assert self.projection is not None  # noqa: S101  Only heads have one.
-        weight = weight_of(self.projection).unflatten(1, (self.heads, -1))
-        return torch.einsum("...he,dhe->h...d", value.unflatten(-1, (self.heads, -1)), weight)
+        weight = weight_of(self.projection).unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # [head, size, out]
+        own = value.unflatten(-1, (self.heads, -1)).flatten(0, -3).transpose(0, 1)
+        torch.bmm(own, weight, out=out.view(self.heads, -1, out.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,29 @@ class Group:
     places: list[int]
     channels: Tensor
     """the channels of each receiver, ``[receiver, channel]``"""
+
+    @property
+    def columns(self) -> slice | list[int]:
+        """The places as an index. A slice needs no copy to a GPU."""
+        first, last = self.places[0], self.places[-1]
+        return slice(first, last + 1) if self.places == list(range(first, last + 1)) else self.places
+
+    def channels_of(self, value: Tensor, dimension: int) -> Tensor:
+        """Return the channels of each receiver in a dimension, which becomes two: the receivers and their channels."""
+        first = self._first
+        if first is not None:
+            found: Tensor = value.narrow(dimension, first, self.channels.numel())
+        else:
+            found = value.index_select(dimension, self.channels.flatten().to(value.device))
+        shape = *value.shape[:dimension], *self.channels.shape, *value.shape[dimension + 1 :]
+        return found.reshape(shape)
+
+    @cached_property
+    def _first(self) -> int | None:
+        """The first channel, if the channels of all receivers are one range. Its part of a value needs no copy."""
+        flat = self.channels.flatten()
+        first = int(flat[0]) if len(flat) else 0
+        return first if torch.equal(flat, torch.arange(first, first + len(flat))) else None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ from tenterhook.recipes._circuit_task import (
     pairs_of,
     place_of,
 )
-from tenterhook.recipes._edge_scores import differences, exact_scores, gradient_scores, recorded
+from tenterhook.recipes._edge_products import differences
+from tenterhook.recipes._edge_runs import recorded
+from tenterhook.recipes._edge_scores import exact_scores, gradient_scores
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
 from tenterhook.recipes._inputs import restful
