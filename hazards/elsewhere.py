@@ -28,8 +28,8 @@ ELSEWHERE = [
         (
             "`vmap` passes batched tensors to hooks, which cannot be used outside of it",
             (
-                "tests/modes/test_transforms.py::test_vmap_records_all_examples_along_the_first_dimension",
-                "tests/modes/test_transforms.py::test_a_change_in_place_inside_vmap_does_not_reach_the_tape",
+                "tests/pytorch/test_transforms.py::test_vmap_records_all_examples_along_the_first_dimension",
+                "tests/pytorch/test_transforms.py::test_a_change_in_place_inside_vmap_does_not_reach_the_tape",
             ),
         ),
         (
@@ -49,26 +49,28 @@ ELSEWHERE = [
         (
             "`register_hook` on a view that was changed through an alias can end the process",
             (
-                "tests/gradients/test_outputs.py::test_a_view_whose_base_changes_has_the_gradient_of_the_memory_it_shows",
+                "tests/record/test_recorded_gradients.py::test_a_view_whose_base_changes_has_the_gradient_of_the_memory_it_shows",
             ),
         ),
         (
             "a hook that changes its gradient in place reaches the branches that share it",
             (
-                "tests/gradients/test_edits.py::test_changing_the_gradient_in_place_is_refused_because_others_may_share_it",
-                "tests/gradients/test_outputs.py::test_a_gradient_that_a_later_hook_changes_in_place_is_not_passed_off_as_what_flowed",
+                "tests/edit/test_gradient.py::test_changing_the_gradient_in_place_is_refused_because_others_may_share_it",
+                "tests/record/test_recorded_gradients.py::test_a_gradient_that_a_later_hook_changes_in_place_is_not_passed_off_as_what_flowed",
             ),
         ),
         (
             "a tensor hook whose closure reaches its own tensor is never collected",
             (
-                "tests/gradients/test_no_leak.py::test_whatever_is_done_nothing_is_left",
-                "tests/gradients/test_no_leak.py::test_a_thousand_steps_each_with_its_session_leave_nothing",
+                "tests/record/test_gradients_no_leak.py::test_whatever_is_done_nothing_is_left",
+                "tests/record/test_gradients_no_leak.py::test_a_thousand_steps_each_with_its_session_leave_nothing",
             ),
         ),
         (
             "hooks of a node do not run where `autograd.grad` asks for that node's own output",
-            ("tests/gradients/test_outputs.py::test_autograd_grad_is_caught_also_where_the_point_itself_is_asked_for",),
+            (
+                "tests/record/test_recorded_gradients.py::test_autograd_grad_is_caught_also_where_the_point_itself_is_asked_for",
+            ),
         ),
         (
             "`backward()` computes the gradients of all parameters where only those of points are wanted",
@@ -105,8 +107,8 @@ ELSEWHERE = [
         (
             "a recomputation under `no_grad` first, or one that ends early: which run has the gradient, and how often",
             (
-                "tests/gradients/test_gradients_recomputed.py::test_every_point_has_the_gradient_of_the_run_without_checkpoints",
-                "tests/gradients/test_gradients_recomputed.py::test_edits_of_gradients_are_made_exactly_once",
+                "tests/record/test_gradients_recomputed.py::test_every_point_has_the_gradient_of_the_run_without_checkpoints",
+                "tests/record/test_gradients_recomputed.py::test_edits_of_gradients_are_made_exactly_once",
             ),
         ),
         (
@@ -119,8 +121,8 @@ ELSEWHERE = [
         (
             "hooks that are present when a model is compiled are traced in, or break its graph",
             (
-                "tests/compiled/test_sessions.py::test_every_kind_of_point_is_recorded_in_one_full_graph",
-                "tests/compiled/test_sessions.py::test_an_edit_that_cannot_be_traced_is_named",
+                "tests/compiled/test_trace.py::test_every_kind_of_point_is_recorded_in_one_full_graph",
+                "tests/compiled/test_trace.py::test_an_edit_that_cannot_be_traced_is_named",
             ),
         ),
         (
@@ -130,13 +132,13 @@ ELSEWHERE = [
         (
             "a stop inside a compiled region",
             (
-                "tests/compiled/test_sessions.py::test_a_stop_makes_the_graph_end_there",
-                "tests/compiled/test_breaks.py::test_a_stop_in_a_compiled_function_leaves_its_graph",
+                "tests/compiled/test_trace.py::test_a_stop_makes_the_graph_end_there",
+                "tests/compiled/test_graph_breaks.py::test_a_stop_in_a_compiled_function_leaves_its_graph",
             ),
         ),
         (
             "a first call under a dispatch mode leaves the code uncompiled",
-            ("tests/compiled/test_sessions.py::test_a_first_call_inside_a_session_leaves_nothing_uncompiled",),
+            ("tests/compiled/test_trace.py::test_a_first_call_inside_a_session_leaves_nothing_uncompiled",),
         ),
         (
             "what CUDA graphs give out is overwritten by their next replay",
@@ -151,16 +153,14 @@ ELSEWHERE = [
         ),
         (
             "code that was compiled under hooks stays when they are gone",
-            (
-                "tests/compiled/test_sessions.py::test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code",
-            ),
+            ("tests/compiled/test_trace.py::test_a_plan_is_compiled_once_and_closing_goes_back_to_the_earlier_code",),
         ),
     ),
     *_all(
         "Life cycle",
         (
             "the `state_dict` of a hooked module, and shared memory",
-            ("tests/modes/test_copies.py::test_the_state_dict_and_shared_memory_know_nothing_of_a_session",),
+            ("tests/test_model_copies.py::test_the_state_dict_and_shared_memory_know_nothing_of_a_session",),
         ),
         (
             "a stop that never came is said",

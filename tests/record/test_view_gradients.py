@@ -13,8 +13,8 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook.testing import no_leak
-from tests.gradients.test_outputs import ViewLinear
-from tests.gradients.test_random_models import STEPS, WIDTH, Model, Unrolled, check_points
+from tests.record.test_gradients_random import STEPS, WIDTH, Model, Unrolled, check_points
+from tests.record.test_recorded_gradients import ViewLinear
 
 X = torch.arange(12.0).view(2, 2, 3) / 7 - 0.8
 POINTS = ("a", "b", "c")

@@ -14,7 +14,7 @@ import tenterhook as th
 from tenterhook.errors import GradientError, NeverReached, NotRecorded, TapeError
 from tenterhook.pytorch.dynamo_probe import can_trace_hooks
 from tenterhook.testing import no_leak
-from tests.gradients.test_random_models import Unrolled, check_points, made, plans, reached
+from tests.record.test_gradients_random import Unrolled, check_points, made, plans, reached
 
 IDS = torch.arange(12).reshape(2, 6)
 
