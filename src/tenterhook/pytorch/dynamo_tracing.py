@@ -26,6 +26,7 @@ __all__ = [
     "is_skipped",
     "keep_out",
     "settings_of_wrapper",
+    "traced_as_one_call",
     "uses_cuda_graphs",
     "view_base",
 ]
@@ -44,6 +45,8 @@ disabled: Any = find("torch._dynamo.disable")
 """The decorator for functions that run outside of graphs."""
 graph_break: Any = find("torch._dynamo.graph_break")
 """Break the graph. ``msg`` is the reason."""
+traced_as_one_call: Any = find("torch.compiler.allow_in_graph")
+"""The decorator for functions that Dynamo puts into a graph as one call, whose code runs when the graph is traced."""
 current_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 """Return the callback that compiles code in this thread. The result is not callable if nothing is compiled."""
 
