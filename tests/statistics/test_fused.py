@@ -209,7 +209,7 @@ def table_of(given, rows, *, calls=1, limit=8):
     """Return the rows of a table to which some tensors were added."""
     table = new_table(max(rows) + 1, CPU)
     for _ in range(calls):
-        torch.ops.tenterhook.measure_into(table, given, rows, limit, None)
+        torch.ops.tenterhook.measure_into(table, given, rows, limit, None, False)
     return table.numpy()
 
 

@@ -57,7 +57,12 @@ class CollectedGradients:
         gradients, rows, self._gradients, self._rows = self._gradients, self._rows, [], []
         with torch.no_grad():
             torch.ops.tenterhook.measure_into(
-                self._table, [each.detach() for each in gradients], rows, self._limit, self._phase
+                self._table,
+                [each.detach() for each in gradients],
+                rows,
+                self._limit,
+                self._phase,
+                True,  # noqa: FBT003
             )
 
     def take(self) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
+from tenterhook.pytorch.dynamo_tracing import in_subgraph
 
 if TYPE_CHECKING:
     from tenterhook.compiled.trace_plan import Step
@@ -64,6 +65,9 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
     """Add a value to those that are measured together. The copy is what in-place operations do not change."""
     if not value.is_floating_point() or value.numel() == 0:
         return
+    if in_subgraph():  # The function of a checkpoint cannot collect values for later.
+        measure(tables, [value.detach()], [row])
+        return
     tables.values = (*tables.values, value.detach().clone())
     tables.rows = (*tables.rows, row)
     if len(tables.rows) == AT_ONCE:
@@ -73,8 +77,11 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
 def measure_collected(tables: Any) -> None:
     """Measure the values that were collected. Traced code does so at the end of a graph; others may do it later."""
     if len(tables.rows):
-        torch.ops.tenterhook.measure_into(
-            tables.table, list(tables.values), list(tables.rows), tables.limit, tables.phase
-        )
-    tables.values = ()
-    tables.rows = ()
+        measure(tables, list(tables.values), list(tables.rows))
+        tables.values = ()
+        tables.rows = ()
+
+
+def measure(tables: Any, values: list[Tensor], rows: list[int]) -> None:
+    """Measure values now."""
+    torch.ops.tenterhook.measure_into(tables.table, values, rows, tables.limit, tables.phase, False)  # noqa: FBT003

@@ -22,6 +22,7 @@ __all__ = [
     "forget_backend",
     "graph_break",
     "graphs_and_breaks",
+    "in_subgraph",
     "is_forced_eager",
     "is_skipped",
     "keep_out",
@@ -57,6 +58,10 @@ _eval_frame: Any = find("torch._dynamo.eval_frame")
 find("torch._dynamo.eval_frame._stance")  # Each change replaces the object, so it is read at each use.
 attribute("trace_rules", "check")
 attribute("stance", "stance")
+_translator: Any = find("torch._dynamo.symbolic_convert.InstructionTranslator", None)
+attribute("InstructionTranslator", "current_tx")
+_OUTPUT, _TRACERS = attribute("Dynamo", "output"), attribute("Dynamo output", "tracers")
+_constant: Any = find("torch.compiler.assume_constant_result")
 attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
@@ -64,6 +69,18 @@ _INNER_BACKENDS = (
 )
 _WRAPPED_BACKEND = attribute("Dynamo backend", "compiler_fn")
 _WRAPPERS = 6  # The maximum number of Dynamo's own wrappers around a backend.
+
+
+@_constant  # type: ignore[untyped-decorator]
+def in_subgraph() -> bool:
+    """Return whether Dynamo traces the function of an operator such as a checkpoint, which may not assign to objects.
+
+    In a graph, the result is a constant.
+    """
+    try:
+        return len(getattr(getattr(_translator.current_tx(), _OUTPUT), _TRACERS)) > 1
+    except AttributeError:  # Nothing is traced.
+        return False
 
 
 def compiled_versions(code: CodeType) -> int:

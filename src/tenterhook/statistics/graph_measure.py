@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.statistics.fused import serves
 from tenterhook.statistics.fused_table import AT_ONCE, add_fused
 from tenterhook.statistics.graph_table import CALLS, LOW, TABLES, add_lines
@@ -26,13 +27,22 @@ MOST_PLANS = 256
 
 library = torch.library.Library("tenterhook", "FRAGMENT")
 library.define(
-    "measure_into(Tensor(a!) table, Tensor[] values, int[] rows, int limit, Tensor? phase) -> ()",
+    "measure_into(Tensor(a!) table, Tensor[] values, int[] rows, int limit, Tensor? phase, bool gradients) -> ()",
     tags=TAGS,
 )
 
 
 @torch.library.impl(library, "measure_into", "CompositeExplicitAutograd")
-def _measure_into(table: Tensor, values: list[Tensor], rows: list[int], limit: int, phase: Tensor | None) -> None:
+def _measure_into(
+    table: Tensor,
+    values: list[Tensor],
+    rows: list[int],
+    limit: int,
+    phase: Tensor | None,
+    gradients: bool,  # noqa: FBT001
+) -> None:
+    if not gradients and current_backward_id() != -1:
+        return  # A checkpoint computes these values again.
     rest = []
     for begin in range(0, len(rows), AT_ONCE):
         some = range(begin, min(begin + AT_ONCE, len(rows)))
