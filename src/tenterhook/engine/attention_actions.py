@@ -56,19 +56,30 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
         if any(_of(acting, name) for name in COMPUTED):
             _show_computed(call, acting, output)
     else:
-        scores = _act(acting, "scores", call.scores())
-        output = call.output(_act(acting, "pattern", call.pattern(scores)))
+        output = _computed(call, acting)
     return _with_heads(call, acting, output)
+
+
+def _computed(call: AttentionCall, acting: list[Acting]) -> Any:
+    """Return the output of a call that is computed step by step, with the actions at its scores and its pattern."""
+    scores = call.scores()
+    _check(call, acting, scores, call.pattern(scores), None)
+    scores = _act(acting, "scores", scores)
+    return call.output(_act(acting, "pattern", call.pattern(scores)))
 
 
 def _show_computed(call: AttentionCall, acting: list[Acting], output: Any) -> None:
     with torch.no_grad():
         scores = call.scores()
         pattern = call.pattern(scores)
-        first = next(context for name in COMPUTED for _, context in _of(acting, name))
-        call.check_once(pattern, output, first.address, first.module)
+        _check(call, acting, scores, pattern, output)
         _act(acting, "scores", scores)
         _act(acting, "pattern", pattern)
+
+
+def _check(call: AttentionCall, acting: list[Acting], scores: Tensor, pattern: Tensor, output: Any) -> None:
+    first = next(context for name in COMPUTED for _, context in _of(acting, name))
+    call.check_once(scores, pattern, output, first.address, first.module)
 
 
 def _with_heads(call: AttentionCall, acting: list[Acting], output: Any) -> Any:
