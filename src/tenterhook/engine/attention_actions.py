@@ -47,9 +47,9 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
     call = AttentionCall.of(function, args, kwargs, acting[0][1].module)
     for name, argument in ARGUMENTS.items():
         if _of(acting, name):
-            given = call.given[argument].transpose(1, 2)
+            given = _apart(call.given[argument]).transpose(1, 2)
             value = _act(acting, name, given)
-            if value is not given or not _all_read(acting, name):
+            if not _all_read(acting, name):
                 call = call.with_value(argument, value.transpose(1, 2))
     if all(_all_read(acting, name) for name in COMPUTED):
         output = call.run()
@@ -58,6 +58,11 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
     else:
         output = _computed(call, acting)
     return _with_heads(call, acting, output)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy of the keys in a static cache, which the next step changes in place."""
+    return tensor.clone() if not tensor.is_inference() and tensor._version and not tensor.requires_grad else tensor
 
 
 def _computed(call: AttentionCall, acting: list[Acting]) -> Any:
