@@ -19,8 +19,8 @@ __all__ = ["CaseGeneration", "cut_generation", "option_that_sees_padding"]
 # Options that count the tokens of the whole sequence, or look at them, and the values that switch them off.
 SEE_PADDING: dict[str, tuple[Any, ...]] = {
     "max_length": (None,), "min_length": (None, 0), "repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0), "sequence_bias": (None,), "bad_words_ids": (None,), "stop_strings": (None,), "logits_processor": (None, []),
-    "stopping_criteria": (None, []), "prefix_allowed_tokens_fn": (None,),
+    "no_repeat_ngram_size": (None, 0), "sequence_bias": (None,), "bad_words_ids": (None,), "stop_strings": (None,),
+    "logits_processor": (None, []), "stopping_criteria": (None, []), "prefix_allowed_tokens_fn": (None,),
 }  # fmt: skip
 NOT_TOKENS = (
     "th.batch(..., generate=...) returns one sequence of tokens for each row of a case. Leave out "
