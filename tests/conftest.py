@@ -1,5 +1,6 @@
-"""Every test begins as a process that has compiled nothing, because sessions act differently after a compilation."""
+"""Every test begins as a process that has compiled nothing, and with a small heap for the garbage collector."""
 
+import gc
 import sys
 
 import pytest
@@ -7,9 +8,19 @@ import pytest
 from tenterhook.pytorch.dynamo import has_compiled_anything
 
 
+@pytest.fixture(autouse=True, scope="module")
+def freeze_older_objects():
+    """Exclude the objects of earlier tests and imports from garbage collection, which many tests do many times.
+
+    They are several million in a process that has loaded a compiler and transformers.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def forget_compiled_code():
-    """Reset the compiler after a test that used it."""
+    """Reset the compiler after a test that used it, because sessions act differently after a compilation."""
     yield
     if "torch._dynamo" in sys.modules and has_compiled_anything():
         sys.modules["torch._dynamo"].reset()

@@ -1,8 +1,11 @@
 """Sessions on compiled models: one full graph, compiled once for a plan, whatever way the model was compiled."""
 
+import time
+
 import pytest
 import torch
 from compiled_toys import WAYS, X, child, close, function, inner, itself, net, outer
+from torch import nn
 
 import tenterhook as th
 from tenterhook.engine.compile_counts import Compiled
@@ -356,3 +359,17 @@ def test_hooks_of_others_come_first_and_are_reported_to_be_in_the_way():
         model(X)
     assert close(tape["b0#0"], wanted["b0#0"])
     handle.remove()
+
+
+def test_a_session_opens_in_time_proportional_to_the_number_of_modules():
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # Sessions act differently from here on.
+
+    def seconds(modules):
+        model = nn.Sequential(*(nn.Identity() for _ in range(modules)))
+        began = time.process_time()
+        with th.record(model):
+            model(X)
+        return time.process_time() - began
+
+    seconds(10)
+    assert seconds(8_000) < 8 * 4 * max(seconds(1_000), 0.03)

@@ -647,11 +647,11 @@ def test_of_several_lines_none_is_claimed_unless_the_address_names_it(show, tmp_
     write_tapes(tmp_path / "name.html", through(torch.ones(2, 3), Twice(), ":y"))
     page = show(tmp_path / "name.html")
     page.locator(".chips button", has_text="#1").click()
-    expect(page.locator(".source")).to_contain_text(f"test_browser.py, lines {first}, {first + 1}")
+    expect(page.locator(".source")).to_contain_text(f"test_page.py, lines {first}, {first + 1}")
     expect(page.locator(".source")).to_contain_text("does not store which")
     write_tapes(tmp_path / "place.html", through(torch.ones(2, 3), Twice(), ":y[1]"))
     page = show(tmp_path / "place.html")
-    expect(page.locator(".source")).to_contain_text(f"test_browser.py:{first + 1}")
+    expect(page.locator(".source")).to_contain_text(f"test_page.py:{first + 1}")
     assert page.locator(".source code").count() == 1
 
 

@@ -38,7 +38,7 @@ from tenterhook.address.walk import (
 )
 from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import children_of
-from tenterhook.pytorch.wrappers import WRAPPED_NAMES, unwrapped
+from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped
 
 __all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "outputs_now", "resolve"]
 
@@ -232,7 +232,7 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
     module = model
     for depth, name in enumerate(names):
         children = children_of(module)
-        if children and not WRAPPED_NAMES.isdisjoint(children.keys()):
+        if children and has_wrapped_name(children):
             module = unwrapped(module)
             children = children_of(module)
         child = children[name] if name in children else None  # noqa: SIM401  # the table of a ScriptModule has no get()

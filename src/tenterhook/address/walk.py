@@ -316,8 +316,17 @@ def wrappers_at(model: nn.Module, path: str) -> list[nn.Module]:
     """Return the wrappers around the module of that name, outermost first."""
     module: nn.Module | None = model
     for name in path.split(".") if path else ():
-        module = dict(named_children(module)).get(name) if module is not None else None
+        module = _child(module, name) if module is not None else None
     return list(wrappers_of(module)) if module is not None else []
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return one of the named children, without a list of all of them."""
+    own = children_of(unwrapped(module))
+    found: nn.Module | None = own[name] if name in own else None  # noqa: SIM401  As for the table of a ScriptModule.
+    if found is not None:
+        return found
+    return dict(item for wrapper in wrappers_of(module) for item in _beside(wrapper)).get(name)
 
 
 def with_wrappers(model: nn.Module) -> list[Named]:

@@ -187,17 +187,17 @@ def _run_list(
     longest: list[int] | None = None,
 ) -> Harvest:
     """Run these shards and store the marked ones. ``longest`` is the minimum number of model runs for each."""
-    meter = Progress(len(shards) * plan.per_shard)
+    progress = Progress(len(shards) * plan.per_shard)
     writer = Writer(place, options.memory)
-    meter.spent = writer.seconds
+    progress.spent = writer.seconds
     found, finished = len(committed(place)), False
     try:
-        with shown(meter, progress=options.progress):
+        with shown(progress, visible=options.progress):
             for (shard, keep), least in zip(shards, longest or itertools.repeat(0), strict=False):
                 start, stop = plan.range_of(shard)
                 first = source.samples_before(start) or 0
                 if keep:
-                    make_shard(job, plan, (shard, source.read(start, stop), first), writer, meter)
+                    make_shard(job, plan, (shard, source.read(start, stop), first), writer, progress)
                 else:
                     for batch in source.read(start, stop):
                         job.run(batch, first)
@@ -206,4 +206,4 @@ def _run_list(
         finished = True
     finally:
         writer.close(quiet=not finished)
-    return result(place, meter, writer, found, options)
+    return result(place, progress, writer, found, options)

@@ -69,15 +69,15 @@ class Progress:
 
 
 @contextlib.contextmanager
-def shown(meter: Progress, *, progress: bool | None) -> Iterator[None]:
+def shown(progress: Progress, *, visible: bool | None) -> Iterator[None]:
     """Show a bar in the terminal while the harvest runs. By default, only if standard error is a terminal."""
-    with bar("harvest", total=meter.total, shown=progress, stays=True) as move:
-        meter._move = move
+    with bar("harvest", total=progress.total, shown=visible, stays=True) as move:
+        progress._move = move
         try:
             yield
         finally:
-            meter.tell()
-            meter._move = None
+            progress.tell()
+            progress._move = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -142,18 +142,18 @@ def run_here(
 ) -> Harvest:
     """Make the missing shards of this process (``mine``), one after the other."""
     found = len(committed(place))
-    meter = Progress(_left(place, plan, mine))
+    progress = Progress(_left(place, plan, mine))
     writer = Writer(place, options.memory)
-    meter.spent = writer.seconds
+    progress.spent = writer.seconds
     finished = False
     try:
-        with shown(meter, progress=options.progress):
+        with shown(progress, visible=options.progress):
             for part in parts(place, plan, source, mine):
-                make_shard(job, plan, part, writer, meter)
+                make_shard(job, plan, part, writer, progress)
         finished = True
     finally:
         writer.close(quiet=not finished)
-    return result(place, meter, writer, found, options)
+    return result(place, progress, writer, found, options)
 
 
 def _left(place: StorePlace, plan: HarvestPlan, mine: Callable[[int], bool]) -> int | None:
@@ -165,16 +165,16 @@ def _left(place: StorePlace, plan: HarvestPlan, mine: Callable[[int], bool]) -> 
     return sum(stop - start for start, stop in ranges)
 
 
-def result(place: StorePlace, meter: Progress, writer: Writer, found: int, options: HarvestOptions) -> Harvest:
+def result(place: StorePlace, progress: Progress, writer: Writer, found: int, options: HarvestOptions) -> Harvest:
     """Return the result of a harvest."""
     return Harvest(
         place=place,
-        rows=meter.rows,
-        nbytes=meter.nbytes,
+        rows=progress.rows,
+        nbytes=progress.nbytes,
         made=writer.committed,
         found=found,
-        seconds=meter.seconds,
-        limit=meter.limit,
+        seconds=progress.seconds,
+        limit=progress.limit,
         peak=writer.budget.peak,
         memory=options.memory,
     )

@@ -31,7 +31,7 @@ Part = tuple[int, Iterator[Any], int]
 """A shard, its batches, and the number of its first sample."""
 
 
-def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: Progress) -> int:
+def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, progress: Progress) -> int:
     """Run the model over the batches of one shard, pass the rows to the writer, and let it commit them.
 
     The rows depend only on the job and the batches, the file names only on the plan. So every process that makes the
@@ -46,7 +46,7 @@ def make_shard(job: Job, plan: HarvestPlan, part: Part, writer: Writer, meter: P
         _check_rows(plan, made, start + count)
         hand_over(made, plan.column, shard, writer)
         sample, rows, count = sample + made.samples, rows + made.count, count + 1
-        meter.passed(made)
+        progress.passed(made)
         del made  # Otherwise its rows would occupy device memory during the next run of the model.
     if count:
         facts = {

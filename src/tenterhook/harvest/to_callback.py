@@ -40,15 +40,15 @@ KEPT = (
 
 def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> Harvest:
     """Run the model over all batches, and pass the rows of each batch to the function."""
-    meter, writer = Progress(source.length), CallbackWriter(options.to, options.memory)
-    meter.spent = writer.seconds
+    progress, writer = Progress(source.length), CallbackWriter(options.to, options.memory)
+    progress.spent = writer.seconds
     sample, finished = 0, False
     try:
-        with shown(meter, progress=options.progress):
+        with shown(progress, visible=options.progress):
             for batch in source.read(0, None):
                 made = job.run(batch, sample, job.begins(writer.ahead))
                 writer.give(made)
-                meter.passed(made)
+                progress.passed(made)
                 sample += made.samples
                 del made  # Otherwise its rows would occupy device memory during the next run of the model.
         finished = True
@@ -56,12 +56,12 @@ def run_to_function(job: Job, source: BatchSource, options: HarvestOptions) -> H
         writer.close(quiet=not finished)
     return Harvest(
         place=getattr(options.to, "__qualname__", type(options.to).__qualname__),
-        rows=meter.rows,
-        nbytes=meter.nbytes,
+        rows=progress.rows,
+        nbytes=progress.nbytes,
         made=0,
         found=0,
-        seconds=meter.seconds,
-        limit=meter.limit,
+        seconds=progress.seconds,
+        limit=progress.limit,
         peak=writer.peak,
         memory=options.memory,
     )

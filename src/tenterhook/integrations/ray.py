@@ -90,12 +90,12 @@ class _Maker:
 
     def _made(self, shards: list[int]) -> dict[str, float]:
         """Make shards and wait until they are committed. Return counts, and the seconds that the writer was busy."""
-        meter = Progress()
+        progress = Progress()
         with self._running:  # One model, one thread at a time.
             writer, before = self.writer, dict(self.writer.seconds)
             try:
                 self._check_model()
-                made = sum(self._make(shard, meter) for shard in shards)
+                made = sum(self._make(shard, progress) for shard in shards)
             except BaseException:
                 # The writer holds a partial shard. A second attempt must not append to it.
                 self.writer = Writer(self.place, self.memory)
@@ -104,7 +104,7 @@ class _Maker:
             wait = writer.mark()
             spent = {name: seconds - before[name] for name, seconds in writer.seconds.items()}
         wait()
-        counts = {"batches": meter.batches, "rows": meter.rows, "nbytes": meter.nbytes, "made": made}
+        counts = {"batches": progress.batches, "rows": progress.rows, "nbytes": progress.nbytes, "made": made}
         return {**counts, "peak": writer.budget.peak, **spent}
 
     def _check_model(self) -> None:
@@ -116,14 +116,14 @@ class _Maker:
             raise HarvestError(OTHER_MODEL.format(then=then, now=now))
         self._is_checked = True
 
-    def _make(self, shard: int, meter: Progress) -> bool:
+    def _make(self, shard: int, progress: Progress) -> bool:
         """Make a shard, unless it is committed. Return True if it was made."""
         if self.place.size(commit_name(shard)) is not None:
             return False
         self.place.sweep([shard])
         start, stop = self.plan.range_of(shard)
         part = (shard, self.source.read(start, stop), self.source.samples_before(start) or 0)
-        make_shard(self.job, self.plan, part, self.writer, meter)
+        make_shard(self.job, self.plan, part, self.writer, progress)
         return True
 
 
@@ -142,22 +142,22 @@ def run(job: Callable[[], Job], batches: Any, options: HarvestOptions) -> Harves
         on_gpu, points = here.device.type == "cuda", here.found or ()
         del here  # Free the memory: this model was only needed for the plan.
         workers = min(options.workers or _as_many_as_fit(ray.cluster_resources(), on_gpu=on_gpu), max(1, len(todo)))
-        meter, made, peak = Progress(len(todo) * plan.per_shard, workers), 0, 0
-        meter.spent = dict.fromkeys(("copy", "disk"), 0.0)
-        with shown(meter, progress=options.progress):
+        progress, made, peak = Progress(len(todo) * plan.per_shard, workers), 0, 0
+        progress.spent = dict.fromkeys(("copy", "disk"), 0.0)
+        with shown(progress, visible=options.progress):
             for done in _results(ray, (job, batches, options, plan, points), todo, workers, on_gpu=on_gpu):
-                for name in meter.spent:
-                    meter.spent[name] += done[name]
-                meter.add(done["batches"], done["rows"], done["nbytes"])
+                for name in progress.spent:
+                    progress.spent[name] += done[name]
+                progress.add(done["batches"], done["rows"], done["nbytes"])
                 made, peak = made + done["made"], max(peak, done["peak"])
         return Harvest(
             place=place,
-            rows=meter.rows,
-            nbytes=meter.nbytes,
+            rows=progress.rows,
+            nbytes=progress.nbytes,
             made=made,
             found=len(found),
-            seconds=meter.seconds,
-            limit=meter.limit,
+            seconds=progress.seconds,
+            limit=progress.limit,
             peak=peak,
             memory=options.memory,
         )

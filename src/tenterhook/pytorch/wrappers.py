@@ -16,7 +16,7 @@ from tenterhook.pytorch.dynamo import ORIGINAL_MODULE
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.names import attribute
 
-__all__ = ["WRAPPED_NAMES", "name_of_wrapper", "unwrapped", "wrapped_module", "wrapped_name", "wrappers_of"]
+__all__ = ["has_wrapped_name", "name_of_wrapper", "unwrapped", "wrapped_module", "wrapped_name", "wrappers_of"]
 
 _FSDP = attribute("FullyShardedDataParallel", "_fsdp_wrapped_module")
 _CHECKPOINT = attribute("ActivationWrapper", "_checkpoint_wrapped_module")
@@ -37,6 +37,13 @@ WRAPPERS = (
 )
 WRAPPED_NAMES = frozenset(name for _, _, name, _ in WRAPPERS)
 """the names of the wrapped module in each wrapper; a module without such a child is not a wrapper"""
+
+
+def has_wrapped_name(children: Any) -> bool:
+    """Return whether a table of children has a name that a wrapper gives to the wrapped module."""
+    if type(children) is dict:
+        return not children.keys().isdisjoint(WRAPPED_NAMES)  # Reads the shorter of the two.
+    return not WRAPPED_NAMES.isdisjoint(children.keys())  # The table of a ScriptModule has a list of keys.
 
 
 def wrapped_name(module: nn.Module) -> str | None:
@@ -60,7 +67,7 @@ def name_of_wrapper(module: nn.Module) -> str:
 
 def _kind(module: nn.Module) -> tuple[str, str] | None:
     children = children_of(module)
-    if WRAPPED_NAMES.isdisjoint(children.keys()):
+    if not has_wrapped_name(children):
         return None
     for place, name, child, called in WRAPPERS:
         if child in children and children[child] is not None:
@@ -86,7 +93,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     >>> unwrapped(nn.DataParallel(nn.DataParallel(plain))) is plain
     True
     """
-    if WRAPPED_NAMES.isdisjoint(children_of(module).keys()):  # As for most modules; every session asks this.
+    if not has_wrapped_name(children_of(module)):  # As for most modules; every session asks this.
         return module
     for wrapper in wrappers_of(module):
         module = wrapped_module(wrapper)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ REUSED = (
 @dataclass(slots=True)
 class KeptValue:
     """A recorded structure, and the tensors in it that must keep their version."""
+
+    requires_grad: ClassVar[bool] = True
+    """one of the tensors may have joined a graph, as for an entry that begins with a tensor"""
 
     value: Any
     watched: list[tuple[Tensor, int]]

@@ -46,9 +46,9 @@ OWN_FILES.add(__file__)
 
 is_grad_enabled = torch.is_grad_enabled
 PAIR = 2
-NONE_BEHIND: tuple[int, ...] = ()
 
 Add = Callable[["Returned"], object]
+Last = dict[Any, "Returned"] | None
 
 
 class Outputs(SharedForwards):
@@ -57,7 +57,9 @@ class Outputs(SharedForwards):
     ``modules`` maps each module to the key of its next call in the tape's log.
     """
 
-    __slots__ = ("_add", "_bases", "_grad", "_gradients", "_keep", "_policy", "_slots", "_tape", "_values", "points")
+    __slots__ = (
+        "_add", "_bases", "_grad", "_gradients", "_keep", "_last", "_policy", "_slots", "_tape", "_values", "points",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,12 +83,10 @@ class Outputs(SharedForwards):
         # By the first key of a track, because a tape must refer to its modules weakly.
         self._slots: defaultdict[int, GradientSlots] = defaultdict(GradientSlots)
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
-        self._add: Add
+        self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
+        self._last = log.last_calls() if alone and keep == 1 else None
         if alone:
-            self._add = log.fresh.append if keep == sys.maxsize else log.windows(keep)
             self._make_tracks_later()
-        else:
-            self._add = log.adder(keep)
 
     def _make_tracks_later(self) -> None:
         points = self.points
@@ -173,15 +173,15 @@ class Outputs(SharedForwards):
         """Return the bindings that replace the shared forward of a module, and how many of its calls have begun."""
         base, calls = self._base(module), self.calls_of(module)
         actions: list[Any] = [self._gradient_of(module)] if self._grad else []
-        first = OutputRecorder(base, self._policy, self._add) if self._values else GradientOnly(actions[0])
+        first = OutputRecorder(base, self._policy, self._add, self._last) if self._values else GradientOnly(actions[0])
         return [Binding(self._point(module), action) for action in (first, *actions)], calls
 
-    def make_forward(self, original: Forward) -> Forward:
+    def make_forward(self, original: Forward) -> Forward:  # noqa: C901 - written out, as it runs at every call
         """Return the forward that records the outputs of one class, and their gradients if they are wanted."""
         if self._grad:
             return self._forward_with_gradients(original)
-        keys, add, owner, policy = self.modules, self._add, current.token, self._policy
-        by_reference, keep = policy.by_reference, policy.keep
+        keys, add, last, owner, keep = self.modules, self._add, self._last, current.token, self._policy.keep
+        by_reference = self._policy.by_reference
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = keys.get(self_)
@@ -190,40 +190,44 @@ class Outputs(SharedForwards):
             if current_backward_id() != -1:  # A checkpoint recomputes this call, which is already recorded.
                 return original(self_, *args, **kwargs)
             keys[self_] = key + 1
-            value = original(self_, *args, **kwargs)
+            # Most calls have one argument. Python then calls the function without building a tuple and a dict.
+            value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             if self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS:
                 return self.finish(self_, key % SPAN, value)
-            kind, behind = type(value), NONE_BEHIND
-            if kind is Tensor:
-                tensor = value
-            elif kind is tuple and len(value) == PAIR and value[1] is None and type(value[0]) is Tensor:
-                tensor, behind = value[0], (1,)  # The usual output of attention without weights.
-            else:
+            tensor = value
+            returned: Returned | None = None
+            if type(value) is tuple and len(value) == PAIR and value[1] is None:
+                tensor = value[0]  # The usual output of attention without weights.
+            if by_reference and type(tensor) is Tensor:
+                try:
+                    # A short form of shows_every_change: PyTorch owns the memory, and it is not a parameter.
+                    if tensor.untyped_storage().resizable() and (
+                        (base := view_base(tensor)) is None or type(base) is Tensor
+                    ):
+                        kept = tensor.detach() if tensor.requires_grad else tensor
+                        version = tensor._version
+                        returned = (key, kept, version) if tensor is value else (key, kept, version, 1)
+                except RuntimeError:  # An inference tensor has no version, and a sparse one has no storage.
+                    pass
+            if returned is None:
                 refuse_traced(self_)
-                add((key, keep(value)))
-                return value
-            try:
-                # A short form of shows_every_change: PyTorch owns the memory, and it is not a parameter.
-                if (
-                    by_reference and tensor.untyped_storage().resizable()
-                    and ((base := view_base(tensor)) is None or type(base) is Tensor)
-                ):  # fmt: skip
-                    add((key, (tensor.detach() if tensor.requires_grad else tensor, tensor._version, *behind)))
-                    return value
-            except RuntimeError:  # An inference tensor has no version, and a sparse one has no storage.
-                pass
-            refuse_traced(self_)
-            add((key, keep(value)))
+                returned = (key, keep(value))
+            if last is None:
+                add(returned)
+            else:
+                last.pop(self_, None)  # The order of the dict is that of the outputs.
+                last[self_] = returned
             return value
 
         return forward
 
-    def _forward_with_gradients(self, original: Forward) -> Forward:  # noqa: C901 - written out, as it runs at every call
+    def _forward_with_gradients(self, original: Forward) -> Forward:
         """Return the forward that records outputs and gradients, or gradients only.
 
         Values are kept by reference. A session that copies them does not use this forward.
         """
-        keys, add, owner, keep, values = self.modules, self._add, current.token, self._policy.keep, self._values
+        keys, add, last, owner = self.modules, self._add, self._last, current.token
+        keep, values = self._policy.keep, self._values
         slots, passes, limit, whole = self._slots, self._tape.grad.passes, self._keep, self._policy.gather
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -258,11 +262,9 @@ class Outputs(SharedForwards):
                     by_reference = False
                 if not by_reference:
                     refuse_traced(self_)
-                    add((key, keep(value)))
-                elif tensor is value:
-                    add((key, kept))
+                    store(add, last, self_, (key, keep(value)))
                 else:
-                    add((key, (*kept, len(value) - 1)))
+                    store(add, last, self_, (key, *kept) if tensor is value else (key, *kept, len(value) - 1))
             if own is tensor:
                 return value
             return own if tensor is value else (own, *value[1:])
@@ -279,6 +281,15 @@ class Outputs(SharedForwards):
         return gradient
 
 
+def store(add: Add, last: Last, module: nn.Module, returned: Returned) -> None:
+    """Store an output with ``add``, or in place of the last output of its module. The forward above writes this out."""
+    if last is None:
+        add(returned)
+    else:
+        last.pop(module, None)
+        last[module] = returned
+
+
 def _ignore(_: Any) -> None:
     """Do nothing."""
 
@@ -290,8 +301,8 @@ class OutputRecorder(Action):
     again = False
     reached = False  # The session asks the log instead.
 
-    def __init__(self, base: int, policy: Policy, add: Add) -> None:
-        self._base, self._policy, self._add = base, policy, add
+    def __init__(self, base: int, policy: Policy, add: Add, last: Last) -> None:
+        self._base, self._policy, self._add, self._last = base, policy, add, last
 
     def __call__(self, value: Any, context: Context) -> None:
-        self._add((self._base + context.call, self._policy.keep(value)))
+        store(self._add, self._last, context.module, (self._base + context.call, self._policy.keep(value)))

@@ -7,10 +7,9 @@ output is stored when its call returns, an argument when the call begins, a vari
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from itertools import chain, count
-from operator import itemgetter
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +21,14 @@ __all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
 SPAN = 2**32 + 0x9E3779B1
 
 
-Returned = tuple[int, Any]
-"""The output of a call: its key, which is the first key of the module's track plus the call number, and its entry."""
+Returned = tuple[Any, ...]
+"""The output of a call: its key, which is the first key of the module's track plus the call number, and its entry. The
+parts of an entry that is a tuple follow the key without a tuple of their own."""
+
+
+def entry_of(returned: Returned) -> Any:
+    """Return the entry of an output."""
+    return returned[1:] if len(returned) > 2 else returned[1]  # noqa: PLR2004
 
 
 class TapeLog:
@@ -33,8 +38,9 @@ class TapeLog:
     ordered = _is_open = True
     _new = 0
     """the first key of the next track"""
-    _windows: Mapping[int, Iterable[tuple[int, Returned]]] = MappingProxyType({})
-    _rebuilt = -1
+    _last_calls: Mapping[Any, Returned] = MappingProxyType({})
+    _newest: int | None = None
+    """the key of the newest of the last calls that were copied to the entries"""
     _cleared: frozenset[int] = frozenset()
     _calls: dict[int, dict[int, None]] | None = None
     _last: int | None = None
@@ -59,50 +65,40 @@ class TapeLog:
     @property
     def entries(self) -> dict[int, Any]:
         """All entries by key."""
-        if self._windows:
-            self._rebuild()
+        if self._last_calls:
+            self._take_last_calls()
         if self.fresh:
             fresh = self.fresh.copy()
-            self._entries.update(fresh)
+            self._entries.update([(returned[0], entry_of(returned)) for returned in fresh])
             del self.fresh[: len(fresh)]
         return self._entries
 
-    def windows(self, keep: int) -> Callable[[Returned], None]:
-        """Return a function that keeps the last ``keep`` calls of each module, for a tape that records nothing else."""
-        windows: dict[int, Any] = {}
-        self._windows = windows
-        tick = count().__next__
+    def last_calls(self) -> dict[Any, Returned]:
+        """Return the dict for the last output of each module, in order, for a tape that records nothing else."""
+        self._last_calls = {}
+        return self._last_calls
 
-        def replace(returned: Returned) -> None:
-            windows[returned[0] // SPAN] = ((tick(), returned),)
-
-        def add(returned: Returned) -> None:
-            track = returned[0] // SPAN
-            window = windows.get(track)
-            if window is None:
-                window = windows[track] = deque(maxlen=keep)
-            window.append((tick(), returned))
-
-        return replace if keep == 1 else add
-
-    def _rebuild(self) -> None:
-        """Fill the entries from the windows, in the order of recording."""
-        held = sorted(chain.from_iterable(self._windows.values()), key=itemgetter(0))
-        if held and held[-1][0] != self._rebuilt:
-            self._rebuilt = held[-1][0]
+    def _take_last_calls(self) -> None:
+        returned = tuple(self._last_calls.values())
+        if returned[-1][0] != self._newest:
+            self._newest = returned[-1][0]
             self._entries.clear()
-            self._entries.update(returned for _, returned in held)
+            self._entries.update([(each[0], entry_of(each)) for each in returned])
 
     def adder(self, keep: int) -> Callable[[Returned], None]:
-        """Return a function that stores an output at once, and drops the entry ``keep`` calls before it."""
-        entries = self._entries
+        """Return a function that stores an output at once, and drops the oldest one above ``keep`` of its track."""
+        entries, held = self._entries, defaultdict[int, deque[int]](deque)
 
         def add(returned: Returned) -> None:
             if not self._is_open:
                 return
-            key, entries[key] = returned
-            if key % SPAN >= keep:
-                entries.pop(key - keep, None)
+            key = returned[0]
+            entries[key] = entry_of(returned)
+            if keep != sys.maxsize:
+                keys = held[key // SPAN]
+                keys.append(key)
+                if len(keys) > keep:
+                    entries.pop(keys.popleft(), None)
 
         return add
 
@@ -113,19 +109,19 @@ class TapeLog:
 
     def any_reached(self) -> bool:
         """Return whether there is, or was, any entry."""
-        return bool(self.fresh or self._windows or self._entries or self._cleared)
+        return bool(self.fresh or self._last_calls or self._entries or self._cleared)
 
     def end(self) -> None:
         """Accept no more entries, even from a call in flight, and detach values that have joined a graph."""
         self._is_open = False
         fresh, self.fresh = self.fresh, self.fresh.copy()
         fresh.clear()  # A forward that other code has kept refers to this list.
-        if self._windows:
-            self._rebuild()
-            self._windows.clear()  # type: ignore[attr-defined]
-        for place, (key, entry) in enumerate(self.fresh):
-            if type(entry) is not tuple or entry[0].requires_grad:
-                self.fresh[place] = (key, without_graph(entry))
+        if self._last_calls:
+            self._take_last_calls()
+            self._last_calls = MappingProxyType({})
+        for place in [place for place, returned in enumerate(self.fresh) if returned[1].requires_grad]:
+            key, entry = self.fresh[place][0], without_graph(entry_of(self.fresh[place]))
+            self.fresh[place] = (key, *entry) if type(entry) is tuple else (key, entry)
         for key, entry in self._entries.items():
             self._entries[key] = without_graph(entry)
 
@@ -171,8 +167,8 @@ class TapeLog:
         """Delete all entries. The tracks stay."""
         self._cleared |= self.reached()
         self.fresh.clear()
-        if self._windows:
-            self._windows.clear()  # type: ignore[attr-defined]
+        if self._last_calls:
+            self._last_calls.clear()  # type: ignore[attr-defined]
         self._entries.clear()
         self._calls = self._last = self._stamp = None
 

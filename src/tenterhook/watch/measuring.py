@@ -48,7 +48,7 @@ class Measuring:
         self._autocast: Any = None
         # Number of times that the log was emptied in a step. It is usually the same in each step.
         self._step, self._times = -1, 0
-        self._steady: dict[int, StepCache] = {}
+        self._caches: dict[int, StepCache] = {}
         self.odd = False  # True if entries were processed one by one, so that points may have lost tensors.
 
     def entered(self, device: str) -> None:
@@ -57,7 +57,7 @@ class Measuring:
 
     def release(self) -> None:
         """Release all tensors."""
-        self._steady = {}
+        self._caches = {}
 
     def requests(self, step: int, *, loose: bool) -> list[MeasureRequest]:
         """Return requests to measure what is in the ledger. ``loose`` leaves the entries that wait for a gradient."""
@@ -96,8 +96,8 @@ class Measuring:
 
     def _from_log(self, log: StepLog, batch: _Batch) -> None:
         """Add the values in the log, and the gradients that have arrived."""
-        steady = self._steady.get(self._times)
-        found = steady.collect(log, self._units) if steady is not None else None
+        cache = self._caches.get(self._times)
+        found = cache.collect(log, self._units) if cache is not None else None
         if found is not None:
             batch.fill(found)
             return
@@ -105,9 +105,9 @@ class Measuring:
         values, gradients = "values" in self._options.of, self._ledger.gradients
         self._one_by_one(log, batch, values=values, gradients=gradients)
         if all(entry.path in entry.slot.rows for entry in log.entries()):
-            steady = StepCache(log, batch.kept, values=values)
-            if steady.usual and steady.rows == batch.row_list:  # Otherwise the step has special cases.
-                self._steady[self._times] = steady
+            cache = StepCache(log, batch.kept, values=values)
+            if cache.usual and cache.rows == batch.row_list:  # Otherwise the step has special cases.
+                self._caches[self._times] = cache
 
     def _one_by_one(self, log: StepLog, batch: _Batch, *, values: bool, gradients: bool) -> None:
         known: dict[int, tuple[int, int]] = {}  # By id of a tensor: its position and that of its gradient in the batch.

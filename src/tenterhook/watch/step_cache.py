@@ -33,7 +33,7 @@ class SharedTensors:
     For example, a sum passes one gradient tensor to all its terms.
     """
 
-    def __init__(self, steady: StepCache, found: Sequence[Tensor]) -> None:
+    def __init__(self, cache: StepCache, found: Sequence[Tensor]) -> None:
         first: dict[int, int] = {}
         unique: list[int] = []  # The positions of first occurrences.
         self.places: list[int] = []  # For each position, the index of its tensor among those.
@@ -46,12 +46,12 @@ class SharedTensors:
             else:
                 self._pairs.append((place, unique[at]))
         self._unique = unique
-        self.index = [self.places[ref] for ref in steady.refs]
-        self.sources = [steady.sources[place] for place in unique]
-        self.kept = {source[1]: self.places[i] for i, source in enumerate(steady.sources) if source[0] == KEPT}
+        self.index = [self.places[ref] for ref in cache.refs]
+        self.sources = [cache.sources[place] for place in unique]
+        self.kept = {source[1]: self.places[i] for i, source in enumerate(cache.sources) if source[0] == KEPT}
         self.like = TensorSignature(self.tensors(found))
-        self._rows = steady.rows
-        self._layouts: dict[Extra, RowLayout] = {(): RowLayout(steady.rows, self.index)}
+        self._rows = cache.rows
+        self._layouts: dict[Extra, RowLayout] = {(): RowLayout(cache.rows, self.index)}
 
     def holds(self, found: Sequence[Tensor]) -> bool:
         """Return True if the same tensors are identical again. Others that are identical are measured separately."""
