@@ -11,12 +11,14 @@ import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for 
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.edit.change import Change, as_change, check_same_kind
 from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit
+from tenterhook.edit.output_edits import OutputEdits
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.skip import Skip, SkipEdit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.runs import Numbering
 from tenterhook.engine.session import Session
+from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, EditError
 
 __all__ = ["Editing", "edit"]
@@ -126,6 +128,15 @@ class Editing(Session):
                 found.extend(bound)
         if found:
             self.required.append(found)
+
+    def make_shared_forwards(self) -> SharedForwards | None:
+        alike = all(type(each.action) is ValueEdit and each.point.is_plain_output for each in self.bindings)
+        if not alike or self._runs is not None or self.needs_action_sets():
+            return None
+        return OutputEdits(self, self.bindings)
+
+    def bindings_of_modules(self) -> Sequence[Binding]:
+        return self.bindings if self._shared_forwards is None else ()
 
     def on_start(self) -> None:
         super().on_start()

@@ -168,7 +168,7 @@ class Session:
 
     def _plan(self) -> None:
         self._shared_forwards = self.make_shared_forwards()
-        for binding in self.bindings:
+        for binding in self.bindings_of_modules():
             point = binding.point
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
@@ -289,6 +289,10 @@ class Session:
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
 
+    def bindings_of_modules(self) -> Sequence[Binding]:
+        """Return the bindings that no shared forward serves. A verb can override this."""
+        return self.bindings
+
     def found_now(self) -> None:
         """Remember the structure in which the points were found, so that the start need not look for each of them."""
         self._planned = last_structure(self.model)
@@ -312,12 +316,13 @@ class Session:
 
     def has_calls(self) -> bool:
         """Return whether the session has seen any call."""
-        return any(actions.calls for actions in self._action_sets.values())
+        shared = self._shared_forwards
+        return (shared is not None and shared.has_calls()) or any(each.calls for each in self._action_sets.values())
 
     def calls_of(self, module: nn.Module) -> int:
         """Return the number of calls of a module that the session has seen."""
-        actions = self._action_sets.get(module)
-        return actions.calls if actions is not None else 0
+        actions, shared = self._action_sets.get(module), self._shared_forwards
+        return max(actions.calls if actions is not None else 0, shared.calls_of(module) if shared is not None else 0)
 
     def on_start(self) -> None:
         """Install more. A verb can extend this; an error in it undoes the start."""

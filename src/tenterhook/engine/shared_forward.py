@@ -71,6 +71,14 @@ class SharedForwards:
         """Return the path of a module."""
         raise NotImplementedError
 
+    def calls_of(self, module: nn.Module) -> int:
+        """Return how many calls of a module have begun, or 0 if the module has its own actions."""
+        return (self.modules or self.ended).get(module, 0)
+
+    def has_calls(self) -> bool:
+        """Return whether any call has begun."""
+        return any(map(self.calls_of, self.modules or self.ended))
+
     def install(self) -> None:
         """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
         add, functions, others = self._methods.append, dict[type, Any](), []

@@ -122,11 +122,7 @@ class Outputs(SharedForwards):
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module have begun, or 0 if the module has its own actions."""
-        return (self.modules or self.ended).get(module, 0) % SPAN
-
-    def has_calls(self) -> bool:
-        """Return whether any call has begun."""
-        return any(key % SPAN for key in (self.modules or self.ended).values())
+        return SharedForwards.calls_of(self, module) % SPAN
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""

@@ -192,7 +192,7 @@ class Recording(Session):
         self._is_found_later = isinstance(points, FoundOutputs) and self._shares
         if self._is_found_later:
             return  # They are created when the session starts.
-        outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
+        outputs = [point for point in points if point.is_plain_output] if self._shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
@@ -217,7 +217,7 @@ class Recording(Session):
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
         keys = self._outputs.modules if self._outputs is not None else {}
         for point in points:
-            if self._outputs is not None and point.module in keys and _is_plain_output(point):
+            if self._outputs is not None and point.module in keys and point.is_plain_output:
                 self._outputs.make_track(point)
             else:
                 (self._add if self._values else self._add_gradient)(point, tape, bindings)
@@ -336,13 +336,6 @@ class Recording(Session):
     @property
     def is_explicit(self) -> bool:
         return not isinstance(self.points, FoundOutputs) and all(point.explicit for point in self.points)
-
-    def calls_of(self, module: nn.Module) -> int:
-        calls = self._outputs.calls_of(module) if self._outputs is not None else 0
-        return max(super().calls_of(module), calls)
-
-    def has_calls(self) -> bool:
-        return super().has_calls() or (self._outputs is not None and self._outputs.has_calls())
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also record the run for replay: all modules, or only what is needed to serve edits at some modules."""
@@ -492,11 +485,6 @@ class _Unreached(Action):
 
 
 NOTHING_DONE = _Unreached()
-
-
-def _is_plain_output(point: Point) -> bool:
-    """Return whether a point is the output of all calls of a module, under the module's own name."""
-    return point.site is RETURN and point.call is None and point.meaning is None
 
 
 def _is_ever_called(module: nn.Module) -> bool:
