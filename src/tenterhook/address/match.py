@@ -117,6 +117,8 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
     """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
+    if isinstance(selectors, str):  # As in most sessions.
+        return tuple(_resolve_one(model, selectors, default_site))
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
     # Each selector finds a point at most once. With a single selector, as in most sessions, there is nothing to merge.
     return tuple(found[0]) if len(found) == 1 else merged(found)

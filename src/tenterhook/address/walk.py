@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site, own_tensor
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
-from tenterhook.pytorch.wrappers import unwrapped, wrapped_module, wrapped_name, wrappers_of
+from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped, wrapped_module, wrapped_name, wrappers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -279,7 +279,8 @@ def find(model: nn.Module, path: str) -> nn.Module | None:
     names = path.split(".")
     try:
         for name in names:
-            module = children_of(unwrapped(module))[name]
+            children = children_of(module)
+            module = (children_of(unwrapped(module)) if has_wrapped_name(children) else children)[name]
     except (KeyError, AttributeError):  # The name is missing, or the child is None.
         found = through_wrappers(model, names)
         return found[0] if found is not None and found[1] is None else None

@@ -81,10 +81,11 @@ def edit(
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [value_binding(point, one, check=check)])
     session.found_now()
-    for point in dict.fromkeys(binding.point for binding in session.bindings):
+    for point in {binding.point: None for binding in session.bindings if binding.point.spot is not None}:
         warn_if_never_read(model, point)
-    if grad or accumulated:
-        session.needs = ("gradients",)
+    if grad is None and accumulated is None:
+        return session
+    session.needs = ("gradients",) if grad or accumulated else ()
     for selector, change in _items(grad, "grad"):
         session.add(selector, change, lambda point, one: _gradient_bindings(point, one, check=check))
     for selector, change in _items(accumulated, "accumulated"):
@@ -112,11 +113,12 @@ class Editing(Session):
         Every point that the selector names explicitly must be reached before the session ends. Of the points that it
         matches by a pattern, at least one must be reached.
         """
-        changes = [as_change(one) for one in (given if isinstance(given, Sequence) else [given])]
-        for change in changes:
-            change.opaque = change.opaque or self._opaque
+        changes = list(map(as_change, given if isinstance(given, Sequence) else (given,)))
+        if self._opaque:
+            for change in changes:
+                change.opaque = True
         found: list[Binding] = []
-        for point in resolve(self.model, [selector]):
+        for point in resolve(self.model, selector if isinstance(selector, str) else [selector]):
             if isinstance(point.call, int) and point.call < 0:
                 raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
             refuse_several_places(point)
@@ -171,7 +173,7 @@ class ValueEdit(Action):
     def __call__(self, value: Any, context: Context) -> Any:
         new = self.change(value, context)
         if self.check and new is not value:
-            check_same_kind(value, new, context, self.change.name)
+            check_same_kind(value, new, context, self.change)
         self.reached = True
         return new
 

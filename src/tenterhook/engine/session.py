@@ -184,7 +184,8 @@ class Session:
 
     def _check_model(self) -> None:
         """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
-        if not self.is_explicit:
+        explicit = self.is_explicit
+        if not explicit:
             if self._looked is not None:
                 return
             known, self._looked, _ = structure(self.model)
@@ -193,7 +194,7 @@ class Session:
         places = [(actions.path, module) for module, actions in self._action_sets.items()]
         if self._shared_forwards is not None:
             places += [(self._shared_forwards.path_of(module), module) for module in self._shared_forwards.modules]
-        if self.is_explicit:
+        if explicit:
             gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
             there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
@@ -336,7 +337,8 @@ class Session:
         if self._state == "open":
             replaced = self._undo()
             try:
-                self._say_what_was_replaced(replaced)
+                if replaced:
+                    self._say_what_was_replaced(replaced)
                 self._say_what_was_missed()
             finally:
                 self._release()

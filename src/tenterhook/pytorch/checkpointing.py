@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.python_code import closure_values, frames_from, nested_codes, own_frame
-from tenterhook.pytorch.support import check, feature, is_available, require
+from tenterhook.pytorch.support import check, feature, require, works
 
 __all__ = [
     "Checkpoint",
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _top_saved_tensor_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
+_KNOWS_SAVED_TENSOR_HOOKS = not is_absent(_top_saved_tensor_hooks)
 _KEPT = attribute("checkpoint frame", "recompute_fn")
 _KEPT_REENTRANT = attribute("CheckpointFunction context", "run_function")
 _FILE = torch_checkpoint.__file__
@@ -102,10 +103,12 @@ def is_recomputing(frame: FrameType | None) -> bool:
 
 def is_inside_checkpoint(frame: FrameType | None) -> bool:
     """Return whether PyTorch's checkpoint file is among the callers. True in every checkpoint."""
-    hooks = None if is_absent(_top_saved_tensor_hooks) else saved_tensor_hooks()
+    hooks = _top_saved_tensor_hooks(True) if _KNOWS_SAVED_TENSOR_HOOKS else None
     if hooks and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__:
         return True
-    return any(each.f_code.co_filename == _FILE for each in frames_from(frame))
+    while frame is not None and frame.f_code.co_filename != _FILE:  # Written out: there are many frames.
+        frame = frame.f_back
+    return frame is not None
 
 
 def refuse_checkpoints(model: nn.Module) -> None:
@@ -114,7 +117,7 @@ def refuse_checkpoints(model: nn.Module) -> None:
     The probe imports the compiler, as the first checkpoint of a process does. If the compiler is not imported yet, no
     checkpoint has run, and the probe runs inside the first checkpoint that reaches an edit.
     """
-    if "torch._dynamo" not in sys.modules or is_available("checkpointed edits"):
+    if "torch._dynamo" not in sys.modules or works("checkpointed edits"):
         return
     if any(_may_checkpoint(module) for module in model.modules()):
         require("checkpointed edits")
