@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tenterhook.address.found_outputs import Remembered
+    from tenterhook.address.found_points import Remembered
     from tenterhook.address.point import Point
 
 __all__ = [
@@ -143,8 +143,8 @@ class Structure:
         # An id may be reused after its module was garbage-collected. The structure is valid only if this list is empty.
         self._gone: list[Any] = []
         self._alive = [ref(module, self._gone.append) for module in places]
-        self.globs: dict[str, Remembered] = {}
-        """the results of globs in this structure"""
+        self.globs: dict[str, Remembered | None] = {}
+        """the results of globs in this structure; None for points of other kinds"""
         self.matches: dict[Any, list[tuple[str, int]]] = {}
         """the paths and positions of the modules that match a pattern of paths"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]

@@ -155,6 +155,7 @@ class SharedForwards:
         for binding in bindings:
             actions.add(binding)
         actions.begin_at(calls)
+        self.moved(module, actions)
         if method is None:  # Nothing is installed yet; the session attaches the actions.
             return
         self._methods.remove(method)
@@ -165,6 +166,9 @@ class SharedForwards:
             del state["forward"]
         elif theirs is not method:  # Other code has wrapped our forward; only the wrapper calls it.
             state["forward"] = theirs
+
+    def moved(self, module: nn.Module, actions: ModuleActions) -> None:
+        """Do more after a module got its own actions. A subclass can override this."""
 
     def hand_over(self, module: nn.Module) -> None:
         """Give a module its own actions, if it has a shared forward."""

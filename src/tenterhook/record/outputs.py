@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from tenterhook.address.found_outputs import FoundOutputs
+from tenterhook.address.found_points import FoundPoints
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.fast_path import lone_tensor
@@ -73,7 +73,7 @@ class Outputs(SharedForwards):
         alone: bool,
     ) -> None:
         self.points = points
-        modules = points.modules if isinstance(points, FoundOutputs) else [point.module for point in points]
+        modules = points.modules if isinstance(points, FoundPoints) else [point.module for point in points]
         tape: Tape = session.tape
         log = tape.log
         self._bases = log.new_bases(len(modules))
@@ -90,7 +90,7 @@ class Outputs(SharedForwards):
 
     def _make_tracks_later(self) -> None:
         points = self.points
-        if isinstance(points, FoundOutputs):
+        if isinstance(points, FoundPoints):
             described = points.tracks
         else:
             described = [(point.address, type(point.module), ref(point.module)) for point in points]
@@ -130,7 +130,7 @@ class Outputs(SharedForwards):
 
     def _point(self, module: nn.Module) -> Point:
         points = self.points
-        if isinstance(points, FoundOutputs):
+        if isinstance(points, FoundPoints):
             return points.point_of(module)
         return next(point for point in points if point.module is module)
 
