@@ -14,12 +14,33 @@ from tenterhook.batch.layout import CaseRows, WholeBatch
 from tenterhook.errors import BatchError
 from tenterhook.record.tape import Tape
 
-__all__ = ["CaseGeneration", "cut_generation"]
+__all__ = ["CaseGeneration", "cut_generation", "option_that_sees_padding"]
 
+# Options that count the tokens of the whole sequence, or look at them, and the values that switch them off.
+SEE_PADDING: dict[str, tuple[Any, ...]] = {
+    "max_length": (None,), "min_length": (None, 0), "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0), "sequence_bias": (None,), "bad_words_ids": (None,), "stop_strings": (None,),
+    "logits_processor": (None, []), "stopping_criteria": (None, []), "prefix_allowed_tokens_fn": (None,),
+}  # fmt: skip
 NOT_TOKENS = (
     "th.batch(..., generate=...) returns one sequence of tokens for each row of a case. Leave out "
     "return_dict_in_generate and num_return_sequences; got {kind}"
 )
+
+
+def option_that_sees_padding(options: Mapping[str, Any], model: Any, *, reads_cache: bool) -> str | None:
+    """Return an option of ``generate`` for which a padded prompt is another prompt, or None.
+
+    ``reads_cache``: whether values as long as the key-value cache are recorded or edited. A static cache stays from one
+    call to the next, and its length is that of the longest call.
+    """
+    config = options.get("generation_config") or getattr(model, "generation_config", None)
+    for name, off in (SEE_PADDING | ({"cache_implementation": (None, "dynamic")} if reads_cache else {})).items():
+        if name == "max_length" and (name not in options or options.get("max_new_tokens") is not None):
+            continue  # The default of a configuration counts new tokens only.
+        if options.get(name, getattr(config, name, None)) not in off:
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)

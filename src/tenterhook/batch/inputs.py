@@ -96,6 +96,13 @@ class CaseInputs:
             kwargs = _with_masks(args, kwargs, rows, lengths, names, [MAIN])
         return cls(args, kwargs, rows, lengths, _key(names, given))
 
+    def hidden(self, names: InputNames) -> Tensor | None:
+        """Return which tokens the case's own mask hides, ``[rows, tokens]``, or None if it hides none."""
+        for path, tensor in tensors((self.args, self.kwargs)):
+            if names.of(path) == MASKS[MAIN] and tensor.dim() == 2 and not bool(tensor.all()):  # noqa: PLR2004
+                return tensor == 0
+        return None
+
     @property
     def tokens(self) -> int:
         """The number of tokens of all rows, or the number of rows."""

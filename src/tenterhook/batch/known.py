@@ -31,19 +31,25 @@ class Known:
     """how many cases ran since the last comparison"""
     largest: int = 0
     """the largest number of cases in a batch of which some were compared"""
+    shortest: int = sys.maxsize
+    """the number of tokens of the shortest case that was compared"""
     bytes_per_token: int = 1
     room: int = sys.maxsize
     """the number of cases that fit in memory, after a larger number did not"""
 
-    def is_due(self, count: int, at_once: int) -> bool:
-        """Return whether a case is to be compared when so many cases run, and so many of them at once."""
-        return self.layouts is None or self.since + count > EVERY or at_once > self.largest
+    def is_due(self, count: int, at_once: int, shortest: int) -> bool:
+        """Return whether a case is to be compared when so many cases run, so many of them at once.
 
-    def ran(self, count: int, *, compared: bool) -> None:
+        ``shortest``: the tokens of the shortest of them. A sliding window can hide what is different in short ones.
+        """
+        return self.layouts is None or self.since + count > EVERY or at_once > self.largest or shortest < self.shortest
+
+    def ran(self, count: int, shortest: int, *, compared: bool) -> None:
         """Count the cases of a batch."""
         self.since = 0 if compared else self.since + count
         self.checks += compared
-        self.largest = max(self.largest, count if compared else 0)
+        if compared:
+            self.largest, self.shortest = max(self.largest, count), min(self.shortest, shortest)
 
 
 _known: WeakKeyDictionary[nn.Module, dict[Any, Known]] = WeakKeyDictionary()

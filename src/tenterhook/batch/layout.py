@@ -8,7 +8,7 @@ are chosen so that no two of them are equal. The values of this case are compare
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -60,10 +60,15 @@ class WholeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension of a batched value: ``times`` entries for each row, or the tokens of an axis, or both flattened."""
+    """One dimension of a batched value: ``times`` entries for each row, or the tokens of an axis, or both flattened.
+
+    ``beyond``: how many more entries than tokens a case has, in a later step of a generation. A sliding window has only
+    the last of them.
+    """
 
     times: int = 0
     axis: str | None = None
+    beyond: int = 0
 
 
 Dimensions = tuple[Dimension, ...]
@@ -88,8 +93,10 @@ def _dimension(  # all of it is needed, and it is called in one place
     if alone == case.count and batched == whole.rows:
         return Dimension(times=1)
     for axis, count in padding.items():
-        if batched - alone == count and (place or alone == case.lengths[axis]):
-            return Dimension(axis=axis)
+        # A window of the last tokens may not have room for all of the padding.
+        in_window = place and whole.pads_left and 0 < batched - alone < count
+        if in_window or (batched - alone == count and (place or alone == case.lengths[axis])):
+            return Dimension(axis=axis, beyond=alone - case.lengths[axis])
     if place == 0 and case.count and alone * whole.rows == batched * case.count:
         return Dimension(times=alone // case.count)
     for axis in padding:
@@ -110,6 +117,7 @@ class Layouts:
         self._steps = steps  # Whether the calls are the steps of a generation.
         self._alone: dict[tuple[str, int], dict[Path, Shape]] = {}
         self._known: dict[tuple[str, int], dict[Path, Dimensions]] = {}
+        self._sizes: dict[tuple[str, int], dict[Path, Shape]] = {}
         self.case, self.whole = CaseRows(0, 0), WholeBatch(0)
 
     def add_alone(self, address: str, call: int, value: Any) -> None:
@@ -124,14 +132,36 @@ class Layouts:
         """Return the dimensions of each tensor in a batched value; raise if they are unclear."""
         known = self._known.get((address, call))
         if known is None and self._steps and (address, call) not in self._alone:
-            # The first case has ended already. Its last step is like this one.
-            known = next(
-                (self._known[address, c] for c in range(call - 1, -1, -1) if (address, c) in self._known), None
-            )
+            known = self._continued(address, call, value)
         if known is None:
             known = self._learned(address, call, value)
-        self._known[address, call] = known
+        self._known[address, call], self._sizes[address, call] = known, shapes_of(value)
         return known
+
+    def _continued(self, address: str, call: int, value: Any) -> dict[Path, Dimensions] | None:
+        """Return the dimensions in a step after the end of the first case, which are those of its last step."""
+        last = next((each for each in range(call - 1, -1, -1) if (address, each) in self._known), None)
+        if last is None:
+            return None
+        now, then = shapes_of(value), self._sizes[address, last]
+        before = self._sizes.get((address, last - 1), {})
+
+        def later(dimension: Dimension, path: Path, place: int) -> Dimension:
+            if dimension.axis is None or dimension.times:
+                return dimension
+            size, old = now[path][place], then[path][place]
+            # A static cache has one size from the start; others grow by a token in each step, unless a window is full.
+            older = before[path][place] if path in before else self.whole.lengths[dimension.axis]
+            is_static = size == old and (old == older if path in before else old > older)
+            return dimension if is_static else replace(dimension, beyond=dimension.beyond + call - last)
+
+        known = self._known[address, last]
+        if any(path not in now or len(now[path]) != len(known[path]) for path in known):
+            return None
+        return {
+            path: tuple(later(each, path, place) for place, each in enumerate(dimensions))
+            for path, dimensions in known.items()
+        }
 
     def _learned(self, address: str, call: int, value: Any) -> dict[Path, Dimensions]:
         alone, found = self._alone.get((address, call)), {}
@@ -169,9 +199,12 @@ def cut_tensor(tensor: Tensor, dimensions: Dimensions, case: CaseRows, whole: Wh
             tensor = _cut_flat(tensor, dimension, case, whole).flatten(0, 2)
         elif dimension.times:
             tensor = tensor.narrow(place, case.first * dimension.times, case.count * dimension.times)
-        # In a later step of a generation, the new token is alone in its dimension, without padding.
+        elif dimension.axis is not None and whole.pads_left:
+            # In a later step of a generation, the new token is alone in its dimension, or a window has only the last.
+            own = min(size, case.lengths[dimension.axis] + dimension.beyond)
+            tensor = tensor.narrow(place, size - own, own)
         elif dimension.axis is not None and size > 1 and (count := padding[dimension.axis]):
-            tensor = tensor.narrow(place, count if whole.pads_left else 0, size - count)
+            tensor = tensor.narrow(place, 0, size - count)
     return tensor
 
 

@@ -19,6 +19,7 @@ __all__ = ["difference", "mixes", "size_of", "values_differ"]
 # Largest relative difference between a batched result and a single one: kernels differ, and some models compute parts
 # in float32 whatever their dtype is.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+MOST_STEPS = 64  # Later steps of a generation in which hidden tokens are looked for.
 GRADIENTS = 10  # Differences grow in the backward pass.
 MIXES = "case {index} gives another result in the batch than alone: {difference}.{first}\n{fix}"
 OUTPUT = "the output differs"
@@ -36,33 +37,40 @@ POINT = (
 PADDING = ", or it does not hide padding: cases of equal length need none"
 
 
-def difference(alone: CaseRun, batched: CaseRun) -> str:
-    """Return the first difference of two results, or an empty text if they agree."""
-    far = _far(alone.output, batched.output)
+def difference(alone: CaseRun, batched: CaseRun, hidden: Tensor | None) -> str:
+    """Return the first difference of two results, or an empty text if they agree.
+
+    ``hidden``: the tokens that the case's own mask hides. What a model computes there has no meaning, and is not
+    compared.
+    """
+    far = _far(alone.output, batched.output, hidden)
     if far:
         return f"{OUTPUT} {far}"
-    far = _tapes_differ(alone.tape, batched.tape)
+    far = _tapes_differ(alone.tape, batched.tape, hidden)
     if far:
         return far
     # Alone, a value that an edit replaced by a constant has no gradient. In the batch it has one.
     mine, theirs = alone.tape.grad, batched.tape.grad
-    return _tapes_differ(mine, theirs, GRADIENTS, "the gradient of ", [name for name in theirs if name not in mine])
+    extra = [name for name in theirs if name not in mine]
+    return _tapes_differ(mine, theirs, hidden, GRADIENTS, "the gradient of ", extra)
 
 
-def _tapes_differ(mine: TapeView, theirs: TapeView, factor: int = 1, what: str = "", extra: Sequence[str] = ()) -> str:
+def _tapes_differ(  # two tapes and what to know of them
+    mine: TapeView, theirs: TapeView, hidden: Tensor | None, factor: int = 1, what: str = "", extra: Sequence[str] = ()
+) -> str:  # fmt: skip
     names = [name for name in theirs if name not in extra]
     # All cases share some values, and their gradients there cannot be separated.
     missing = [name for name in mine if name not in names and not (what and is_shared(theirs, name))]
     if missing:
         return f"{what}{missing[0]!r} was recorded only alone"
     for address in names:
-        far = _far(mine[address], theirs[address], factor, partly=bool(what))
+        far = _far(mine[address], theirs[address], hidden, factor, partly=bool(what))
         if far:
             return f"{what}{address!r} differs {far}"
     return ""
 
 
-def _far(one: Any, other: Any, factor: int = 1, *, partly: bool = False) -> str:
+def _far(one: Any, other: Any, hidden: Tensor | None, factor: int = 1, *, partly: bool = False) -> str:
     """Return how two values differ, or an empty text if they agree. The second may lack tensors if ``partly``."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     if partly:
@@ -70,10 +78,29 @@ def _far(one: Any, other: Any, factor: int = 1, *, partly: bool = False) -> str:
     if mine.keys() != theirs.keys():
         return f"in its structure: {len(mine)} tensors alone, {len(theirs)} in the batch"
     for path, tensor in mine.items():
-        far = _tensors_far(tensor, theirs[path], factor)
+        far = _tensors_far(_shown(tensor, hidden), _shown(theirs[path], hidden), factor)
         if far:
             return f"{f'at {show_path(path)} ' if path else ''}{far}"
     return ""
+
+
+def _shown(tensor: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return a tensor with zeros at the tokens that a mask hides, wherever a dimension has the tokens."""
+    if hidden is None or not tensor.dim() or not tensor.is_floating_point():
+        return tensor
+    rows, tokens = hidden.shape
+    hidden = hidden.to(tensor.device)
+    if tensor.shape[0] == rows * tokens and tokens > 1:
+        return tensor.masked_fill(hidden.view(-1, *[1] * (tensor.dim() - 1)), 0)
+    for place in range(1, tensor.dim()) if tensor.shape[0] == rows else ():
+        size = tensor.shape[place]
+        if (
+            tokens <= size <= tokens + MOST_STEPS
+        ):  # Keys of a later step of a generation: the new tokens are not hidden.
+            shape = [1] * tensor.dim()
+            shape[0], shape[place] = rows, size
+            tensor = tensor.masked_fill(nn.functional.pad(hidden, (0, size - tokens)).view(shape), 0)
+    return tensor
 
 
 def _tensors_far(one: Tensor, other: Tensor, factor: int) -> str:
@@ -109,9 +136,9 @@ def mixes(
     return BatchError(MIXES.format(index=index, difference=found, first=shown, fix=fix))
 
 
-def values_differ(one: Any, other: Any) -> bool:
-    """Return whether two values differ by more than kernels do."""
-    return bool(_far(one, other))
+def values_differ(one: Any, other: Any, hidden: Tensor | None = None) -> bool:
+    """Return whether two values differ by more than kernels do, apart from hidden tokens."""
+    return bool(_far(one, other, hidden))
 
 
 def size_of(output: Any) -> float:

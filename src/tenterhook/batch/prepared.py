@@ -18,7 +18,7 @@ from tenterhook.errors import AddressError, BatchError, TenterhookError
 if TYPE_CHECKING:
     from tenterhook.batch.verb import BatchCase
 
-__all__ = ["PreparedCase", "prepare_cases"]
+__all__ = ["PreparedCase", "prepare_cases", "reads_cache"]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +35,11 @@ class PreparedCase:
     points: tuple[Point, ...]
     """the points to record"""
 
-    def fits(self, other: PreparedCase) -> bool:
-        """Return whether two cases can run in one batch."""
+    def fits(self, other: PreparedCase, *, pads: bool = True) -> bool:
+        """Return whether two cases can run in one batch, which pads the shorter one if ``pads``."""
         return (
-            self.inputs.key == other.inputs.key
+            (pads or self.inputs.lengths == other.inputs.lengths)
+            and self.inputs.key == other.inputs.key
             and self.shared == other.shared
             and (self.case.grad is None) == (other.case.grad is None)
         )
@@ -75,6 +76,13 @@ def prepare_cases(
             )
         )
     return found
+
+
+def reads_cache(case: PreparedCase) -> bool:
+    """Return whether a case edits or records values that can be as long as a key-value cache."""
+    points = (*case.points, *(point for point, _ in case.edits))
+    inside = (point for point in points if point.site in (Site.VARIABLE, Site.ARGUMENT))
+    return any(point.meaning not in ("q", "z", "result") for point in inside)
 
 
 def _finder(model: nn.Module) -> Callable[[Any], tuple[Point, ...]]:

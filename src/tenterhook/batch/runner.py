@@ -16,11 +16,12 @@ from tenterhook._text import counted
 from tenterhook._tree import tensors
 from tenterhook.address import Point
 from tenterhook.batch.case_tape import cut_value
+from tenterhook.batch.generated import option_that_sees_padding
 from tenterhook.batch.inputs import InputNames
 from tenterhook.batch.known import EVERY, Known, known_model
 from tenterhook.batch.layout import Layouts, WholeBatch
 from tenterhook.batch.mixing import difference, mixes, size_of, values_differ
-from tenterhook.batch.prepared import PreparedCase, prepare_cases
+from tenterhook.batch.prepared import PreparedCase, prepare_cases, reads_cache
 from tenterhook.batch.result import BatchResult, CaseRun
 from tenterhook.batch.runs import RETURN, Model, rows_of, run_alone, run_together
 from tenterhook.errors import BatchError, TenterhookError
@@ -57,6 +58,7 @@ class BatchRunner:
         self.model = Model(model, options, names, padding_token)
         self.cases = prepare_cases(model, cases, tokenizer, generates=options is not None)
         self.most = most
+        self.unpadded = self._sees_padding()
         self.found: dict[int, CaseRun] = {}
         self.batches: list[int] = []
         self.compared = 0
@@ -65,7 +67,7 @@ class BatchRunner:
     def run(self) -> BatchResult:
         """Run all cases and return their results."""
         with _buffers_restored(self.model.module):
-            for group in _groups(self.cases):
+            for group in _groups(self.cases, pads=self.unpadded is None):
                 self._run_group(group)
         return BatchResult([self.found[each.index] for each in self.cases], self._how())
 
@@ -73,13 +75,14 @@ class BatchRunner:
 
     def _run_group(self, group: list[PreparedCase]) -> None:
         """Run cases that fit together, the short ones first."""
-        waiting = sorted(group, key=lambda each: each.inputs.tokens)
+        waiting = sorted(group, key=lambda each: (_shortest(each), each.inputs.tokens))
         if len(group) == 1 or self.most == 1:
             for each in waiting:
                 self._run_single(each)
             return
         known = known_model(self.model.module, self._kind(group))
-        checked = known.is_due(len(group), min(len(group), self.most or len(group), known.room))
+        at_once = min(len(group), self.most or len(group), known.room)
+        checked = known.is_due(len(group), at_once, _shortest(waiting[0]))
         alone: CaseRun | None = None
         layouts = known.layouts
         if layouts is None or checked:
@@ -101,7 +104,7 @@ class BatchRunner:
             self.batches.append(len(now))
             for case, single in self._to_compare(now, alone, known):
                 self._compare(case, single, now, layouts, whole)
-            known.ran(len(now), compared=alone is not None)
+            known.ran(len(now), _shortest(now[0]), compared=alone is not None)
             alone = None
         known.layouts = layouts
 
@@ -113,6 +116,13 @@ class BatchRunner:
         )
         options = repr(self.model.generate)
         return group[0].inputs.key, points, padded, options, repr(group[0].shared), group[0].case.grad is None
+
+    def _sees_padding(self) -> str | None:
+        """Return the option of ``generate`` for which a padded prompt gives another result, or None."""
+        options, model = self.model.generate, self.model.module
+        if options is None or not self._pads_left:
+            return None
+        return option_that_sees_padding(options, model, reads_cache=any(map(reads_cache, self.cases)))
 
     @property
     def _pads_left(self) -> bool:
@@ -197,7 +207,8 @@ class BatchRunner:
         self, case: PreparedCase, alone: CaseRun, cases: list[PreparedCase], layouts: Layouts, whole: WholeBatch
     ) -> None:
         self.compared += 1
-        found = difference(alone, self.found[case.index])
+        hidden = case.inputs.hidden(self.model.names)
+        found = difference(alone, self.found[case.index], hidden)
         if not found:
             return
         options = self.model.generate or {}
@@ -222,7 +233,7 @@ class BatchRunner:
             with contextlib.suppress(TenterhookError):
                 every.add_alone(name, int(call or 0), single[address])
                 part = cut_value(every, own, whole)(name, int(call or 0), batched[address])
-                if values_differ(single[address], part):
+                if values_differ(single[address], part, case.inputs.hidden(model.names)):
                     return address, single._tracks[name].kind
         return None
 
@@ -240,18 +251,24 @@ class BatchRunner:
         if self.alone:
             why = "batch=1" if self.most == 1 else "no other case has inputs of the same kind"
             lines.append(f"{counted(len(self.alone), 'case')} alone: {why}")
+        if self.unpadded is not None and self.most != 1:
+            lines.append(f"only prompts of one length ran together: {self.unpadded}= sees padding")
         return lines
 
 
-def _groups(cases: list[PreparedCase]) -> list[list[PreparedCase]]:
+def _groups(cases: list[PreparedCase], *, pads: bool) -> list[list[PreparedCase]]:
     groups: list[list[PreparedCase]] = []
     for each in cases:
-        group = next((group for group in groups if group[0].fits(each)), None)
+        group = next((group for group in groups if group[0].fits(each, pads=pads)), None)
         if group is None:
             groups.append([each])
         else:
             group.append(each)
     return groups
+
+
+def _shortest(case: PreparedCase) -> int:
+    return min(case.inputs.lengths.values(), default=0)
 
 
 def whole_batch(cases: list[PreparedCase], pads_left: bool, *, first: bool) -> WholeBatch:  # noqa: FBT001

@@ -47,28 +47,44 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
     call = AttentionCall.of(function, args, kwargs, acting[0][1].module)
     for name, argument in ARGUMENTS.items():
         if _of(acting, name):
-            given = call.given[argument].transpose(1, 2)
+            given = _apart(call.given[argument]).transpose(1, 2)
             value = _act(acting, name, given)
-            if value is not given or not _all_read(acting, name):
+            if not _all_read(acting, name):
                 call = call.with_value(argument, value.transpose(1, 2))
     if all(_all_read(acting, name) for name in COMPUTED):
         output = call.run()
         if any(_of(acting, name) for name in COMPUTED):
             _show_computed(call, acting, output)
     else:
-        scores = _act(acting, "scores", call.scores())
-        output = call.output(_act(acting, "pattern", call.pattern(scores)))
+        output = _computed(call, acting)
     return _with_heads(call, acting, output)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy of the keys in a static cache, which the next step changes in place."""
+    return tensor.clone() if not tensor.is_inference() and tensor._version and not tensor.requires_grad else tensor
+
+
+def _computed(call: AttentionCall, acting: list[Acting]) -> Any:
+    """Return the output of a call that is computed step by step, with the actions at its scores and its pattern."""
+    scores = call.scores()
+    _check(call, acting, scores, call.pattern(scores), None)
+    scores = _act(acting, "scores", scores)
+    return call.output(_act(acting, "pattern", call.pattern(scores)))
 
 
 def _show_computed(call: AttentionCall, acting: list[Acting], output: Any) -> None:
     with torch.no_grad():
         scores = call.scores()
         pattern = call.pattern(scores)
-        first = next(context for name in COMPUTED for _, context in _of(acting, name))
-        call.check_once(pattern, output, first.address, first.module)
+        _check(call, acting, scores, pattern, output)
         _act(acting, "scores", scores)
         _act(acting, "pattern", pattern)
+
+
+def _check(call: AttentionCall, acting: list[Acting], scores: Tensor, pattern: Tensor, output: Any) -> None:
+    first = next(context for name in COMPUTED for _, context in _of(acting, name))
+    call.check_once(scores, pattern, output, first.address, first.module)
 
 
 def _with_heads(call: AttentionCall, acting: list[Acting], output: Any) -> Any:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from tenterhook.address.functions import plain
 from tenterhook.errors import UnsupportedModel
+from tenterhook.pytorch.modes import is_fake
+from tenterhook.pytorch.tracing import is_exporting
+from tenterhook.pytorch.transforms import in_transform
 
 __all__ = ["AttentionCall", "per_head_result"]
 
@@ -26,7 +29,11 @@ OTHER_OUTPUT = (
     'attn_implementation="eager" and a point inside its forward, or th.register_meaning({kind}, "pattern", ...).'
 )
 NOT_ATTENTION = "{kind} calls its attention function with arguments that are not known: {given}"
-BLOCK_MASK = "{kind} uses a mask of flex attention, which has no dense form here. Use attn_implementation='sdpa'."
+UNKNOWN_MASK = "{kind} has a mask of type {mask}, which is not known. Use attn_implementation='sdpa'."
+PAGED = (
+    "{kind} keeps its keys in a paged cache (continuous batching), so the keys of this call are not those that it "
+    "attends to. Call generate() instead."
+)
 NAMES = ("module", "query", "key", "value", "attention_mask")
 TORCH_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 FOUR = 4
@@ -78,6 +85,8 @@ class AttentionCall:
     def scores(self) -> Tensor:
         """Return the input of the softmax: scaled products of queries and keys, with the mask added."""
         query, key = self.given["query"], self._for_each_head("key")
+        if self.given.get("cache") is not None:
+            raise UnsupportedModel(PAGED.format(kind=type(self.given.get("module")).__name__))
         scores = torch.matmul(query, key.mT) * self._scale
         if (cap := self.given.get("softcap")) is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -121,28 +130,58 @@ class AttentionCall:
         """The probability of dropout in this call."""
         return float(self.given.get("dropout_p" if self.is_torch else "dropout") or 0.0)
 
-    def check_once(self, pattern: Tensor, output: Any, address: str, module: nn.Module) -> None:
-        """Raise if the pattern does not give the output that the function returned.
+    def check_once(self, scores: Tensor, pattern: Tensor, output: Any, address: str, module: nn.Module) -> None:
+        """Raise if the pattern does not give the output that the function returns.
 
-        A comparison holds for all modules of the class that use the same function with the same kind of arguments.
+        Args:
+            scores: the scores of this call, without edits.
+            pattern: the pattern of this call, without edits.
+            output: what the function returned; None if it did not run.
+            address: the point, for the error.
+            module: the attention module.
+
+        For SDPA and eager attention, a comparison holds for all modules of the class that use the same function with
+        the same kind of arguments. Other functions can choose another way by their values, as flash attention does for
+        packed sequences, so each of their calls is compared.
         """
         known = _checked.setdefault(type(module), set())
         kind = (plain(self.function), self.is_torch, pattern.dtype, *sorted(map(_kind, self.given.items())))
-        if self.dropout or kind in known:
+        if kind in known or pattern.shape[-1] == 1 or not _can_compare(pattern):  # With one key, every pattern is 1.
             return
-        self._check(pattern, output, address, module)
-        known.add(kind)
+        if self.dropout:
+            self._without_dropout().check_once(scores, pattern, None, address, module)
+            return
+        with torch.no_grad():
+            found = self._check(scores, pattern, self.run() if output is None else output, address, module)
+        if found and (self.is_torch or self._is_eager or self._is_sdpa):
+            known.add(kind)
 
-    def _check(self, pattern: Tensor, output: Any, address: str, module: nn.Module) -> None:
+    def _check(self, scores: Tensor, pattern: Tensor, output: Any, address: str, module: nn.Module) -> bool:
+        """Raise if the pattern does not give the output. Return whether the comparison can tell patterns apart."""
         theirs = self.z_of(output).detach()
-        mine = self.z_of(self.output(pattern)).detach()
         # Rows in which every key is masked, as for padding, have no meaning, and kernels differ in them.
-        shown = (pattern.amax(-1) > 2 * pattern.amin(-1)).transpose(1, 2).unsqueeze(-1)
-        size = theirs.abs().amax().clamp(min=1e-12)
-        difference = ((mine - theirs).abs() * shown).amax() / size
-        if pattern.shape[-1] > 1 and not difference <= TOLERANCE.get(theirs.dtype, 5e-2):
+        seen = scores > torch.finfo(scores.dtype).min / 2
+        shown = seen.any(-1).transpose(1, 2).unsqueeze(-1)
+        size = torch.where(shown, theirs.abs(), 0).amax().clamp(min=1e-12)
+
+        def far(pattern: Tensor) -> Tensor:
+            gap = (self.z_of(self.output(pattern)).detach() - theirs).abs()
+            return torch.where(shown, gap, 0).amax() / size
+
+        even = (seen / seen.sum(-1, keepdim=True).clamp(min=1)).to(pattern.dtype)
+        difference, other = torch.stack([far(pattern), far(even)]).tolist()
+        limit = TOLERANCE.get(theirs.dtype, 5e-2)
+        if not difference <= limit:
             kind = type(module).__name__
-            raise UnsupportedModel(OTHER_OUTPUT.format(address=address, kind=kind, difference=difference.item()))
+            raise UnsupportedModel(OTHER_OUTPUT.format(address=address, kind=kind, difference=difference))
+        return bool(other > limit)  # Where scores are all but equal, another scale gives the same output.
+
+    def _without_dropout(self) -> Self:
+        return replace(self, given={**self.given, "dropout_p" if self.is_torch else "dropout": 0.0})
+
+    @property
+    def _is_sdpa(self) -> bool:
+        return "sdpa" in getattr(self.function, "__name__", "")
 
     @property
     def _is_eager(self) -> bool:
@@ -162,20 +201,50 @@ class AttentionCall:
     def _mask(self, scores: Tensor) -> Tensor | None:
         mask = self.given.get("attn_mask" if self.is_torch else "attention_mask")
         if mask is None:
-            return scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if self._is_causal(scores) else None
+            return self._positions(scores)
         if not isinstance(mask, Tensor):
-            raise UnsupportedModel(BLOCK_MASK.format(kind=type(self.given.get("module")).__name__))
+            return self._dense(mask, scores)
         if mask.dim() == 2 and not self.is_torch:  # noqa: PLR2004  Flash attention takes a mask of padding.
-            mask = mask[:, None, None, :].bool()
+            padding, positions = mask[:, None, None, -scores.shape[-1] :].bool(), self._positions(scores)
+            return padding if positions is None else padding & positions
         return mask[..., : scores.shape[-1]]
 
-    def _is_causal(self, scores: Tensor) -> bool:
+    def _dense(self, mask: Any, scores: Tensor) -> Tensor:
+        """Return a mask of flex attention as a tensor."""
+        from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+        if not isinstance(mask, BlockMask):
+            kind = type(self.given.get("module")).__name__
+            raise UnsupportedModel(UNKNOWN_MASK.format(kind=kind, mask=type(mask).__name__))
+        batch, heads, queries, keys = *mask.kv_num_blocks.shape[:2], *scores.shape[-2:]
+        return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(scores.device))
+
+    def _positions(self, scores: Tensor) -> Tensor | None:
+        """Return the mask that a function without a mask of its own makes from the positions, or None."""
+        queries, keys = scores.shape[-2:]
+        ones = scores.new_ones(queries, keys, dtype=torch.bool)
+        if self.is_torch or self._is_sdpa:  # The first query belongs to the first key.
+            return ones.tril() if self._is_causal(queries) else None
+        if self._is_eager:
+            return None
+        # Flash attention: the last query belongs to the last key.
+        window = self.given.get("sliding_window")
+        if window is not None and keys > window:
+            ones = ones.triu(keys - queries - window + 1).tril(keys - queries + window - 1)
+        return ones.tril(keys - queries) if self._is_causal(queries) else ones
+
+    def _is_causal(self, queries: int) -> bool:
         if self.is_torch:
             return bool(self.given.get("is_causal"))
-        if self._is_eager or scores.shape[-2] == 1:
+        if queries == 1 and self._is_sdpa:
             return False
         asked = self.given.get("is_causal")
         return bool(getattr(self.given["module"], "is_causal", True) if asked is None else asked)
+
+
+def _can_compare(tensor: Tensor) -> bool:
+    """Return whether the numbers of a tensor can be compared here."""
+    return not (tensor.is_meta or is_fake(tensor) or in_transform() or torch.compiler.is_compiling() or is_exporting())
 
 
 def _fit_together(tensors: list[Any]) -> bool:
