@@ -7,6 +7,7 @@ objects are found by their attributes, not by the names of PyTorch's local varia
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -68,14 +69,13 @@ class Checkpoint:
         setattr(self._owner, self._name, new)
 
 
-def saved_tensor_hooks() -> Any:
-    """Return the pair of hooks with which autograd saves tensors now, or None."""
-    return _top_saved_tensor_hooks(True)
+saved_tensor_hooks: Callable[[], Any] = functools.partial(_top_saved_tensor_hooks, True)
+"""Return the pair of hooks with which autograd saves tensors now, or None."""
 
 
 def may_be_checkpointed() -> bool:
     """Return whether a checkpoint may be around this call. Fast, and False for most calls."""
-    return not torch.is_grad_enabled() or _top_saved_tensor_hooks(True) is not None
+    return not torch.is_grad_enabled() or saved_tensor_hooks() is not None
 
 
 def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:
@@ -103,7 +103,7 @@ def is_recomputing(frame: FrameType | None) -> bool:
 
 def is_inside_checkpoint(frame: FrameType | None) -> bool:
     """Return whether PyTorch's checkpoint file is among the callers. True in every checkpoint."""
-    hooks = _top_saved_tensor_hooks(True) if _KNOWS_SAVED_TENSOR_HOOKS else None
+    hooks = saved_tensor_hooks() if _KNOWS_SAVED_TENSOR_HOOKS else None
     if hooks and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__:
         return True
     while frame is not None and frame.f_code.co_filename != _FILE:  # Written out: there are many frames.

@@ -235,7 +235,7 @@ class Outputs(SharedForwards):
                 return self.other(self_)(*args, **kwargs)
             call, since = key % SPAN, next_operation_number()
             keys[self_] = key + 1
-            value = original(self_, *args, **kwargs)
+            value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
             if (
                 tensor is None or whole or not tensor.requires_grad
