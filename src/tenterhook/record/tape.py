@@ -183,9 +183,13 @@ class TapeView(Mapping[str, Any]):
             return self._at(address), None
         if not isinstance(address, str):
             raise NotRecorded(f"a tape is read by address, a str; got a {type(address).__name__}: {address!r:.80}")
+        base, _, call = address.rpartition("#")
+        if base in self._tracks and call.isdecimal():  # As a tape lists its own addresses.
+            return base, int(call)
         parsed = parse(address)
         base = str(replace(parsed, call=None))
-        for name in (base, self._aliases.get(base), self._alias(base)):
+        for name_of in (str, self._aliases.get, self._alias):  # The last one searches the model.
+            name = name_of(base)
             if name is not None and name in self._tracks:
                 return name, parsed.call
         for name in _of_all_places(base):
