@@ -97,22 +97,8 @@ class FoundPoints(Sequence[Point]):
         self._modules: list[nn.Module] | None = None
         self._points: list[Point] | None = None
 
-    @property
-    def name(self) -> str | None:
-        """The name of the variable, or None for outputs."""
-        return self.spots[0][0] if self.spots else None
-
     def look(self, model: nn.Module) -> bool:
         """Look up the modules in the model. Return False if the model has changed and the glob may match others."""
-        if not self._look_up(model):
-            return False
-        if not self.spots:
-            return True
-        if any(map(_has_own_forward, self.modules)):
-            return False
-        return all(kind.forward is forward for kind, forward in self._found.forwards.items())
-
-    def _look_up(self, model: nn.Module) -> bool:
         above = self._found.above
         if above is None:
             found = self.structure.look(model)
@@ -120,13 +106,19 @@ class FoundPoints(Sequence[Point]):
                 return False
             self.looked, modules = found
             self._modules = [modules[place] for place in self._found.places]
-            return True
-        looked = above.children.look([parent() for parent in above.parents])
-        alive: list[Any] = [module() for _, _, module in self.tracks]
-        if looked is None or None in alive:
+        else:
+            looked = above.children.look([parent() for parent in above.parents])
+            alive: list[Any] = [module() for _, _, module in self.tracks]
+            if looked is None or None in alive:
+                return False
+            self.looked, self._modules = looked, alive
+        return not self.spots or self._has_these_forwards()
+
+    def _has_these_forwards(self) -> bool:
+        """Return whether the forwards are those in which the variables were found."""
+        if any(map(_has_own_forward, self.modules)):
             return False
-        self.looked, self._modules = looked, alive
-        return True
+        return all(kind.forward is forward for kind, forward in self._found.forwards.items())
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -33,6 +33,8 @@ class OutputEdits(SharedForwards):
 
     __slots__ = ("_bound",)
 
+    serves_bindings = True
+
     def __init__(self, session: Session, bindings: Sequence[Binding]) -> None:
         bound: dict[nn.Module, list[Binding]] = {}
         for binding in bindings:

@@ -137,11 +137,7 @@ class Editing(Session):
             return None
         return OutputEdits(self, self.bindings)
 
-    def bindings_of_modules(self) -> Sequence[Binding]:
-        return self.bindings if self._shared_forwards is None else ()
-
     def on_start(self) -> None:
-        super().on_start()
         for binding in self.bindings:
             if binding.action.install is not None:
                 self._handles.append(binding.action.install(binding.point, self))
@@ -149,7 +145,6 @@ class Editing(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        super().on_close()
 
 
 def value_binding(point: Point, change: Change, *, check: bool) -> Binding:

@@ -150,6 +150,8 @@ class Session:
                 self._shared_forwards.install()
             if self._action_sets:
                 attach_all(self._action_sets.values())
+            if self._runs is not None:
+                listen(self.model, self._runs)
             self.on_start()
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
@@ -168,7 +170,8 @@ class Session:
 
     def _plan(self) -> None:
         self._shared_forwards = self.make_shared_forwards()
-        for binding in self.bindings_of_modules():
+        served = self._shared_forwards is not None and self._shared_forwards.serves_bindings
+        for binding in () if served else self.bindings:
             point = binding.point
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
@@ -184,10 +187,10 @@ class Session:
 
     def _check_model(self) -> None:
         """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
+        if self._looked is not None:
+            return
         explicit = self.is_explicit
         if not explicit:
-            if self._looked is not None:
-                return
             known, self._looked, _ = structure(self.model)
             if known is self._planned:
                 return
@@ -290,10 +293,6 @@ class Session:
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
 
-    def bindings_of_modules(self) -> Sequence[Binding]:
-        """Return the bindings that no shared forward serves. A verb can override this."""
-        return self.bindings
-
     def found_now(self) -> None:
         """Remember the structure in which the points were found, so that the start need not look for each of them."""
         self._planned = last_structure(self.model)
@@ -326,9 +325,7 @@ class Session:
         return max(actions.calls if actions is not None else 0, shared.calls_of(module) if shared is not None else 0)
 
     def on_start(self) -> None:
-        """Install more. A verb can extend this; an error in it undoes the start."""
-        if self._runs is not None:
-            listen(self.model, self._runs)
+        """Install more. A verb can override this; an error in it undoes the start."""
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -367,15 +364,15 @@ class Session:
             for swap in reversed(self._swaps):  # In case a call was interrupted while it swapped or restored them.
                 swap.put_back()
             self.on_close()
+            if self._runs is not None:
+                stop_listening(self.model, self._runs)
         if self.graph_outputs is not None:
             self._compile_counts = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
     def on_close(self) -> None:
-        """Remove more. A verb can extend this."""
-        if self._runs is not None:
-            stop_listening(self.model, self._runs)
+        """Remove more. A verb can override this."""
 
     def _say_what_was_replaced(self, paths: list[str]) -> None:
         # Warn last: a warning may be turned into an error, and everything must be removed by then.

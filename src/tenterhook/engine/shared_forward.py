@@ -52,6 +52,9 @@ class SharedForwards:
 
     __slots__ = ("_methods", "_scripted", "_session", "ended", "modules")
 
+    serves_bindings = False
+    """the functions serve all bindings of the session"""
+
     def __init__(self, session: Session, modules: dict[nn.Module, int]) -> None:
         self._session: Session | None = session  # None after the session has ended.
         self.modules = modules

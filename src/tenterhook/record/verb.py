@@ -192,20 +192,17 @@ class Recording(Session):
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
-        self._is_found_later = isinstance(points, FoundPoints) and self._shares
+        # Whether one shared forward per class can record the outputs of modules.
+        shares = not stop and (not grad or policy.by_reference)
+        self._is_found_later = shares and isinstance(points, FoundPoints)
         if self._is_found_later:
             return  # They are created when the session starts.
-        outputs = [point for point in points if point.is_plain_output] if self._shares else []
+        outputs = [point for point in points if point.is_plain_output] if shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
         if not alone:
             self._add_all(points, tape, bindings)
-
-    @property
-    def _shares(self) -> bool:
-        """True if one shared forward per class can record the outputs of modules."""
-        return not self._stop and (not self._grad or self._policy.by_reference)
 
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
@@ -316,6 +313,10 @@ class Recording(Session):
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
     def make_shared_forwards(self) -> SharedForwards | None:
+        if self.run_recorder is not None:
+            for path, module in with_wrappers(self.model):
+                if module in self.run_recorder.modules:
+                    self._actions_of(module, path).guard = self.run_recorder
         if isinstance(self.points, FoundPoints) and self._is_found_later:
             self._find_outputs(self.points)
         outputs = self._outputs
@@ -362,15 +363,7 @@ class Recording(Session):
         modules = worth_keeping(self.model, edited) if edited else self.model.modules()
         self.run_recorder = RunRecorder(self.tape.script, self.model, modules)
 
-    def _plan(self) -> None:
-        if self.run_recorder is not None:
-            for path, module in with_wrappers(self.model):
-                if module in self.run_recorder.modules:
-                    self._actions_of(module, path).guard = self.run_recorder
-        super()._plan()
-
     def on_start(self) -> None:
-        super().on_start()
         self.tape.started = True
         if self._stop:
             self._waiting.update(
@@ -418,7 +411,6 @@ class Recording(Session):
         stop_listening(self.model, self)
         if self._generation is not None:
             self._generation.close()
-        super().on_close()
         self.tape._release()
         if self._grad:
             self.tape.grad.end()
@@ -436,7 +428,7 @@ class Recording(Session):
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
         points: Sequence[Point] = tuple(self._bound)
-        if isinstance(self.points, FoundPoints) and self.points.name in ATTENTION_WEIGHTS:
+        if isinstance(self.points, FoundPoints) and self.points.spots and self.points.spots[0][0] in ATTENTION_WEIGHTS:
             points = self.points
         absent = [point.address for point in points if self._is_absent_attention(point)] if points else []
         if absent:
