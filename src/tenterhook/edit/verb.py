@@ -121,7 +121,8 @@ class Editing(Session):
         for point in resolve(self.model, selector if isinstance(selector, str) else [selector]):
             if isinstance(point.call, int) and point.call < 0:
                 raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
-            refuse_several_places(point)
+            if point.spot is not None:
+                refuse_several_places(point)
             bound = [binding for change in changes for binding in bind(point, change)]
             self.bindings.extend(bound)
             if point.explicit:
