@@ -50,6 +50,12 @@ class OutputEdits(SharedForwards):
         """Return the bindings that replace the shared forward of a module, and how many of its calls have begun."""
         return self._bound[module], self.modules[module]
 
+    def install(self) -> None:
+        """Install the functions. torch.jit.script refuses each edited module: the script would lack the edit."""
+        SharedForwards.install(self)
+        for module in self.modules:
+            self._refuse_script(module)
+
     def remove(self) -> list[str]:
         """Remove the functions. A call that is still running is not edited."""
         replaced = SharedForwards.remove(self)

@@ -60,7 +60,7 @@ class SharedForwards:
         self.modules = modules
         self.ended: dict[nn.Module, int] = {}  # The numbers of the modules at the end of the session.
         self._methods: list[Any] = []  # In the order of installation.
-        self._scripted: nn.Module | None = None
+        self._scripted: list[nn.Module] = []
 
     def make_forward(self, original: Forward) -> Forward:
         """Return the function for all modules of a class whose own ``forward`` is given."""
@@ -101,10 +101,14 @@ class SharedForwards:
                 state["forward"] = method
             for module in others:
                 self._hand_over(module)
-            # Make torch.jit.script refuse the model. A submodule alone fails anyway: a script cannot have ``*args``.
-            if self._session is not None and SCRIPT not in self._session.model.__dict__:
-                model = self._scripted = self._session.model
-                model.__dict__[SCRIPT] = bind(refuse, model)
+            if self._session is not None:
+                self._refuse_script(self._session.model)
+
+    def _refuse_script(self, module: nn.Module) -> None:
+        """Make torch.jit.script refuse a module. A module without this fails too: a script cannot have ``*args``."""
+        if SCRIPT not in module.__dict__:
+            self._scripted.append(module)
+            module.__dict__[SCRIPT] = bind(refuse, module)
 
     def _function(self, kind: Any) -> Any:
         own = getattr(kind, "forward", None)
@@ -195,11 +199,11 @@ class SharedForwards:
                     del state["forward"]
                 else:
                     replaced.append(self.path_of(method.__self__) or ":return")
-            if self._scripted is not None:
-                allow_script(self._scripted)
+            for module in self._scripted:
+                allow_script(module)
             self.ended = self.modules.copy()
             self.modules.clear()  # A forward that other code has kept looks its module up here.
-            self._methods, self._session, self._scripted = [], None, None
+            self._methods, self._session, self._scripted = [], None, []
         return replaced
 
     def __repr__(self) -> str:
