@@ -271,6 +271,24 @@ def test_heads_of_other_families(make):
     assert exact.how[0].endswith("0 by a sweep")
 
 
+def test_a_metric_of_integers_needs_no_gradient_for_exact_scores(model):
+    def best(output):
+        return output.logits[:, -1].argmax(-1)
+
+    found = edges(model, "exact", metric=best)
+    floats = edges(model, "exact", metric=lambda output: best(output).double())
+    assert found.values.is_floating_point()
+    assert torch.equal(found.values.double(), floats.values)
+    small = circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=best, threshold=0.5)
+    assert len(small) < int(found.exists.sum())
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+def test_a_model_with_dropout_in_training_mode_is_refused(method):
+    with pytest.raises(th.RecipeError, match=r"would use random numbers\.\nCall model\.eval\(\) first"):
+        edges(gpt2(1).train(), method)
+
+
 class Doubled(nn.Linear):
     """A linear layer with more than its weight and bias."""
 
