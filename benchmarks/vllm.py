@@ -1,13 +1,15 @@
-"""An engine of vLLM with tenterhook, compared with the same engine without it, and a harvest with one of transformers.
+"""An engine of vLLM with tenterhook, compared with one without it, and a harvest with one of transformers.
 
-vLLM is in an environment of its own: ``make bench-vllm``. The engine is in this process, in eager mode, in float32.
+vLLM is in an environment of its own: ``make bench-vllm``. The engines are in this process, in eager mode, in float32,
+on one thread. Serving is timed in seconds of that thread, so other load on the machine affects it little.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ VOCABULARY, WIDTH, LAYERS = 2000, 512, 6
 REQUESTS, GENERATED = 16, 16
 SMALL, PROMPTS, LONGEST, BATCH = 128, 2000, 200, 32
 SAME, RECORDED, EDITED, HARVESTED = (Goal("ratio", at_most=1 / share) for share in (0.99, 0.93, 0.95, 1.5))
-MOST = 12
+MOST, HARVESTS = 12, 3
+WORKER = "tenterhook.integrations.vllm.Worker"
 CLOSE = 1e-3
 
 
@@ -43,12 +46,12 @@ def run(rounds: int) -> Iterator[Row]:
     """Measure the whole suite."""
     with tempfile.TemporaryDirectory(prefix="tenterhook-bench-") as folder:
         model, path = _model(Path(folder), WIDTH, LAYERS)
-        with _engine(path) as llm:
-            yield from measure(serving(llm), min(rounds, MOST))
-            yield from measure(steering(llm, model), min(rounds, MOST))
+        with _engine(path, worker_extension_cls="") as plain, _engine(path) as llm:
+            yield from measure(serving(plain, llm), min(rounds, MOST))
+            yield from measure(steering(plain, llm, model), min(rounds, MOST))
         model, path = _model(Path(folder), SMALL, LAYERS)
         with _engine(path, max_num_seqs=128, max_num_batched_tokens=2048) as llm:
-            yield from measure(harvesting(llm, model), min(rounds, 2))
+            yield from measure(harvesting(llm, model), min(rounds, HARVESTS))
 
 
 def _model(root: Path, width: int, layers: int) -> tuple[LlamaForCausalLM, Path]:
@@ -76,8 +79,7 @@ def _engine(path: Path, **options: Any) -> Iterator[LLM]:
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=512,
-        worker_extension_cls="tenterhook.integrations.vllm.Worker",
-        **{"max_num_seqs": REQUESTS, **options},
+        **{"max_num_seqs": REQUESTS, "worker_extension_cls": WORKER, **options},
     )
     try:
         yield llm
@@ -109,18 +111,19 @@ def _sampling(count: int = GENERATED) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-def serving(llm: LLM) -> Workload:
-    """Serve requests with and without a recording of one layer of all of them."""
+def serving(plain: LLM, llm: LLM) -> Workload:
+    """Serve requests by an engine without the extension, and with it, with and without a recording of one layer."""
     return Workload(
         f"serve {REQUESTS} requests, {GENERATED} tokens each",
         {
-            "not attached": _served(llm),
+            "vLLM alone": _served(plain),
             "attached, nothing asked": _served(llm, lambda engine: engine),
             "one layer of all requests recorded": _served(llm, lambda engine: engine.record(POINT)),
         },
-        reference="not attached",
+        reference="vLLM alone",
         goals={"attached, nothing asked": SAME, "one layer of all requests recorded": RECORDED},
-        calls=2,
+        calls=4,
+        clock=time.thread_time,
     )
 
 
@@ -155,8 +158,8 @@ def _attached(llm: LLM) -> Engine:
     return engine
 
 
-def steering(llm: LLM, model: LlamaForCausalLM) -> Workload:
-    """Serve requests, each with a vector of its own at one layer."""
+def steering(plain: LLM, llm: LLM, model: LlamaForCausalLM) -> Workload:
+    """Serve requests, each with a vector of its own at one layer. Making their parameters is part of the time."""
     generator = torch.Generator().manual_seed(2)
     vectors = list(torch.randn(REQUESTS, WIDTH, generator=generator))
     _check_steering(llm, model, vectors)
@@ -164,21 +167,30 @@ def steering(llm: LLM, model: LlamaForCausalLM) -> Workload:
     @contextmanager
     def steered() -> Iterator[Trial]:
         engine = _attached(llm)
-        yield Trial(Served(llm, [engine.params(_sampling(), edits={POINT: th.add(vector)}) for vector in vectors]))
+
+        def call() -> None:
+            Served(llm, _steered(engine, vectors))()
+
+        yield Trial(call)
         engine.close()
 
     return Workload(
         f"serve {REQUESTS} requests with {REQUESTS} vectors at one layer",
-        {"no edits": _served(llm), "tenterhook": steered},
+        {"vLLM alone, no edits": _served(plain), "tenterhook": steered},
         goals={"tenterhook": EDITED},
-        calls=2,
+        calls=4,
+        clock=time.thread_time,
     )
+
+
+def _steered(engine: Engine, vectors: list[torch.Tensor]) -> list[SamplingParams]:
+    return [engine.params(_sampling(), edits={POINT: th.add(vector)}) for vector in vectors]
 
 
 def _check_steering(llm: LLM, model: LlamaForCausalLM, vectors: list[torch.Tensor]) -> None:
     """Compare the first tokens under some of the vectors with those of transformers."""
     engine = _attached(llm)
-    served = Served(llm, [engine.params(_sampling(), edits={POINT: th.add(vector)}) for vector in vectors])
+    served = Served(llm, _steered(engine, vectors))
     served()
     engine.close()
     for number in (0, 7, 15):
@@ -192,8 +204,9 @@ def _check_steering(llm: LLM, model: LlamaForCausalLM, vectors: list[torch.Tenso
 def harvesting(llm: LLM, model: LlamaForCausalLM) -> Workload:
     """Harvest the tokens of many prompts from the engine, and from transformers in padded batches."""
     prompts = _prompts(PROMPTS, LONGEST)
+    by_length = sorted(range(PROMPTS), key=lambda number: len(prompts[number]))
 
-    def way(harvest: Callable[[Callable[[dict[str, torch.Tensor]], None]], None]) -> Opener:
+    def way(harvest: Callable[[Callable[[dict[str, torch.Tensor]], None]], None], order: Sequence[int]) -> Opener:
         @contextmanager
         def opened() -> Iterator[Trial]:
             rows: list[torch.Tensor] = []
@@ -202,12 +215,15 @@ def harvesting(llm: LLM, model: LlamaForCausalLM) -> Workload:
                 rows.clear()
                 harvest(lambda batch: rows.append(batch[POINT]))
 
-            yield Trial(call, lambda: {"rows": torch.cat(rows)})
+            yield Trial(call, lambda: {"rows": _reordered(torch.cat(rows), prompts, order)})
 
         return opened
 
-    def padded(to: Any) -> None:
-        th.harvest(model, _padded(prompts), POINT, to=to, rows="token")
+    def padded(order: Sequence[int]) -> Opener:
+        def harvest(to: Any) -> None:
+            th.harvest(model, _padded([prompts[number] for number in order]), POINT, to=to, rows="token")
+
+        return way(harvest, order)
 
     def served(to: Any) -> None:
         engine = _attached(llm)
@@ -216,12 +232,23 @@ def harvesting(llm: LLM, model: LlamaForCausalLM) -> Workload:
 
     return Workload(
         f"harvest {PROMPTS:,} prompts of 5 to {LONGEST} tokens",
-        {"transformers, padded batches": way(padded), "vLLM": way(served)},
+        {
+            "transformers, padded batches": padded(range(PROMPTS)),
+            "transformers, prompts sorted by length": padded(by_length),
+            "vLLM": way(served, range(PROMPTS)),
+        },
         reference="transformers, padded batches",
         goals={"vLLM": HARVESTED},
         calls=1,
         tolerance=CLOSE,
     )
+
+
+def _reordered(rows: torch.Tensor, prompts: list[list[int]], order: Sequence[int]) -> torch.Tensor:
+    """Return rows of prompts that were harvested in this order, in the order of the prompts."""
+    parts = rows.split([len(prompts[number]) for number in order])
+    found = dict(zip(order, parts, strict=True))
+    return torch.cat([found[number] for number in range(len(prompts))])
 
 
 def _padded(prompts: list[list[int]]) -> list[dict[str, torch.Tensor]]:

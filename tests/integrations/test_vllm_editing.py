@@ -1,5 +1,7 @@
 """Edits of an engine of vLLM, compared with transformers under ``th.edit``. `make vllm` runs them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm_engines import (
@@ -162,9 +164,15 @@ def test_many_sets_of_edits_do_not_stay_in_the_workers(llama):
         ({"model.layers.1.mlp": th.skip()}, th.EditError, "cannot be applied per request"),
         ({POINT: lambda value: value}, th.EditError, "a function is code"),
         ({POINT: th.zero(at=th.at[::-1])}, th.EditError, "goes forward"),
+        ({POINT: th.zero(at=th.at[:, -1])}, th.EditError, "without a batch dimension"),
         ({POINT: th.set(torch.ones(4, 64))}, th.EditError, "at= must name as many tokens"),
         ({f"{POINT}#-1": th.zero()}, th.AddressError, "last; count from #0"),
-        ({}, th.EditError, "nothing to edit"),
+        ({POINT: th.mask(torch.ones(2, 64))}, th.EditError, "does not broadcast"),
+        ({POINT: th.add([1.0, 2.0])}, th.EditError, "does not fit"),
+        ({POINT: th.zero}, th.EditError, r"Call it: th.zero\(...\)"),
+        ({POINT: torch.ones(64)}, th.EditError, "use th.set"),
+        ({}, th.EditError, "dict of address to ready edit"),
+        ("calm.edits", th.EditError, r"th.load_edits\(path\); got 'calm.edits'"),
     ],
 )
 def test_a_bad_edit_is_an_error_of_the_caller_and_the_engine_lives_on(llama, edits, error, text):
@@ -176,6 +184,15 @@ def test_a_bad_edit_is_an_error_of_the_caller_and_the_engine_lives_on(llama, edi
     assert len(serve(llm, prompts([9]), greedy())[0].outputs[0].token_ids) == 6
 
 
+def test_parameters_that_are_not_those_of_one_request_are_refused(llama):
+    _, engine, _ = llama
+    edits = {POINT: th.zero()}
+    with pytest.raises(TypeError, match="SamplingParams of one request; got a list"):
+        engine.params([greedy()], edits=edits)
+    with pytest.raises(th.EditError, match="all edits in one dict"):
+        engine.params(engine.params(greedy(), edits=edits), edits=edits)
+
+
 def test_a_token_before_the_prompt_is_an_error_when_the_request_is_added(llama):
     llm, engine, _ = llama
     params = engine.params(greedy(), edits={POINT: th.zero(at=th.at[-20])})
@@ -184,12 +201,32 @@ def test_a_token_before_the_prompt_is_an_error_when_the_request_is_added(llama):
     assert serve(llm, prompts([30]), params)[0].finished
 
 
+def test_a_token_that_is_never_read_is_an_error_when_the_request_is_added(llama):
+    llm, engine, _ = llama
+    params = engine.params(greedy(), edits={POINT: th.zero(at=th.at[20])})
+    with pytest.raises(th.EditError, match="no token 20, counted from 0: the request reads 14 at most"):
+        serve(llm, prompts([30, 9]), params)
+    assert serve(llm, prompts([30]), params)[0].finished
+    with pytest.raises(th.EditError, match="would have no effect"):
+        serve(llm, prompts([9]), engine.params(greedy(3), edits={f"{POINT}#{{3..}}": th.zero()}))
+
+
+def test_an_edit_of_a_block_without_an_effect_is_an_error_at_its_end(llama):
+    llm, engine, _ = llama
+    with pytest.raises(th.NeverReached, match="no request was added"), engine.edit({POINT: th.zero()}):
+        pass
+    with pytest.raises(th.NeverReached, match="no token 50"), engine.edit({POINT: th.zero(at=th.at[50])}):
+        assert serve(llm, prompts([9]), greedy())[0].finished
+    with engine.edit({POINT: th.zero(at=th.at[50])}):
+        assert len(serve(llm, prompts([9, 60]), greedy())) == 2
+
+
 def test_parameters_of_an_engine_that_was_restarted_are_refused(root, llama):
     from vllm import SamplingParams
 
     llm, engine, _ = llama
     other = engine.params(greedy(), edits={POINT: th.zero()})
-    other.extra_args["tenterhook"].admission = 1
+    other.extra_args["tenterhook"].admission = SimpleNamespace(is_open=True)
     with pytest.raises(th.EditError, match="another engine"):
         serve(llm, prompts([9]), other)
     with pytest.raises(th.EditError, match="made by engine"):

@@ -4,7 +4,9 @@ import pytest
 from vllm_engines import (
     POINT,
     RESID,
+    as_inputs,
     assert_same,
+    difference,
     generated,
     greedy,
     model_folder,
@@ -16,7 +18,7 @@ from vllm_engines import (
 )  # fmt: skip
 
 import tenterhook as th
-from tenterhook.integrations.vllm import attach
+from tenterhook.integrations.vllm import attach, declare
 
 pytestmark = pytest.mark.vllm
 LONG, SHORT = 200, 5
@@ -105,6 +107,45 @@ def test_sampling_parameters_do_not_survive_a_restart_of_the_engine(root):
             assert output.outputs[0].token_ids == generated(model, prompt, {POINT: th.add(vector(0))})[0]
 
 
+def test_requests_that_run_when_their_engine_is_closed_keep_their_edits(root):
+    folder, model = model_folder(root)
+    (prompt,) = prompts([20])
+    expected, _ = generated(model, prompt, {POINT: th.add(vector(0))}, count=20)
+    with running(folder) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        engine = attach(llm)
+        for name in ("one", "two"):
+            params = engine.params(greedy(20), edits={POINT: th.add(vector(0))})
+            llm.llm_engine.add_request(name, as_inputs([prompt])[0], params)
+            finished = [each for _ in range(3) for each in llm.llm_engine.step() if each.finished]
+        engine.close()
+        with attach(llm) as again, again.record(POINT) as tape:
+            finished += [each for _ in range(30) for each in llm.llm_engine.step() if each.finished]
+            assert tape.requests == []
+            (plain,) = serve(llm, [prompt], greedy())
+        assert [each.outputs[0].token_ids for each in finished] == [expected] * 2
+        assert_same(tape.request(plain), model, read_tokens(plain))
+        serve(llm, [prompt], greedy())
+        assert worker.tenterhook_state is None
+        assert not any("forward" in vars(module) for module in worker.get_model().modules())
+
+
+def test_a_closed_engine_ends_its_recordings_and_the_tape_stays(root):
+    folder, model = model_folder(root)
+    with running(folder, alone=False) as llm:
+        engine = attach(llm)
+        params = engine.params(greedy(), edits={POINT: th.zero()})
+        with engine.record(RESID) as tape:
+            (output,) = serve(llm, prompts([9]), greedy())
+            engine.close()
+        assert_same(tape.request(output), model, read_tokens(output))
+        with pytest.raises(th.ClosedSession, match="Attach again"):
+            engine.params(greedy(), edits={POINT: th.zero()})
+        with pytest.raises(th.EditError, match="was closed or restarted"):
+            serve(llm, prompts([9]), params)
+        assert serve(llm, prompts([9]), greedy())[0].finished
+
+
 def test_drafts_of_speculative_decoding_leave_no_rows(root):
     folder, model = model_folder(root)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -126,3 +167,21 @@ def test_compiled_code_without_declared_points_is_refused(root):
         with pytest.raises(th.SessionError, match="enforce_eager=True"):
             engine.params(greedy(), edits={POINT: th.zero()})
         assert serve(llm, prompts([SHORT]), greedy())[0].finished
+
+
+def test_two_engines_in_one_process_have_declared_points_of_their_own(root):
+    folder, model = model_folder(root)
+    (prompt,) = prompts([20])
+    options = [{"enforce_eager": False, **declare(*points)} for points in ((RESID,), ("model.norm", POINT))]
+    with running(folder, **options[0]) as one, running(folder, **options[1]) as other:
+        first, second = attach(one), attach(other)
+        params = first.params(greedy(), edits={POINT: th.add(vector(0))})
+        with first.record(RESID) as mine, second.record(POINT) as its:
+            (edited,), (plain,) = serve(one, [prompt], params), serve(other, [prompt], greedy())
+        ids, streams = generated(model, prompt, {POINT: th.add(vector(0))})
+        assert edited.outputs[0].token_ids == ids
+        for point, rows in streams.items():
+            assert difference(mine.request(edited)[point], rows) < 1e-4
+        assert_same(its.request(plain), model, read_tokens(plain))
+        first.close()
+        second.close()

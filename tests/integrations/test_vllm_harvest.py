@@ -80,6 +80,28 @@ def test_an_interrupted_harvest_is_resumed_with_the_same_rows(llama, tmp_path, m
     assert difference(other[POINT][:], one[POINT][:]) < 1e-5
 
 
+def test_a_harvest_that_is_interrupted_while_requests_run_leaves_none_behind(llama, tmp_path, monkeypatch):
+    llm, engine, _ = llama
+    options = {"rows": "token", "batch_size": 20}
+    step, calls = llm.llm_engine.step, []
+
+    def failing():
+        calls.append(None)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", failing)
+    with pytest.raises(KeyboardInterrupt):
+        th.harvest(engine, TOKENS, POINT, to=tmp_path / "acts", **options)
+    monkeypatch.undo()
+    assert not llm.llm_engine.has_unfinished_requests()
+    llm.llm_engine.add_request("77", {"prompt_token_ids": TOKENS[0]}, greedy())  # Somebody else's request.
+    th.harvest(engine, TOKENS, POINT, to=tmp_path / "acts", **options)
+    store = th.open(tmp_path / "acts")
+    assert store["token"][:].tolist() == [token for tokens in TOKENS for token in tokens]
+
+
 def test_another_harvest_is_not_resumed(llama, tmp_path):
     _, engine, _ = llama
     options = {"to": tmp_path / "acts", "rows": "token"}
@@ -88,6 +110,15 @@ def test_another_harvest_is_not_resumed(llama, tmp_path):
         th.harvest(engine, TOKENS[:4], POINT, generate={"max_new_tokens": 2}, **options)
     with engine.edit({POINT: th.add(vector(0))}), pytest.raises(th.DifferentHarvest, match="edits"):
         th.harvest(engine, TOKENS[:4], POINT, **options)
+
+
+def test_a_harvest_under_edits_that_is_complete_needs_no_request(llama, tmp_path):
+    _, engine, model = llama
+    for _ in range(2):
+        with engine.edit({POINT: th.add(vector(0))}):
+            th.harvest(engine, TOKENS[:4], POINT, to=tmp_path / "acts", rows="token")
+    expected = reference(model, TOKENS[0], POINT)[POINT][0] + vector(0)
+    assert difference(th.open(tmp_path / "acts")[POINT][: len(TOKENS[0])], expected) < 1e-4
 
 
 def test_rows_can_be_passed_to_a_function(llama):
@@ -113,5 +144,9 @@ def test_a_harvest_that_does_not_fit_an_engine_is_an_error(llama, tmp_path, give
         th.harvest(engine, given, POINT, to=tmp_path / "acts", **options)
     with pytest.raises(th.AddressError, match="Did you mean"):
         th.harvest(engine, TOKENS[:2], "model.layers.9@resid", to=tmp_path / "acts", rows="token")
+    with pytest.raises(th.AddressError, match="was not reached"):
+        th.harvest(engine, TOKENS[:2], "lm_head", to=tmp_path / "acts", rows="token")
+    with pytest.raises(th.HarvestError, match=r"attach\(llm\); got a LLM"):
+        th.harvest(llm, TOKENS[:2], POINT, to=tmp_path / "acts", rows="token")
     assert not (tmp_path / "acts").exists()
     assert serve(llm, TOKENS[:1], greedy())[0].finished

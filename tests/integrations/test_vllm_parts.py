@@ -8,10 +8,11 @@ import torch
 
 import tenterhook as th
 from tenterhook.address.grammar import CallRange
-from tenterhook.integrations.vllm import EngineTape, attach, declare
-from tenterhook.integrations.vllm.admission import Admission, OwnEdits
+from tenterhook.integrations.vllm import EngineTape, Worker, attach, declare
+from tenterhook.integrations.vllm.admission import Admission, BlockEdits, OwnEdits
+from tenterhook.integrations.vllm.engine_limits import refuse_engine
 from tenterhook.integrations.vllm.messages import answer, answered, pack, unpack
-from tenterhook.integrations.vllm.row_edits import edit_data, row_edits
+from tenterhook.integrations.vllm.row_edits import edit_data, row_edits, try_edit
 from tenterhook.integrations.vllm.runner_rows import rows_of
 from tenterhook.integrations.vllm.token_rows import token_rows
 
@@ -71,6 +72,46 @@ def test_an_edit_depends_on_the_length_of_the_prompt_if_it_counts_from_its_end(a
     assert token_rows(at, call, POINT)[0].depends_on_prompt is depends
 
 
+@pytest.mark.parametrize(
+    ("at", "call", "prompt", "generated", "why"),
+    [
+        (None, None, 1, 1, ""),
+        (9, None, 10, 1, ""),
+        (10, None, 10, 1, "no token 10"),
+        (10, None, 10, 2, ""),
+        ([0, 50], None, 10, 6, "no token 50"),
+        (50, None, 10, None, ""),
+        (-1, None, 10, 1, ""),
+        (slice(2, 90), None, 10, 1, ""),
+        (slice(12, None), None, 10, 3, "selects no token"),
+        (slice(5, 5), None, 10, 3, "selects no token"),
+        (None, 0, 10, 1, ""),
+        (None, CallRange(3), 10, 3, "selects no token"),
+        (None, CallRange(3), 10, 4, ""),
+        (12, 0, 10, 6, "selects no token"),
+    ],
+)
+def test_an_edit_of_tokens_that_a_request_never_reads_says_why(at, call, prompt, generated, why):
+    found = token_rows(at, call, POINT)[0].out_of_reach(prompt, generated)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("at", "fix"),
+    [
+        (th.at[:, -1], r"at=th.at\[-1\] for tokens, or at=th.at\[..., -1\] for columns"),
+        (th.at[:, 2:9], r"at=th.at\[2:9\] for tokens"),
+        (th.at[:, [1, 5]], r"at=th.at\[\[1, 5\]\] for tokens"),
+        (th.at[:, 3, :64], r"Write at=th.at\[3, :64\]\."),
+        (th.at[:, :, 7], r"Write at=th.at\[..., 7\]\."),
+    ],
+)
+def test_an_index_with_a_batch_dimension_is_an_error_that_shows_it_without(at, fix):
+    with pytest.raises(th.EditError, match=fix):
+        edit_data({POINT: th.zero(at=at)})
+
+
 @pytest.mark.parametrize("at", ["text", 1.5, slice(5, 2, -1), [[1]], True])
 def test_an_index_that_selects_no_tokens_is_an_error(at):
     with pytest.raises(th.EditError, match="selects tokens of a request"):
@@ -116,11 +157,29 @@ def test_data_with_the_same_edits_has_the_same_digest():
         (lambda value: value, "a function is code"),
         (th.set(torch.ones(3, 4)), "at= must name as many tokens"),
         (th.set(torch.ones(3, 4), at=th.at[1:3]), "has 3 rows"),
+        (th.add, "a function is code|is a class"),
+        (torch.ones(4), "use th.set"),
     ],
 )
 def test_an_edit_that_cannot_be_applied_per_request_is_refused_with_the_reason(edit, text):
     with pytest.raises(th.EditError, match=text):
         edit_data({POINT: edit})
+
+
+def test_edits_that_are_not_a_dict_are_refused():
+    for given in ({}, "calm.edits", [th.zero()], None):
+        with pytest.raises(th.EditError, match="edits are a dict of address to ready edit"):
+            edit_data(given)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [th.mask(torch.ones(2, 4)), th.mask(torch.ones(3, 4)), th.add([1.0]), th.set("text"), th.scale(torch.ones(5))],
+)
+def test_an_edit_that_does_not_fit_any_number_of_rows_is_refused(edit):
+    (fitting,) = row_edits(edit_data({POINT: edit}))[POINT]
+    with pytest.raises(th.EditError, match=POINT):
+        try_edit(fitting, torch.zeros(2, 4))
 
 
 def test_an_error_of_a_worker_is_raised_by_the_caller():
@@ -164,7 +223,7 @@ def test_the_second_runner_makes_a_batch_for_each_step():
 
 
 def request(prompt=10, **extra):
-    params = Named(extra_args=extra or None, skip_reading_prefix_cache=None)
+    params = Named(extra_args=extra or None, skip_reading_prefix_cache=None, max_tokens=6)
     return Named(request_id="7", prompt_token_ids=[1] * prompt, sampling_params=params, cache_salt=None)
 
 
@@ -184,7 +243,7 @@ def own(admission, edits):
     data = edit_data(edits)
     made = OwnEdits(data)
     made.rows = data.rows
-    made.admission = id(admission)
+    made.admission = admission
     return made
 
 
@@ -206,7 +265,7 @@ def test_edits_separate_the_cached_prefixes_of_requests(admission):
             salts[name, prompt] = admitted(admission, request(prompt, tenterhook=own(admission, each))).cache_salt
     assert salts["one", 10] == salts["one", 20] != salts["other", 10]
     assert salts["end", 10] != salts["end", 20]
-    admission.edits.append(edit_data(edits["one"]))
+    admission.edits.append(BlockEdits(edit_data(edits["one"])))
     assert admitted(admission, request()).cache_salt == salts["one", 10]
 
 
@@ -220,13 +279,89 @@ def test_a_recorded_request_bypasses_the_prefix_cache_if_asked_to(admission):
 
 
 def test_a_mark_that_this_engine_did_not_make_is_refused(admission):
-    for given, text in (({"edits": []}, "made by engine"), (own("other", {POINT: th.zero()}), "another engine")):
+    for given, text in (({"edits": []}, "made by engine"), (own(object(), {POINT: th.zero()}), "another engine")):
         with pytest.raises(th.EditError, match=text):
             admission._mark(request(tenterhook=given))
     with pytest.raises(th.EditError, match="edits by name are off"):
         admission._mark(request(tenterhook_edits="calm"))
     with pytest.raises(th.EditError, match="has 10 tokens only"):
         admission._mark(request(tenterhook=own(admission, {POINT: th.zero(at=th.at[-11])})))
+
+
+def test_an_edit_that_a_request_can_never_reach_is_an_error_when_it_is_added(admission):
+    with pytest.raises(th.EditError, match="no token 15, counted from 0: the request reads 15 at most"):
+        admission._mark(request(tenterhook=own(admission, {POINT: th.zero(at=th.at[15])})))
+    with pytest.raises(th.EditError, match=f"{POINT}.*would have no effect"):
+        admission._mark(request(tenterhook=own(admission, {f"{POINT}#6": th.zero()})))
+
+
+def test_an_edit_of_a_block_must_have_an_effect_on_one_of_its_requests(admission):
+    block = BlockEdits(edit_data({POINT: th.zero(at=th.at[20]), f"{POINT}#0": th.zero()}))
+    with pytest.raises(th.NeverReached, match="no request was added"):
+        block.check_reached()
+    admission.edits.append(block)
+    admitted(admission, request(10))
+    with pytest.raises(th.NeverReached, match="no token 20"):
+        block.check_reached()
+    admitted(admission, request(30))
+    block.check_reached()
+
+
+def test_a_request_that_generates_nothing_is_refused_while_something_is_open(admission):
+    pooling = Named(request_id="7", prompt_token_ids=[1], sampling_params=None)
+    admission._mark(pooling)
+    admission.recordings["one"] = True
+    with pytest.raises(th.EditError, match="generates no tokens"):
+        admission._mark(pooling)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+class Derived(Worker):
+    """An extension of a user, which has ours as its base."""
+
+
+def engine_config(extension="tenterhook.integrations.vllm.Worker", speculative=None, **changed):
+    """The part of an engine's configuration that attach() reads."""
+    sizes = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    parallel = {**dict.fromkeys((*sizes, "decode_context_parallel_size"), 1), "use_ubatching": False}
+    parallel |= {name: value for name, value in changed.items() if name in parallel}
+    return Named(
+        parallel_config=Named(worker_extension_cls=extension, **parallel),
+        cache_config=Named(kv_sharing_fast_prefill=changed.get("fast", False)),
+        scheduler_config=Named(async_scheduling=changed.get("asynchronous", False)),
+        model_config=Named(runner_type=changed.get("runner", "generate")),
+        speculative_config=speculative,
+    )
+
+
+def test_engines_with_the_extension_or_one_derived_from_it_are_accepted():
+    refuse_engine(engine_config())
+    refuse_engine(engine_config(extension=f"{__name__}.Derived"))
+    refuse_engine(engine_config(speculative="ngram"))
+    refuse_engine(engine_config(asynchronous=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"extension": ""}, "have no tenterhook in them"),
+        ({"extension": "torch.nn.Linear"}, "have no tenterhook in them"),
+        ({"extension": "no.such.module.Worker"}, "have no tenterhook in them"),
+        ({"pipeline_parallel_size": 2}, "tensor parallelism only"),
+        ({"data_parallel_size": 2}, "tensor parallelism only"),
+        ({"prefill_context_parallel_size": 2}, "tensor parallelism only"),
+        ({"decode_context_parallel_size": 2}, "tensor parallelism only"),
+        ({"use_ubatching": True}, "enable_dbo=False"),
+        ({"fast": True}, "kv_sharing_fast_prefill=False"),
+        ({"asynchronous": True, "speculative": "eagle"}, "async_scheduling=False"),
+        ({"runner": "pooling"}, 'runner="generate"'),
+    ],
+)
+def test_engines_whose_rows_have_no_known_request_are_refused_with_the_fix(given, text):
+    with pytest.raises(th.SessionError, match=text):
+        refuse_engine(engine_config(**given))
 
 
 # -- tapes ---------------------------------------------------------------------------------------------------------
@@ -269,6 +404,23 @@ def test_a_gap_in_a_request_is_an_error():
     tape = tape_of(part([["7-abc", 2, 0], ["7-abc", 2, 3]], VALUES[:4]))
     with pytest.raises(th.TapeError, match="no value for token 2"):
         tape.request("7")[POINT]
+
+
+def test_requests_that_had_the_same_id_are_named_by_what_distinguishes_them():
+    tape = tape_of(part([["7-abc", 4, 0]], VALUES[:4]))
+    tape.add(POINT, [part([["7-def", 4, 0]], VALUES[4:8]) | {"requests": {"7-def": FACTS}}])
+    with pytest.raises(th.AmbiguousCall, match="'7-abc', '7-def'"):
+        tape.request("7")
+    assert torch.equal(tape.request("7-def")[POINT], VALUES[4:8])
+
+
+def test_what_is_not_a_request_is_an_error_that_says_what_to_give():
+    tape = tape_of(part([["7-abc", 4, 0]], VALUES[:4]))
+    for given in (7, [Named(request_id="7")]):
+        with pytest.raises(TypeError, match="the id of a request or its output"):
+            tape.request(given)
+    with pytest.raises(th.TapeError, match=r"tape.request\(output\)\['model.layers.1@resid'\]"):
+        tape[POINT]
 
 
 def test_values_that_workers_divide_are_joined():

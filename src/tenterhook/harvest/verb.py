@@ -24,6 +24,11 @@ Engine = Literal["auto", "local", "ranks", "ray"]
 
 NO_OPTIONS = "generate= is a dict of options; got {given!r}. For a number of tokens: generate=dict(max_new_tokens=16)"
 
+NOT_A_MODEL = (
+    "th.harvest takes a model, a function that makes one, or an engine of vLLM that was attached as an LLM: "
+    "engine = attach(llm); got a {kind}"
+)
+
 
 def harvest(  # noqa: PLR0913  # all but three have a default
     model: nn.Module | Callable[[], nn.Module] | HarvestEngine,
@@ -147,6 +152,9 @@ def harvest(  # noqa: PLR0913  # all but three have a default
         options.engine = "local"  # It has workers of its own.
         served = EngineJob(model, points, taking, generate=generate)
         return run(lambda: served, prompts_of(batches, batch_size), options)
+
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise HarvestError(NOT_A_MODEL.format(kind=type(model).__name__))
 
     def job() -> Job:
         made = model if isinstance(model, nn.Module) else model()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Self
 
-from tenterhook.errors import HarvestError, SessionError
+from tenterhook.errors import ClosedSession, EditError, HarvestError, SelectorError, SessionError
 from tenterhook.harvest.engine_job import HarvestEngine, ServedRequest
 from tenterhook.integrations.vllm.admission import Admission, OwnEdits
+from tenterhook.integrations.vllm.engine_limits import refuse_engine
+from tenterhook.integrations.vllm.engine_sessions import EngineEditing, EngineRecording
 from tenterhook.integrations.vllm.messages import answered
 from tenterhook.integrations.vllm.request_tape import EngineTape
 from tenterhook.integrations.vllm.row_edits import EditData, edit_data
@@ -17,12 +19,12 @@ from tenterhook.integrations.vllm.worker_state import KEY
 __all__ = ["AsyncEngine", "Engine", "attach"]
 
 PrefixCache = Literal["bypass", "use"]
-NO_EXTENSION = (
-    "the workers of this engine have no tenterhook in them. Start the engine with "
-    'LLM(..., worker_extension_cls="tenterhook.integrations.vllm.Worker", enforce_eager=True).'
-)
-PARALLEL = "an engine with pipeline or data parallelism is not supported: use tensor parallelism only"
 NOT_AN_ENGINE = "attach() takes an LLM or an AsyncLLM of vLLM; got a {kind}"
+NOT_TEXT = 'the points of an engine are named by text, such as "model.layers.*@resid"; got a {kind}'
+NOT_SAMPLING = (
+    "engine.params() takes the SamplingParams of one request; got a {kind}. Each request with edits of its own gets "
+    "its own: [engine.params(sampling, edits=each) for each in ...]"
+)
 CLOSED = "this engine is closed. Attach again: attach(llm)"
 
 
@@ -37,50 +39,54 @@ def attach(llm: Any) -> Engine | AsyncEngine:
         An :class:`Engine`, or an :class:`AsyncEngine` for an ``AsyncLLM``.
 
     Raises:
-        SessionError: the engine was started without the extension, is attached already, or uses pipeline or data
-            parallelism.
+        SessionError: the engine was started without the extension, is attached already, or runs in a way in which rows
+            have no known request, such as pipeline parallelism.
         TypeError: it is not an engine.
     """
     inner = getattr(llm, "llm_engine", llm)
     if not hasattr(inner, "input_processor") or not hasattr(inner, "collective_rpc"):
         raise TypeError(NOT_AN_ENGINE.format(kind=type(llm).__name__))
-    if inner.vllm_config.parallel_config.worker_extension_cls != "tenterhook.integrations.vllm.Worker":
-        raise SessionError(NO_EXTENSION)
-    config = inner.vllm_config.parallel_config
-    if config.pipeline_parallel_size > 1 or config.data_parallel_size > 1:
-        raise SessionError(PARALLEL)
+    refuse_engine(inner.vllm_config)
     return Engine(llm, inner) if hasattr(inner, "step") else AsyncEngine(inner)
 
 
 class _Engine:
     """The part that both kinds of engine share."""
 
+    is_async = False
+
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self.open_recordings: list[EngineRecording] = []
         self.admission = Admission(inner.input_processor)
         self.speculative = inner.vllm_config.speculative_config is not None
         self.is_open = True
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise SessionError(CLOSED)
+            raise ClosedSession(CLOSED)
+
+    def _is_running(self) -> bool:
+        """Return whether the engine has requests that are not finished."""
+        return bool(self._inner.output_processor.has_unfinished_requests())
 
     def record(self, *selectors: Any, prefix_cache: PrefixCache = "bypass") -> EngineRecording:
         """Record the values at points, for the requests that are admitted in the block.
 
         Args:
-            *selectors: addresses and globs, such as ``"model.layers.*@resid"``.
+            *selectors: addresses and globs as text, such as ``"model.layers.*@resid"``, or lists of them.
             prefix_cache: ``"bypass"``: these requests do not read the prefix cache, so that every token is computed.
                 ``"use"``: tokens from the cache are not computed and have no values.
 
         Returns:
             A session: ``with engine.record(...) as tape:``, or ``async with`` for an asynchronous engine.
         """
-        if not selectors:
+        named = _texts(selectors)
+        if not named:
             raise SessionError('name the points to record: engine.record("model.layers.*@resid")')
         if prefix_cache not in ("bypass", "use"):
             raise ValueError(f'prefix_cache= is "bypass" or "use"; got {prefix_cache!r}')
-        return EngineRecording(self, [str(each) for each in selectors], bypass=prefix_cache == "bypass")
+        return EngineRecording(self, named, bypass=prefix_cache == "bypass")
 
     def edit(self, edits: Mapping[Any, Any]) -> EngineEditing:
         """Edit the values of all requests that are admitted in the block, from their first token to their last.
@@ -96,8 +102,12 @@ class _Engine:
         return EngineEditing(self, edit_data(edits))
 
     def _with_edits(self, sampling: Any, data: EditData) -> Any:
+        if not hasattr(sampling, "extra_args"):
+            raise TypeError(NOT_SAMPLING.format(kind=type(sampling).__name__))
+        if KEY in (sampling.extra_args or {}):
+            raise EditError("these sampling parameters have edits already. Give all edits in one dict")
         own = OwnEdits(data)
-        own.rows, own.admission = data.rows, id(self.admission)
+        own.rows, own.admission = data.rows, self.admission
         made = sampling.clone()
         made.extra_args = {**(sampling.extra_args or {}), KEY: own}
         return made
@@ -121,8 +131,11 @@ class Engine(_Engine, HarvestEngine):
         return answered(self._inner.collective_rpc("tenterhook", args=(verb, *args)))
 
     def points(self, *selectors: str) -> list[str]:
-        """Return the addresses that selectors match in the model of the workers; all outputs of modules by default."""
-        return list(self.call("points_of", list(selectors) or ["**"])[0])
+        """Return the addresses that selectors match in the model of the workers; all outputs of modules by default.
+
+        An engine that runs compiled code has its declared points only.
+        """
+        return list(self.call("points_of", _texts(selectors) or ["**"])[0])
 
     def params(self, sampling: Any, *, edits: Mapping[Any, Any]) -> Any:
         """Return sampling parameters for requests with edits of their own.
@@ -143,13 +156,15 @@ class Engine(_Engine, HarvestEngine):
 
     def described(self) -> dict[str, Any]:
         """Return what the values of this engine depend on: the model, its weights, and the open edits."""
-        facts: dict[str, Any] = self.call("described")[0]
-        weights = [each["weights"] for each in self.call("described")]
-        return {**facts, "weights": weights, "edits": [data.digest for data in self.admission.edits]}
+        workers: list[dict[str, Any]] = self.call("described")
+        edits = [each.data.digest for each in self.admission.edits]
+        for each in self.admission.edits:
+            each.accept_no_request()
+        return {**workers[0], "weights": [each["weights"] for each in workers], "edits": edits}
 
     def resolved(self, selectors: Sequence[Any]) -> list[str]:
         """Return the addresses that selectors match."""
-        return self.points(*(str(each) for each in selectors))
+        return list(self.call("usable", _texts(selectors))[0])
 
     def serve(self, prompts: Sequence[Any], points: Sequence[str], options: Mapping[str, Any]) -> list[ServedRequest]:
         """Run prompts and return their values, in the order of the prompts.
@@ -164,18 +179,36 @@ class Engine(_Engine, HarvestEngine):
         most = (wanted := defaults | dict(options)).pop("max_new_tokens")
         sampling = SamplingParams(max_tokens=most, **wanted)
         given = [each if isinstance(each, str) else {"prompt_token_ids": list(each)} for each in prompts]
-        with self.record(*points) as tape:
+        with self.record(*points) as tape, self._aborting():
             outputs = self._llm.generate(given, sampling, use_tqdm=False)
-        return [_served(tape, output) for output in outputs]
+        mine = set(tape.requests)  # Requests that were added before the call are also among the outputs.
+        return [_served(tape, output) for output in outputs if output.request_id in mine]
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Abort the requests of the block if it is interrupted; otherwise the next call would run them."""
+        running = self._inner.output_processor.request_states
+        before = set(running)
+        try:
+            yield
+        except BaseException:
+            self._inner.abort_request([each for each in running if each not in before], internal=True)
+            raise
 
     def close(self) -> None:
-        """Remove everything from the engine, which continues to serve. Any number of times."""
-        if self.is_open:
-            self.admission.close()
-            try:
-                self.call("detach")
-            finally:
-                self.is_open = False
+        """End the open blocks, and remove everything from the engine, which continues to serve. Any number of times.
+
+        Requests that still run keep their edits to their last token.
+        """
+        if not self.is_open:
+            return
+        self.admission.close()
+        try:
+            for recording in reversed(self.open_recordings):
+                recording.close()
+            self.call("detach", self._is_running())
+        finally:
+            self.is_open = False
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +220,8 @@ class Engine(_Engine, HarvestEngine):
 class AsyncEngine(_Engine):
     """An asynchronous engine of vLLM, with the verbs of tenterhook."""
 
+    is_async = True
+
     async def call(self, verb: str, *args: Any) -> list[Any]:
         """Ask all workers, and return their answers."""
         self._check_open()
@@ -194,7 +229,7 @@ class AsyncEngine(_Engine):
 
     async def points(self, *selectors: str) -> list[str]:
         """Return the addresses that selectors match, as :meth:`Engine.points` does."""
-        return list((await self.call("points_of", list(selectors) or ["**"]))[0])
+        return list((await self.call("points_of", _texts(selectors) or ["**"]))[0])
 
     async def params(self, sampling: Any, *, edits: Mapping[Any, Any]) -> Any:
         """Return sampling parameters for requests with edits of their own, as :meth:`Engine.params` does."""
@@ -203,13 +238,16 @@ class AsyncEngine(_Engine):
         return self._with_edits(sampling, data)
 
     async def close(self) -> None:
-        """Remove everything from the engine, which continues to serve. Any number of times."""
-        if self.is_open:
-            self.admission.close()
-            try:
-                await self.call("detach")
-            finally:
-                self.is_open = False
+        """End the open blocks, and remove everything from the engine, as :meth:`Engine.close` does."""
+        if not self.is_open:
+            return
+        self.admission.close()
+        try:
+            for recording in reversed(self.open_recordings):
+                await recording.close_async()
+            await self.call("detach", self._is_running())
+        finally:
+            self.is_open = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -218,105 +256,19 @@ class AsyncEngine(_Engine):
         await self.close()
 
 
+def _texts(selectors: Sequence[Any]) -> list[str]:
+    """Return selectors as texts, which are what a worker understands. The model is not in this process."""
+    found: list[str] = []
+    for each in selectors:
+        if isinstance(each, list | tuple):
+            found += _texts(each)
+        elif isinstance(each, str):
+            found.append(each)
+        else:
+            raise SelectorError(NOT_TEXT.format(kind=type(each).__name__))
+    return found
+
+
 def _served(tape: EngineTape, output: Any) -> ServedRequest:
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
     return ServedRequest(tokens, len(output.prompt_token_ids), dict(tape.request(output)))
-
-
-class _EngineSession:
-    """A block of an engine. Both kinds of engine open and close it with the same two questions to the workers."""
-
-    engine: Any
-
-    def _refuse(self, wanted: type, how: str) -> None:
-        if not isinstance(self.engine, wanted):
-            raise SessionError(f"this is an {type(self.engine).__name__}: open its sessions with '{how}'")
-
-    def close(self) -> None:
-        """End the block; any number of times."""
-        raise NotImplementedError
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class EngineRecording(_EngineSession):
-    """A recording of requests. ``engine.record`` creates it."""
-
-    def __init__(self, engine: Any, selectors: list[str], *, bypass: bool) -> None:
-        self.engine, self._selectors, self._bypass = engine, selectors, bypass
-        self.name = secrets.token_hex(8)
-        self.tape: EngineTape | None = None
-
-    def start(self) -> EngineTape:
-        """Begin to record."""
-        self._refuse(Engine, "async with")
-        return self._begin(self.engine.call("record", self.name, self._selectors), self._fetch)
-
-    def close(self) -> None:
-        """Fetch the remaining rows, and end."""
-        if self._ends() and self.tape is not None:
-            self._fetch()
-            self.engine.call("end", self.name)
-            self.tape.end()
-
-    def _begin(self, answers: list[Any], fetch: Any) -> EngineTape:
-        self.tape = EngineTape(answers[0], fetch, speculative=self.engine.speculative)
-        self.engine.admission.recordings[self.name] = self._bypass
-        return self.tape
-
-    def _ends(self) -> bool:
-        """Mark no more requests, and return whether this was still open."""
-        return self.engine.admission.recordings.pop(self.name, None) is not None
-
-    def _fetch(self) -> None:
-        if self.tape is not None:
-            for address in self.tape.points:
-                while self.tape.add(address, self.engine.call("take", self.name, address)):
-                    pass
-
-    def __enter__(self) -> EngineTape:
-        return self.start()
-
-    async def __aenter__(self) -> EngineTape:
-        self._refuse(AsyncEngine, "with")
-        return self._begin(await self.engine.call("record", self.name, self._selectors), None)
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._ends() and self.tape is not None:
-            for address in self.tape.points:
-                while self.tape.add(address, await self.engine.call("take", self.name, address)):
-                    pass
-            await self.engine.call("end", self.name)
-            self.tape.end()
-
-
-class EngineEditing(_EngineSession):
-    """Edits of all requests. ``engine.edit`` creates it."""
-
-    def __init__(self, engine: Any, data: EditData) -> None:
-        self.engine, self.data = engine, data
-
-    def start(self) -> Self:
-        """Begin to edit."""
-        self._refuse(Engine, "async with")
-        self.engine.call("check_edits", dict(self.data))
-        self.engine.admission.edits.append(self.data)
-        return self
-
-    def close(self) -> None:
-        """End. Requests that were admitted before keep their edits."""
-        held = self.engine.admission.edits
-        held[:] = [each for each in held if each is not self.data]
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    async def __aenter__(self) -> Self:
-        self._refuse(AsyncEngine, "with")
-        await self.engine.call("check_edits", dict(self.data))
-        self.engine.admission.edits.append(self.data)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()

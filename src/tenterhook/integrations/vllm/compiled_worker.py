@@ -13,7 +13,7 @@ from tenterhook.errors import SessionError
 from tenterhook.integrations.vllm.point_actions import PointActions
 from tenterhook.integrations.vllm.served_points import served_points
 from tenterhook.integrations.vllm.worker import Worker
-from tenterhook.integrations.vllm.worker_state import KEY, WorkerState
+from tenterhook.integrations.vllm.worker_state import KEY, WorkerState, steps
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -27,20 +27,25 @@ FULL_GRAPHS = (
     "LLM(model, **declare(...)), which sets compilation_config={'cudagraph_mode': 'PIECEWISE'}."
 )
 NOT_OUTPUT = "{address!r} cannot be declared: in compiled code, points are outputs of modules and their meanings."
-declared: list[PointActions] = []
-"""the points of the engine of this process; the compiled code knows them by their place here"""
 
 
 @torch.library.custom_op("tenterhook::served", mutates_args=("value",))
 def served(value: Tensor, index: int) -> None:
     """Edit and record a value in place."""
-    declared[index].in_place(value)
+    _act(index, value)
 
 
 @torch.library.custom_op("tenterhook::served_pair", mutates_args=("value", "residual"))
 def served_pair(value: Tensor, residual: Tensor, index: int) -> None:
     """Edit and record a value that is kept as two tensors, in place."""
-    declared[index].in_place((value, residual))
+    _act(index, (value, residual))
+
+
+def _act(index: int, value: Any) -> None:
+    """Act at a point of the engine that runs now. The compiled code of several engines may be the same."""
+    state = steps.state
+    if state is not None:
+        state.declared_points[index].in_place(value)
 
 
 @served.register_fake
@@ -60,6 +65,8 @@ class CompiledWorker(PlatformWorker, Worker):  # type: ignore[misc]  # the class
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and add the operators."""
         super().load_model(*args, **kwargs)
+        if self.model_config.enforce_eager:
+            return  # All points are available.
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
             raise SessionError(FULL_GRAPHS)
@@ -67,8 +74,8 @@ class CompiledWorker(PlatformWorker, Worker):  # type: ignore[misc]  # the class
             compilation.splitting_ops += ["tenterhook::served", "tenterhook::served_pair"]
         self.tenterhook_state = state = WorkerState(self, declared=True)
         points = served_points(state.model, self.vllm_config.additional_config[KEY]["points"])
-        declared[:] = [PointActions(state, point) for point in dict.fromkeys(points)]
-        for index, actions in enumerate(declared):
+        state.declared_points = [PointActions(state, point) for point in dict.fromkeys(points)]
+        for index, actions in enumerate(state.declared_points):
             if actions.point.site is not Site.RETURN:
                 raise SessionError(NOT_OUTPUT.format(address=actions.address))
             state.points[actions.address] = actions
@@ -81,11 +88,11 @@ def _add_operator(module: nn.Module, index: int) -> None:
 
     def with_operator(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        first, second = output if isinstance(output, tuple) else (output, None)
-        if isinstance(second, Tensor):
-            torch.ops.tenterhook.served_pair(first, second, index)
-        else:
-            torch.ops.tenterhook.served(first, index)
+        found = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
+        if len(found) == 1:
+            torch.ops.tenterhook.served(found[0], index)
+        elif len(found) == 2:  # noqa: PLR2004  # Other outputs are refused when they are used: no operator is reached.
+            torch.ops.tenterhook.served_pair(found[0], found[1], index)
         return output
 
     module.forward = with_operator

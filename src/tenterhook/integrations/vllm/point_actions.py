@@ -12,7 +12,7 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.integrations.vllm.served_points import ValueLayout
+from tenterhook.integrations.vllm.served_points import ValueLayout, without_batch
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class PointActions(Action):
         self.state, self.point, self.address = state, point, str(point)
         self.layout: ValueLayout | None = None
         self.recordings: list[str] = []
-        self.seen: list[Any] = []
         self._session: Session | None = None
 
     # -- installing ---------------------------------------------------------------------------------------------------
@@ -55,22 +54,29 @@ class PointActions(Action):
     # -- in the model -------------------------------------------------------------------------------------------------
 
     def __call__(self, value: Any, context: Context) -> Any:  # noqa: ARG002
-        if self.state.is_trying:
-            self.seen.append(map_tensors(torch.zeros_like, value))
-            return value
+        if self.state.trial is not None:
+            return self.state.trial.see(self.address, value)
         rows = self.state.rows_now()
         if not rows or self.layout is None:
             return value
-        if self.layout.is_norm:
-            return self._acted(value[0], rows), *value[1:]
-        return self._acted(value, rows)
+        given = without_batch(value) if self.layout.has_batch else value
+        if self.layout.is_first:
+            acted = (self._acted(given[0], rows), *given[1:])
+        else:
+            acted = self._acted(given, rows)
+            if acted is given:
+                return value
+        return map_tensors(lambda tensor: tensor[None], acted) if self.layout.has_batch else acted
 
     def in_place(self, value: Any) -> None:
         """Act on a value of compiled code, whose tensors are changed in place."""
-        if self.state.is_trying:
-            self.seen.append(map_tensors(torch.zeros_like, value))
+        if self.state.trial is not None:
+            new = self.state.trial.see(self.address, value)
+            for (_, tensor), (_, changed) in zip(tensors(value), tensors(new), strict=True) if new is not value else ():
+                tensor.copy_(changed)
         elif self.layout is not None and (rows := self.state.rows_now()):
-            self._acted(value[0] if self.layout.is_norm else value, rows)
+            given = without_batch(value) if self.layout.has_batch else value
+            self._acted(given[0] if self.layout.is_first else given, rows)
 
     def _acted(self, value: Any, rows: list[RequestRows]) -> Any:
         """Edit the value, then record it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,32 +115,44 @@ class EngineTape:
         """Return the tape of one request.
 
         Args:
-            request: its id, or its ``RequestOutput``.
+            request: its id, or its ``RequestOutput``. If several requests had this id, the error names each of them.
             sample: which of its samples, for ``n=`` above 1.
         """
         self._update()
+        if not isinstance(request, str) and not hasattr(request, "request_id"):
+            raise TypeError(f"tape.request() takes the id of a request or its output; got a {type(request).__name__}")
         name = request if isinstance(request, str) else request.request_id
         found = [
             key
             for key, facts in self._facts.items()
-            if facts["name"] == name and (sample is None or facts["sample"] == sample)
+            if name in (facts["name"], key) and (sample is None or facts["sample"] == sample)
         ]
         if not found:
             known = listed(list(dict.fromkeys(facts["name"] for facts in self._facts.values()))) or "none"
             raise NotRecorded(f"request {name!r} is not on this tape. It has these requests: {known}.")
         if len(found) > 1:
-            samples = ", ".join(f"sample={self._facts[key]['sample']}" for key in sorted(found))
-            raise AmbiguousCall(f"request {name!r} was recorded {len(found)} times; say which: {samples}")
-        return RequestTape(self._facts[found[0]], self._chunks.get(found[0], {}), self._tokens(request, sample or 0))
+            raise AmbiguousCall(self._ambiguous(name, found))
+        facts = self._facts[found[0]]
+        return RequestTape(facts, self._chunks.get(found[0], {}), self._tokens(request, facts))
+
+    def _ambiguous(self, name: str, found: list[str]) -> str:
+        samples = {self._facts[key]["sample"]: key for key in found}
+        if len(samples) < len(found):
+            return f"{len(found)} requests had the id {name!r}; name one of them: {', '.join(map(repr, found))}"
+        named = ", ".join(f"sample={sample}" for sample in sorted(samples))
+        return f"request {name!r} was recorded {len(found)} times; say which: {named}"
+
+    def __getitem__(self, address: str) -> NoReturn:
+        raise TapeError(f"this tape has values of several requests: tape.request(output)[{address!r}]")
 
     def __repr__(self) -> str:
         return f"<EngineTape: {len(self.points)} points, {len(self._facts)} requests>"
 
-    def _tokens(self, request: Any, sample: int) -> int | None:
+    def _tokens(self, request: Any, facts: Mapping[str, Any]) -> int | None:
         """Return the number of tokens that the model read, if the output says so."""
         if not isinstance(request, str) and request.finished:
-            generated = next(each for each in request.outputs if each.index == sample)
-            return len(request.prompt_token_ids) + max(len(generated.token_ids) - 1, 0)
+            generated = next(each for each in request.outputs if each.index == facts["sample"])
+            return int(facts["prompt"]) + max(len(generated.token_ids) - 1, 0)
         if self._speculative:
             raise TapeError(DRAFTS)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tenterhook._tree import describe, map_tensors, tensors
 from tenterhook.address.grammar import CallRange, parse
+from tenterhook.edit.change import as_change
 from tenterhook.edit.ready import Add, Edit, Mean, Noise
 from tenterhook.edit.saved import decode_edits, encode_edits
 from tenterhook.edit.skip import Skip
@@ -21,10 +22,15 @@ from tenterhook.integrations.vllm.token_rows import TokenRows, token_rows
 
 __all__ = ["EditData", "RowEdit", "edit_data", "row_edits"]
 
-ROWS = 2  # Rows of the value that an edit is tried on.
+ROWS = (2, 3)
+"""numbers of rows that an edit is tried on; it must not depend on them"""
 BATCHED = (
     "{address!r}: {edit!r} cannot be applied per request: {why}. Edits of an engine change each token's row by itself: "
-    "zero, set, add, scale, clamp, project, and mean over dim=-1."
+    "zero, set, add, scale, clamp, project, rotate, lowrank, mask, and mean over dim=-1."
+)
+NO_DICT = (
+    "edits are a dict of address to ready edit, such as {{'model.layers.9@resid': th.add(vector)}}, or the result of "
+    "th.load_edits(path); got {given!r:.80}"
 )
 CALLS = "a call may be skipped for all requests or for none. To remove what a part adds, use th.zero() at its output"
 FUNCTIONS = "{address!r}: a function is code, and only data is sent to the workers of an engine. Use ready edits."
@@ -43,8 +49,8 @@ class EditPlace(NamedTuple):
 class EditData(dict[str, Any]):
     """Edits in the form in which they travel with a request: JSON text, tensors as bytes, and a digest of both."""
 
-    rows: tuple[TokenRows, ...] = ()
-    """the tokens that each of the edits changes"""
+    rows: tuple[tuple[str, TokenRows], ...] = ()
+    """for each of the edits its address, and the tokens that it changes"""
 
     def __deepcopy__(self, _memo: object) -> EditData:
         return self  # vLLM copies the sampling parameters of each request, and nothing changes this.
@@ -93,18 +99,29 @@ class RowEdit:
 
 def edit_data(edits: Mapping[Any, Any]) -> EditData:
     """Return edits as data, or raise EditError if they cannot be applied per request."""
-    if not edits:
-        raise EditError('nothing to edit: give a dict of edits, such as {"model.layers.9@resid": th.add(vector)}')
+    if not edits or not isinstance(edits, Mapping):
+        raise EditError(NO_DICT.format(given=edits))
     for address, given in edits.items():
-        for edit in given if isinstance(given, Sequence) else [given]:
-            if not isinstance(edit, Edit) and callable(edit):
-                raise EditError(FUNCTIONS.format(address=str(address)))
+        for edit in given if isinstance(given, list | tuple) else [given]:
+            _refuse_code(str(address), edit)
     text, held = encode_edits(edits)
     data = pack(held)
     digest = hashlib.sha256(text.encode() + b"\0" + data).hexdigest()[:32]
     made = EditData(edits=text, tensors=data, digest=digest)
-    made.rows = tuple(edit.rows for _, edit in _described(made))  # This raises here, and not in a worker.
+    made.rows = tuple(
+        (edit.address, edit.rows) for _, edit in _described(made)
+    )  # This raises here, and not in a worker.
     return made
+
+
+def _refuse_code(address: str, edit: Any) -> None:
+    """Raise EditError for anything but a ready edit."""
+    if not isinstance(edit, Edit):
+        try:
+            as_change(edit)
+        except EditError as error:
+            raise EditError(f"{address!r}: {error}") from None
+        raise EditError(FUNCTIONS.format(address=address))
 
 
 def row_edits(data: Mapping[str, Any], like: Tensor | None = None) -> dict[str, list[RowEdit]]:
@@ -156,9 +173,19 @@ def _refuse_across_rows(address: str, edit: Edit) -> None:
 
 def try_edit(edit: RowEdit, value: Any) -> None:
     """Raise EditError if an edit does not fit the value at its point, given with at least one row."""
-    count = len(edit.operand) if edit.operand is not None else ROWS
-    blank = map_tensors(lambda tensor: tensor[:1].expand(count, *tensor.shape[1:]).clone(), value)
-    new = edit.change(blank, range(count))
-    before, after = dict(tensors(blank)), dict(tensors(new))
-    if any(after[path].shape != old.shape for path, old in before.items()):
-        raise EditError(f"{edit.address!r}: {edit.edit!r} turned {describe(blank)} into {describe(new)}")
+    for count in ROWS if edit.operand is None else (len(edit.operand),):
+        blank = map_tensors(functools.partial(_rows_like, count), value)
+        try:
+            new = edit.change(blank, range(count))
+        except (TypeError, ValueError, RuntimeError, LookupError) as error:
+            if isinstance(error, EditError):
+                raise
+            text = f"{edit.address!r}: {edit.edit!r} does not fit {describe(blank)}: {error}"
+            raise EditError(text) from error
+        before, after = dict(tensors(blank)), dict(tensors(new))
+        if before.keys() != after.keys() or any(after[path].shape != old.shape for path, old in before.items()):
+            raise EditError(f"{edit.address!r}: {edit.edit!r} turned {describe(blank)} into {describe(new)}")
+
+
+def _rows_like(count: int, tensor: Tensor) -> Tensor:
+    return tensor[:1].expand(count, *tensor.shape[1:]).clone()

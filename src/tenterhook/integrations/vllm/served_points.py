@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tenterhook._tree import describe, tensors
+from tenterhook._tree import describe, map_tensors, tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.grammar import parse
 from tenterhook.address.meanings import register_meaning
 from tenterhook.errors import AddressError
 
-__all__ = ["BY_HEADS", "ValueLayout", "learn_meanings", "refuse_divided", "served_points"]
+__all__ = ["BY_HEADS", "ValueLayout", "layout_of", "learn_meanings", "refuse_divided", "served_points", "without_batch"]
 
 HEADS = {"q": "query", "k": "key", "v": "value"}
 BY_HEADS = ("q", "z")
@@ -37,8 +37,6 @@ NO_ROWS = (
 TWO = "{address!r} has {count} tensors: {value}.{fix}"
 NOT_CALLED = "{address!r} was not reached when the engine ran the model on {count} tokens.{fix}"
 OFTEN = "{address!r} is reached {times} times for each token, so it has no one row for each token."
-TOKENS = 3
-"""tokens of the run that finds out the layout of values; unlikely to be another dimension of a value"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,11 @@ class ValueLayout:
     """an example, with zeros"""
     is_sum: bool
     """True if the value is the residual stream, which vLLM keeps as two tensors, to be added"""
-    is_norm: bool = False
-    """True for a norm that also adds the residual, and returns its output and the residual"""
+    is_first: bool = False
+    """True if the value is the first of several tensors, as in a norm that also returns the residual"""
+    has_batch: bool = False
+    """True if the value has a first dimension of size 1, as in models that vLLM takes from transformers; ``value`` is
+    without it"""
 
     @property
     def tensor(self) -> Tensor:
@@ -78,7 +79,11 @@ def served_points(model: nn.Module, selectors: list[str]) -> list[Point]:
             raise AddressError(BEFORE.format(address=selector))
         if meaning is not None and meaning.literal in UNKNOWN:
             raise AddressError(PAGED.format(address=selector, name=meaning.literal))
-    found = list(resolve(model, selectors))
+    try:
+        found = list(resolve(model, selectors))
+    except AddressError as error:
+        text = str(error).replace("tenterhook.points(model, ", "engine.points(")
+        raise type(error)(text.replace("tenterhook.points(model)", "engine.points()")) from None
     for point in found:
         if point.site is Site.PARAMETER:
             raise AddressError(PARAMETER.format(address=str(point)))
@@ -88,23 +93,32 @@ def served_points(model: nn.Module, selectors: list[str]) -> list[Point]:
     return found
 
 
-def layout_of(point: Point, seen: list[Any]) -> ValueLayout:
-    """Return the layout of a point from what passed it in one run on ``TOKENS`` tokens, or raise AddressError."""
+def layout_of(point: Point, seen: list[Any], count: int) -> ValueLayout:
+    """Return the layout of a point from what passed it in one run on ``count`` tokens, or raise AddressError."""
     address = str(point)
     if len(seen) != 1:
         fix = " It may be part of the sampler, or of another model in this engine." if not seen else ""
-        text = NOT_CALLED.format(address=address, count=TOKENS, fix=fix)
+        text = NOT_CALLED.format(address=address, count=count, fix=fix)
         raise AddressError(OFTEN.format(address=address, times=len(seen)) if seen else text)
-    value, found = seen[0], list(tensors(seen[0]))
+    value = seen[0]
+    has_batch = all(tensor.shape[:2] == (1, count) for _, tensor in tensors(value))
+    if has_batch:
+        value = without_batch(value)
+    found = list(tensors(value))
     if len(found) == 2 and point.site is Site.RETURN and "Norm" in type(point.module).__name__:  # noqa: PLR2004
-        return ValueLayout(found[0][1], is_sum=False, is_norm=True)
-    if not found or any(tensor.dim() == 0 or len(tensor) != TOKENS for _, tensor in found):
-        raise AddressError(NO_ROWS.format(address=address, count=TOKENS, value=describe(value)))
-    is_sum = point.meaning == "resid" and len(found) > 1
+        return ValueLayout(found[0][1], is_sum=False, is_first=True, has_batch=has_batch)
+    if not found or any(tensor.dim() == 0 or len(tensor) != count for _, tensor in found):
+        raise AddressError(NO_ROWS.format(address=address, count=count, value=describe(value)))
+    is_sum = point.meaning == "resid" and len(found) == 2  # noqa: PLR2004
     if len(found) > 1 and not is_sum:
         fix = f" If this is a layer, use {point.path}@resid, their sum." if point.site is Site.RETURN else ""
         raise AddressError(TWO.format(address=address, count=len(found), value=describe(value), fix=fix))
-    return ValueLayout(value, is_sum)
+    return ValueLayout(value, is_sum, has_batch=has_batch)
+
+
+def without_batch(value: Any) -> Any:
+    """Return the tensors of a value without their first dimension, as views."""
+    return map_tensors(lambda tensor: tensor[0], value)
 
 
 def refuse_divided(point: Point, layout: ValueLayout, workers: int, width: int) -> None:

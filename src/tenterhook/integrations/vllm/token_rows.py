@@ -18,6 +18,7 @@ from tenterhook.errors import AddressError, EditError
 __all__ = ["TokenRows", "token_rows"]
 
 END = sys.maxsize
+BATCH = "a value of a request is [tokens, width], without a batch dimension."
 Chosen = tuple[slice | list[int], list[int] | range]
 """the rows of a part of a request, and for each of them its number among the chosen tokens"""
 
@@ -59,6 +60,22 @@ class TokenRows:
         if missing and not isinstance(self.tokens, slice):
             raise EditError(f"token {missing[0]} is counted from the end of the prompt, which has {prompt} tokens only")
 
+    def out_of_reach(self, prompt: int, generated: int | None) -> str:
+        """Return why a request of this length never reads these tokens, or "" if it may.
+
+        The last generated token is not read. ``generated`` is None if their number has no limit.
+        """
+        if generated is None:
+            return ""
+        last = prompt + max(generated, 1) - 1
+        read = f"the request reads {last} at most: {prompt} of its prompt, and {last - prompt} generated ones"
+        beyond = [] if isinstance(self.tokens, slice) else [each for each in self.tokens if each >= last]
+        if beyond:
+            return f"there is no token {beyond[0]}, counted from 0: {read}"
+        if self.choose(0, last, prompt) is None:
+            return f"it selects no token: {read}"
+        return ""
+
     def choose(self, first: int, last: int, prompt: int) -> Chosen | None:
         """Return the rows to change in the part ``first:last`` of a request, or None."""
         low, high = self._window(prompt)
@@ -94,11 +111,22 @@ def token_rows(at: Any, call: int | CallRange | None, address: str) -> tuple[Tok
     if isinstance(call, int) and call < 0:
         raise AddressError(f"{address}: a request cannot know which step will be its last; count from #0")
     parts = at if isinstance(at, tuple) else (at,)
+    if len(parts) > 1 and isinstance(parts[0], slice) and parts[0] == slice(None):
+        raise EditError(f"at={written(at)}: {BATCH} Write {_without_batch(parts)}.")
     if at is None:
         return TokenRows(slice(None), call), None
     if parts[0] is Ellipsis:
         return TokenRows(slice(None), call), at
     return TokenRows(_tokens(parts[0], at), call), (slice(None), *parts[1:]) if len(parts) > 1 else None
+
+
+def _without_batch(at: tuple[Any, ...]) -> str:
+    """Return what to write for an index that begins with a batch dimension."""
+    rest = at[1:]
+    columns = written((..., *rest[-1:]))
+    if len(rest) > 1:
+        return f"at={columns}" if rest[0] == slice(None) else f"at={written(rest)}"
+    return f"at={written(rest)} for tokens, or at={columns} for columns of all tokens"
 
 
 def _tokens(first: Any, at: Any) -> slice | tuple[int, ...]:

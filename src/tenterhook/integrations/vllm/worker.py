@@ -9,7 +9,7 @@ from tenterhook.integrations.vllm.worker_state import WorkerState
 
 __all__ = ["Worker"]
 
-VERBS = ("check_edits", "described", "end", "points_of", "record", "take")
+VERBS = ("check_edits", "described", "end", "points_of", "record", "take", "usable")
 
 
 class Worker:
@@ -22,15 +22,16 @@ class Worker:
         return answer(self._tenterhook, verb, *args)
 
     def _tenterhook(self, verb: str, *args: Any) -> Any:
+        state = self.tenterhook_state
         if verb == "detach":
-            if self.tenterhook_state is not None:
-                self.tenterhook_state.close()
-                self.tenterhook_state = self.tenterhook_state if self.tenterhook_state.declared else None
+            if state is not None:
+                state.close(*args)
             return None
-        if self.tenterhook_state is None:
-            self.tenterhook_state = WorkerState(self)
+        if state is None:
+            state = self.tenterhook_state = WorkerState(self)
+        state.is_closing = False
         if verb == "attach":
-            return {"workers": self.tenterhook_state.workers, "model": type(self.tenterhook_state.model).__name__}
+            return {"workers": state.workers, "model": type(state.model).__name__}
         if verb not in VERBS:
             raise ValueError(f"{verb!r} is not a verb of this worker")
-        return getattr(self.tenterhook_state, verb)(*args)
+        return getattr(state, verb)(*args)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from tenterhook.address import Point
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError, SessionError
 from tenterhook.harvest.weights_digest import weights_of
-from tenterhook.integrations.vllm.messages import pack
 from tenterhook.integrations.vllm.point_actions import PointActions
+from tenterhook.integrations.vllm.recorded_rows import RecordedRows, Request
 from tenterhook.integrations.vllm.row_edits import RowEdit, row_edits, try_edit
 from tenterhook.integrations.vllm.runner_rows import RequestRows, rows_of
 from tenterhook.integrations.vllm.served_points import (
     BY_HEADS,
-    TOKENS,
     ValueLayout,
-    layout_of,
     learn_meanings,
     refuse_divided,
     served_points,
 )
+from tenterhook.integrations.vllm.trial_run import TrialRun, layouts_of
 
-__all__ = ["KEY", "Request", "WorkerState"]
+__all__ = ["KEY", "WorkerState", "steps"]
 
 KEY = "tenterhook"
 """the entry of ours in the ``extra_args`` of a request's sampling parameters"""
@@ -36,66 +34,24 @@ COMPILED = (
 )
 EDIT_SETS = 256
 """sets of edits that a worker keeps ready; others are decoded again when a request brings them"""
-MESSAGE_BYTES = 256 << 20
-"""bytes of recorded rows in one answer; the format of vLLM's messages ends at 4 GiB"""
-DEVICE_BYTES = 256 << 20
-"""recorded bytes that stay on an accelerator before they are moved to host memory"""
 
 
-@dataclass(slots=True)
-class Request:
-    """A request that is recorded or edited."""
+class Steps(threading.local):
+    """The worker of which a thread runs a step now."""
 
-    name: str
-    """the id that the user knows"""
-    sample: int
-    """its number among the ``n`` samples of one prompt"""
-    prompt: int
-    """the number of tokens of its prompt"""
-    cached: int
-    """the number of its first tokens that came from the prefix cache, and were not computed"""
-    recordings: list[str]
-    edits: list[dict[str, list[RowEdit]]]
+    state: WorkerState | None = None
 
-    def edits_at(self, address: str) -> list[RowEdit]:
-        """Return its edits at a point, in order."""
-        return [edit for each in self.edits for edit in each.get(address, ())]
+    @contextmanager
+    def of(self, state: WorkerState) -> Iterator[None]:
+        """Run a step of this worker."""
+        before, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = before
 
 
-@dataclass
-class RecordedRows:
-    """The rows that a session has recorded and that were not fetched yet."""
-
-    points: list[str]
-    chunks: dict[str, list[tuple[Tensor, list[RequestRows]]]] = field(default_factory=dict)
-    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    on_device: int = 0
-
-    def add(self, address: str, taken: Tensor, rows: list[RequestRows]) -> None:
-        """Keep the rows of a step."""
-        self.chunks.setdefault(address, []).append((taken, rows))
-        if taken.device.type != "cpu":
-            self.on_device += taken.nbytes
-            if self.on_device > DEVICE_BYTES:
-                self._to_host()
-
-    def _to_host(self) -> None:
-        for held in self.chunks.values():
-            held[:] = [(tensor.cpu(), rows) for tensor, rows in held]
-        self.on_device = 0
-
-    def take(self, address: str) -> dict[str, Any]:
-        """Return rows of one point as plain data, up to a size that fits a message, and forget them."""
-        held = self.chunks.get(address, [])
-        taken: list[tuple[Tensor, list[RequestRows]]] = []
-        size = 0
-        while held and size < MESSAGE_BYTES:
-            tensor, rows = held.pop(0)
-            taken.append((tensor.cpu(), rows))
-            size += tensor.nbytes
-        joined = {address: torch.cat([tensor for tensor, _ in taken])} if taken else {}
-        listed_rows = [[each.request, each.stop - each.start, each.position] for _, some in taken for each in some]
-        return {"tensors": pack(joined), "rows": listed_rows, "more": bool(held), "requests": self.requests}
+steps = Steps()
 
 
 class WorkerState:
@@ -108,7 +64,11 @@ class WorkerState:
         self.requests: dict[str, Request] = {}
         self.recordings: dict[str, RecordedRows] = {}
         self.points: dict[str, PointActions] = {}
-        self.is_trying = False
+        self.declared_points: list[PointActions] = []
+        """the points of compiled code, which knows them by their place here"""
+        self.is_closing = False
+        self.trial: TrialRun | None = None
+        """the run that learns the layout of values, while it runs"""
         self._layouts: dict[str, ValueLayout] = {}
         self._known_edits: dict[str, dict[str, list[RowEdit]]] = {}
         self._rows: list[RequestRows] | None = None
@@ -118,10 +78,14 @@ class WorkerState:
         learn_meanings(self.model)
         self._watch_steps()
 
-    def close(self) -> None:
-        """Remove everything from the worker. Declared points stay, and do nothing."""
+    def close(self, is_running: bool = False) -> None:  # noqa: FBT001, FBT002  # the arguments of a call by RPC
+        """Remove everything from the worker, as soon as no request runs. Declared points stay, and do nothing."""
+        self.is_closing = is_running
+        if is_running:
+            return
         self.requests.clear()
         self.recordings.clear()
+        self._known_edits.clear()
         for actions in self.points.values():
             actions.recordings.clear()
         if self.declared:
@@ -131,6 +95,7 @@ class WorkerState:
         self.points.clear()
         self._step_rows.close()
         del self.runner.execute_model
+        self.worker.tenterhook_state = None
 
     # -- steps of the engine ------------------------------------------------------------------------------------------
 
@@ -142,7 +107,8 @@ class WorkerState:
                 return run(scheduled, *args, **kwargs)
             self._begin(scheduled)
             try:
-                return run(scheduled, *args, **kwargs)
+                with self.step():
+                    return run(scheduled, *args, **kwargs)
             finally:
                 self._rows = []
 
@@ -152,6 +118,8 @@ class WorkerState:
     def _begin(self, scheduled: Any) -> None:
         for name in scheduled.finished_req_ids:
             self.requests.pop(name, None)
+        if self.is_closing and not self.requests:
+            self.close()
         for new in scheduled.scheduled_new_reqs:
             given = (getattr(new.sampling_params, "extra_args", None) or {}).get(KEY)
             if given is not None and new.req_id not in self.requests:
@@ -183,18 +151,29 @@ class WorkerState:
 
     # -- points -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_compiled(self) -> bool:
+        return self.declared or not self.worker.model_config.enforce_eager
+
     def points_of(self, selectors: list[str]) -> list[str]:
-        """Return the addresses that selectors match."""
-        return [str(point) for point in served_points(self.model, selectors)]
+        """Return the addresses that selectors match; in compiled code, those of declared points."""
+        found = [str(point) for point in served_points(self.model, selectors)]
+        return [address for address in found if address in self.points] if self._is_compiled else found
+
+    def usable(self, selectors: list[str]) -> list[str]:
+        """Return the addresses that selectors match, or raise if one of them cannot be recorded."""
+        return [actions.address for actions in self._use(selectors)]
 
     def _use(self, selectors: list[str]) -> list[PointActions]:
         """Return the actions at the points that the selectors match. New points are installed, all or none."""
         found = served_points(self.model, selectors)
-        if self.declared or not self.worker.model_config.enforce_eager:
+        if self._is_compiled:
             return self._use_declared(found)
         new = {str(point): PointActions(self, point) for point in found if str(point) not in self.points}
         failed = self._try(new)
-        explicit = [failed[str(point)] for point in found if str(point) in failed and point.explicit]
+        # All layers of "*@resid" or none, but of "**" those that have rows.
+        named = [point for point in found if point.explicit or point.meaning is not None]
+        explicit = [failed[str(point)] for point in named if str(point) in failed]
         if explicit or len(failed) == len(found):
             for actions in new.values():
                 actions.close()
@@ -217,36 +196,36 @@ class WorkerState:
         return used
 
     def _try(self, new: dict[str, PointActions]) -> dict[str, AddressError]:
-        """Install points and run the model on a few tokens, to learn the layout of their values. Return the errors."""
-        failed: dict[str, AddressError] = {}
-        for address, actions in new.items():
-            actions.layout = self._layouts.get(address)
+        """Install points and learn the layout of their values. Return the errors."""
         try:
             for actions in new.values():
                 actions.start()
-            if all(actions.layout is not None for actions in new.values()):
-                return failed
-            self.is_trying = True
-            self.runner._dummy_run(TOKENS)  # noqa: SLF001  # as the worker itself does, in execute_dummy_batch
+            unknown = {address: actions.point for address, actions in new.items() if address not in self._layouts}
+            found = layouts_of(self, unknown) if unknown else {}
         except BaseException:
             for actions in new.values():
                 actions.close()
             raise
-        finally:
-            self.is_trying = False
-        for address, actions in new.items():
+        failed: dict[str, AddressError] = {}
+        for address, layout in found.items():
             try:
-                actions.layout = self._layouts[address] = self._layout(actions.point, actions.seen)
+                self._layouts[address] = self._usable_layout(new[address].point, layout)
             except AddressError as error:
                 failed[address] = error
-            actions.seen = []
+        for address, actions in new.items():
+            actions.layout = self._layouts.get(address)
         return failed
 
-    def _layout(self, point: Point, seen: list[Any]) -> ValueLayout:
-        layout = layout_of(point, seen)
+    def _usable_layout(self, point: Point, layout: ValueLayout | AddressError) -> ValueLayout:
+        if isinstance(layout, AddressError):
+            raise layout
         if self.workers > 1 and point.meaning not in BY_HEADS:
             refuse_divided(point, layout, self.workers, self.width)
         return layout
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return the block of a step of this worker's model."""
+        return steps.of(self)
 
     def described(self) -> dict[str, Any]:
         """Return what the values of this worker depend on."""
