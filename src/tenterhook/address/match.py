@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, TypeAlias, Union
 
 from torch import nn
@@ -26,6 +27,7 @@ from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_c
 from tenterhook.address.walk import (
     Named,
     NamedTensor,
+    Structure,
     all_names,
     find,
     first_names,
@@ -37,7 +39,7 @@ from tenterhook.address.walk import (
     walk,
 )
 from tenterhook.errors import AddressError, SelectorError
-from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
 from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped
 
 __all__ = ["Point", "Selector", "Site", "canonical", "merged", "points_found", "points_found_now", "resolve"]
@@ -296,6 +298,8 @@ def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module)
 def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
     address = plan.address
     if plan.fits_name is not None:
+        if modules := _only_modules(model, plan, plan.fits_name):
+            return _returns(modules, None, explicit=False)
         points = _modules_and_tensors(model, walk(model), plan.fits, plan.fits_name)
         return _some(points, lambda: _no_glob(model, text, address))
     modules = walk(model)[0] if plan.every else _matching_path(model, plan)
@@ -334,9 +338,19 @@ def _matching(
     return [item for item in firsts if id(item[1]) in ids]
 
 
-def _matching_path(model: nn.Module, plan: _Plan) -> list[Named]:
-    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+def _only_modules(model: nn.Module, plan: _Plan, fits_name: Callable[[str], object]) -> list[Named]:
+    """Return the modules whose path matches, if there are some, and if no parameter or buffer has a name that fits."""
     known, _, modules = structure(model)
+    there = [module for module in modules if module is not None]
+    names = set(chain.from_iterable(chain(map(parameters_of, there), map(buffers_of, there))))
+    return [] if any(map(fits_name, names)) else _matching_path(model, plan, (known, modules))
+
+
+def _matching_path(
+    model: nn.Module, plan: _Plan, looked: tuple[Structure, list[Any]] | None = None
+) -> list[Named]:  # fmt: skip
+    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+    known, modules = structure(model)[::2] if looked is None else looked
     path = plan.address.path
     found = known.matches.get(path)
     if found is None:

@@ -126,6 +126,11 @@ class TapeView(Mapping[str, Any]):
         return self._made
 
     def __getitem__(self, address: str) -> Any:
+        track = self._tracks.get(address) if type(address) is str else None
+        if track is not None and track.numbers is None:  # The usual case: a recorded address with one call.
+            numbers = tuple(track.entries)
+            if len(numbers) == 1:
+                return self._read(track.entries[numbers[0]], address)
         base, call = self._find(address)
         place = self._place(base, address)
         entries = self._tracks[base].entries_at(place)
