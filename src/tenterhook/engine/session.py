@@ -123,11 +123,6 @@ class Session:
         self._swaps: list[Exchange] = []
 
     @cached_property
-    def makers(self) -> dict[Any, Any]:
-        """Factories of forwards; see fast_path.watched."""
-        return {}
-
-    @cached_property
     def entries(self) -> dict[nn.Module, str]:
         """The modules at which compiled graphs begin; see tenterhook.compiled."""
         return {}
