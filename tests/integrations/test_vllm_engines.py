@@ -42,6 +42,25 @@ def test_64_requests_of_mixed_length_have_the_values_of_transformers(root, famil
             assert_same(tape.request(output), model, read_tokens(output))
 
 
+# Layers of the first return the stream itself beside an unused tensor; vLLM runs the second by its transformers code.
+@pytest.mark.parametrize("family", ["cohere", "phi"])
+def test_layers_that_return_something_else_have_the_values_of_transformers(root, family):
+    folder, model = model_folder(root, family)
+    (prompt,) = prompts([20])
+    ids, streams = generated(model, prompt, {POINT: th.add(vector(0))})
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        with engine.record(RESID, "model.layers.*@attn_out", "model.layers.*@mlp_out") as tape:
+            outputs = serve(llm, prompts([70, SHORT, 33]), greedy())
+        for output in outputs:
+            assert len(tape.request(output)) == 9
+            assert_same(tape.request(output), model, read_tokens(output))
+        with engine.record(RESID) as tape:
+            edited, _ = serve(llm, [prompt] * 2, [engine.params(greedy(), edits={POINT: th.add(vector(0))}), greedy()])
+        assert edited.outputs[0].token_ids == ids
+        for point, rows in streams.items():
+            assert difference(tape.request(edited)[point], rows) < 1e-4
+
+
 def test_requests_that_are_preempted_have_each_token_once(root):
     folder, model = model_folder(root)
     with running(folder, alone=False, num_gpu_blocks_override=4, max_num_seqs=3) as llm, attach(llm) as engine:
