@@ -74,9 +74,8 @@ async def use(client, model):
     # A request that runs when the block ends keeps its edits to its last token.
     async with engine.edit({POINT: th.add(vector(0))}):
         late = client.generate({"prompt_token_ids": tokens[1]}, greedy(20), "late")
-        output = await anext(late)
-    async for output in late:
-        pass
+        await anext(late)
+    *_, output = [each async for each in late]
     plain = await answer(client, tokens[1], greedy(20), "plain")
     assert output.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.add(vector(0))}, count=20)[0]
     assert plain.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.scale(1.0)}, count=20)[0]
