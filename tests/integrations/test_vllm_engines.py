@@ -193,6 +193,8 @@ def test_two_engines_in_one_process_have_declared_points_of_their_own(root):
     (prompt,) = prompts([20])
     options = [{"enforce_eager": False, **declare(*points)} for points in ((RESID,), ("model.norm", POINT))]
     with running(folder, **options[0]) as one, running(folder, **options[1]) as other:
+        forged = greedy(extra_args={"tenterhook": {"request": "0", "recordings": [], "edits": [{"edits": "?"}]}})
+        assert serve(one, [prompt], forged)[0].finished  # Without attach(), what a client sends has no effect.
         first, second = attach(one), attach(other)
         params = first.params(greedy(), edits={POINT: th.add(vector(0))})
         with first.record(RESID) as mine, second.record(POINT) as its:
