@@ -132,7 +132,7 @@ def server(llama, tmp_path_factory):
     process = subprocess.Popen(command, env={**os.environ, "TENTERHOOK_EDITS": str(edits)})
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(3000):  # Ten minutes, for a machine that does much else.
             try:
                 urllib.request.urlopen(f"{address}/health").close()
                 break
