@@ -126,6 +126,29 @@ def test_sampling_parameters_do_not_survive_a_restart_of_the_engine(root):
             assert output.outputs[0].token_ids == generated(model, prompt, {POINT: th.add(vector(0))})[0]
 
 
+def test_a_harvest_is_resumed_by_an_engine_that_was_restarted(root, tmp_path):
+    folder, _ = model_folder(root)
+    tokens = prompts([20 + number for number in range(12)])
+    options = {"rows": "token", "batch_size": 4, "shard_rows": 60, "to": tmp_path / "acts"}
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        run, calls = engine.serve, []
+
+        def failing(*args):
+            calls.append(args)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return run(*args)
+
+        engine.serve = failing
+        with pytest.raises(KeyboardInterrupt):
+            th.harvest(engine, tokens, POINT, **options)
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        rest = th.harvest(engine, tokens, POINT, **options)
+    assert 0 < rest.rows < sum(map(len, tokens))
+    store = th.open(tmp_path / "acts")
+    assert store["token"][:].tolist() == [token for each in tokens for token in each]
+
+
 def test_requests_that_run_when_their_engine_is_closed_keep_their_edits(root):
     folder, model = model_folder(root)
     (prompt,) = prompts([20])

@@ -80,29 +80,6 @@ def test_an_interrupted_harvest_is_resumed_with_the_same_rows(llama, tmp_path, m
     assert difference(other[POINT][:], one[POINT][:]) < 1e-5
 
 
-def test_a_harvest_is_resumed_by_an_engine_that_was_restarted(llama, tmp_path, monkeypatch):
-    llm, engine, _ = llama
-    options = {"rows": "token", "batch_size": 8, "shard_rows": 300, "to": tmp_path / "acts"}
-    run, calls = type(engine).serve, []
-
-    def failing(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return run(*args)
-
-    monkeypatch.setattr(type(engine), "serve", failing)
-    with pytest.raises(KeyboardInterrupt):
-        th.harvest(engine, TOKENS, POINT, **options)
-    monkeypatch.undo()
-    folder = llm.llm_engine.model_config.model
-    with running(folder, alone=False, max_num_seqs=16, max_num_batched_tokens=256) as again, attach(again) as other:
-        rest = th.harvest(other, TOKENS, POINT, **options)
-    assert 0 < rest.rows < sum(map(len, TOKENS))
-    store = th.open(tmp_path / "acts")
-    assert store["token"][:].tolist() == [token for tokens in TOKENS for token in tokens]
-
-
 def test_a_harvest_that_is_interrupted_while_requests_run_leaves_none_behind(llama, tmp_path, monkeypatch):
     llm, engine, _ = llama
     options = {"rows": "token", "batch_size": 20}
