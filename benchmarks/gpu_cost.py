@@ -4,7 +4,8 @@ The figures of `th.cost` for a training step of GPT-2 are compared with PyTorch'
 bytes with hooks on saved tensors, the peak with `torch.cuda.max_memory_allocated`. Then the time of `th.cost` is
 measured in plain steps, and that of a compiled training step with a watch in its graph, in turns with the plain
 compiled step; the median of the ratios counts. `--tiny` uses a small model on the CPU, as a test of the script.
-`--part` runs one of the two parts, and `--mode` is that of `torch.compile`.
+`--part` runs one of the two parts, `--mode` is that of `torch.compile`, and `--seconds` limits the turns of a watch.
+Each figure is printed as soon as it is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,7 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tenterhook as th
 
-STEPS, FIRST, TURNS = 20, 12, 8
+STEPS, FIRST, TURNS, LEAST = 20, 12, 8, 2
+OURS = {"set_addresses", "pieces", "add_to_table", "put_together", "gather"}
 GOALS = {"everything, every step, in the graph": 1.05, "everything, every 10th step, in the graph": 1.01}
 
 
@@ -34,6 +37,7 @@ class Setting:
         small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(use_cache=False, **(small if tiny else {})))
+        model.loss_type = "ForCausalLM"  # Otherwise a warning of transformers breaks the first graph.
         self.model: Any = model.to(self.device, torch.float32 if tiny else torch.bfloat16).train()
         shape = (2, 16) if tiny else (8, 512)
         self.ids = torch.randint(0, 100 if tiny else 50257, shape, device=self.device)
@@ -110,8 +114,9 @@ def peak_bytes(setting: Setting) -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
-def compiled_watch(setting: Setting, mode: str) -> dict[str, Any]:
-    """Measure compiled training steps with a watch in the graph, in turns with plain ones."""
+def compiled_watch(setting: Setting, mode: str, seconds: float) -> Iterator[tuple[str, Any]]:
+    """Measure compiled training steps with a watch in the graph, in turns with plain ones, and yield each figure."""
+    ends = time.perf_counter() + seconds
     optimizer = torch.optim.AdamW(setting.model.parameters(), lr=1e-5)
     model: Any = torch.compile(
         setting.model, backend="eager" if mode == "none" else "inductor", mode=None if mode == "none" else mode
@@ -122,27 +127,53 @@ def compiled_watch(setting: Setting, mode: str) -> dict[str, Any]:
         model(setting.ids, labels=setting.ids).loss.backward()
         optimizer.step()
 
-    found: dict[str, Any] = {"compile, s": setting.timed(step, 1) / 1e3}
-    for name, every in zip(GOALS, (1, 10), strict=True):
-        ratios = []
-        for turn in range(TURNS):
+    yield "compile, s", setting.timed(step, 1) / 1e3
+    setting.timed(step, FIRST)
+    yield "plain compiled step, ms", median(setting.timed(step, STEPS) for _ in range(3))
+    for place, (name, every) in enumerate(zip(GOALS, (1, 10), strict=True)):
+        ratios: list[float] = []
+        until = time.perf_counter() + (ends - time.perf_counter()) / (len(GOALS) - place)
+        while len(ratios) < TURNS and (time.perf_counter() < until or len(ratios) < LEAST):
             setting.timed(step, FIRST)
             before = setting.timed(step, STEPS)
             began = time.perf_counter()
             with th.watch(model, optimizer=optimizer, every=every) as watch:
                 setting.timed(step, FIRST)
-                found.setdefault(f"{name}: compile and first steps, s", time.perf_counter() - began)
+                first = time.perf_counter() - began
                 took = setting.timed(step, STEPS)
+                if not ratios:
+                    yield f"{name}: first {FIRST} steps with compilation, s", first
+                    yield f"{name}: graphs, breaks", (watch.compiled.graphs, watch.compiled.breaks)
+                    if every == 1:
+                        yield from inside(setting, step)
             setting.timed(step, 2)
             after = setting.timed(step, STEPS)
-            found.setdefault(f"{name}: graphs, breaks", (watch.compiled.graphs, watch.compiled.breaks))
-            if turn:  # The first one compiles.
-                ratios.append(2 * took / (before + after))
+            ratios.append(2 * took / (before + after))
+            if len(ratios) == 1:
+                yield f"{name}: rows", len(watch.rows())
+                yield f"{name}: first ratio", ratios[0]
         low, middle, high = quantiles(ratios, n=4)
-        found[name] = {"ratio": middle, "low": low, "high": high, "goal": GOALS[name]}
-        found[f"{name}: rows"] = len(watch.rows())
-    found["plain compiled step, ms"] = median(setting.timed(step, STEPS) for _ in range(3))
-    return found
+        yield name, {"ratio": middle, "low": low, "high": high, "goal": GOALS[name]}
+
+
+def inside(setting: Setting, step: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    """Yield what a watched step consists of: the time of the host, the kernels, and the time of ours."""
+    setting.wait()
+    began = time.perf_counter()
+    step()
+    yield "watched step, host, ms", (time.perf_counter() - began) * 1e3
+    setting.wait()
+    if setting.device.type != "cuda":
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        setting.wait()
+    kernels = [each for each in profile.key_averages() if each.self_device_time_total > 0]
+    yield "watched step: kernels", sum(each.count for each in kernels)
+    yield "watched step: kernels, ms", sum(each.self_device_time_total for each in kernels) / 1e3
+    for each in kernels:
+        if each.key in OURS:
+            yield f"watched step: {each.key}: launches, ms", (each.count, each.self_device_time_total / 1e3)
 
 
 def page(path: Path) -> None:
@@ -166,6 +197,14 @@ def page(path: Path) -> None:
     write_section(name, "\n".join(lines))
 
 
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield the figures of the parts."""
+    if options.part != "watch":
+        yield from costs(Setting(tiny=options.tiny)).items()
+    if options.part != "cost":
+        yield from compiled_watch(Setting(tiny=options.tiny), options.mode, options.seconds)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -173,17 +212,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--part", choices=["cost", "watch"])
     parser.add_argument("--mode", default="default", help="of torch.compile; none for no code generation")
+    parser.add_argument("--seconds", type=float, default=100.0, help="of the watch, with its compilation")
     parser.add_argument("--page", type=Path, metavar="JSON", help="write such figures into docs/benchmarks.md instead")
     options = parser.parse_args()
     if options.page is not None:
         page(options.page)
         return
     figures: dict[str, Any] = {}
-    if options.part != "watch":
-        figures |= costs(Setting(tiny=options.tiny))
-    if options.part != "cost":
-        figures |= compiled_watch(Setting(tiny=options.tiny), options.mode)
-    for name, figure in figures.items():
+    for name, figure in measured(options):
+        figures[name] = figure
         print(f"{name:70s} {figure}", flush=True)
     if options.out is not None:
         device = "CPU" if options.tiny else torch.cuda.get_device_name()

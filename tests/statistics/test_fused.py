@@ -10,7 +10,9 @@ from torch import nn
 
 import tenterhook as th
 from tenterhook.statistics import fused
-from tenterhook.statistics.measure import COLUMNS, MEAN, Wanted, Workspace, measure, measure_together, whole
+from tenterhook.statistics.graph_measure import fields_of
+from tenterhook.statistics.graph_table import CALLS, NOT_A_NUMBER, NUMBER, SAMPLED, columns_of, new_table
+from tenterhook.statistics.measure import COLUMNS, MEAN, NORM, Wanted, Workspace, measure, measure_together, whole
 from tenterhook.statistics.sketch import Sketch
 from tenterhook.statistics.snapshot import Snapshot
 
@@ -201,3 +203,50 @@ def test_nan_is_counted_and_named_as_ever():
         model(x).sum().backward()
     assert w.row("0")["nan"] == 3000
     assert "input of the model already contained it" in str(w.nonfinite)
+
+
+def table_of(given, rows, *, calls=1, limit=8):
+    """Return the rows of a table to which some tensors were added."""
+    table = new_table(max(rows) + 1, CPU)
+    for _ in range(calls):
+        torch.ops.tenterhook.measure_into(table, given, rows, limit, None, False)
+    return table.numpy()
+
+
+@pytest.mark.parametrize("dtype", sorted(fused.DTYPES, key=str))
+def test_tensors_are_added_to_the_rows_of_a_table(dtype):
+    given = tensors(dtype)
+    rows = list(range(len(given)))[::-1]
+    expected = np.stack([whole(tensor) for tensor in given])[::-1]
+    for calls in (1, 2):
+        fields = table_of(given, rows, calls=calls)
+        assert (fields[:, SAMPLED] == 0).all()
+        assert (fields[:, CALLS] == calls).all()
+        found = columns_of(fields)
+        some = fields[:, NUMBER] > fields[:, NOT_A_NUMBER]
+        assert not some[rows[2]]  # Only NaN.
+        sums = [COLUMNS.index(name) for name in ("count", "zeros", "nan", "inf")]
+        others = [COLUMNS.index(name) for name in ("mean", "std", "min", "max")]
+        np.testing.assert_allclose(found[:, sums], calls * expected[:, sums])
+        np.testing.assert_allclose(found[some][:, others], expected[some][:, others], rtol=1e-5, atol=1e-5)
+        norms = found[:, NORM] / calls**0.5
+        np.testing.assert_allclose(norms, expected[:, NORM], rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_of_one_row_and_rows_of_one_tensor_are_added_in_one_call():
+    one, two = torch.randn(70000), torch.randn(30)
+    many = [one, two, one.view(700, 100), two.double(), *[torch.randn(3) for _ in range(40)]]
+    rows = [0, 1, 2, 0, *range(3, 43)]
+    found = columns_of(table_of(many, rows, limit=0))
+    np.testing.assert_allclose(found[0], whole(torch.cat([one, two])), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], whole(two), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[2], whole(one), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[3:], np.stack([whole(each) for each in many[4:]]), rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernels_and_single_operations_fill_the_same_fields():
+    given = [tensor for tensor in tensors(torch.float32) if torch.isfinite(tensor).any()]
+    rows = list(range(len(given)))
+    fused_fields = table_of(given, rows)
+    for row, each in enumerate(given):
+        np.testing.assert_allclose(fields_of(each).numpy(), fused_fields[row], rtol=1e-4, atol=1e-4)

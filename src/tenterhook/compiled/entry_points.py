@@ -22,6 +22,7 @@ from tenterhook.compiled import trace
 from tenterhook.compiled.explain_errors import explained
 from tenterhook.compiled.packed_outputs import pack
 from tenterhook.compiled.trace_plan import FOREIGN, reason_at
+from tenterhook.compiled.traced_statistics import measure_collected
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import Stopped
 from tenterhook.pytorch import dynamo_tracing
@@ -49,6 +50,8 @@ OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
 STOPPED = "tenterhook stopped"
 OWN_FILES.update({__file__, trace.__file__})
 
+Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""The graph outputs to pack at the end of a graph, and the tables whose collected values are measured there."""
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
 _with_own_code: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
@@ -120,7 +123,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
     """Return a forward for a module at which compiled code may begin. Outside the compiler, it runs the engine."""
     known: Any = None
     run: Callable[..., Any] = _run
-    packed_for: tuple[Any, ...] = ()
+    ends: Ends = (), ()
     hooks = forward_hooks_of(patch.module)
     hooked = (
         trace.refused(reason_at(FOREIGN, patch), eager)
@@ -130,7 +133,7 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
     guards: Any = [actions.guard for actions in patch.action_sets if actions.prepares]
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal known, run, packed_for
+        nonlocal known, run, ends
         callback = current_callback()
         if not callable(callback) or self is not patch.module:
             return eager(self, *args, **kwargs)
@@ -141,8 +144,9 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
                 for actions in patch.action_sets
                 if actions.session.graph_outputs is not None
             ]
-            packed_for = tuple(found) if uses_cuda_graphs(callback) else ()
-            run = without_compiling(_copy, patch, packs=bool(packed_for))
+            measured_for = tuple([outputs.tables for outputs in found if outputs.tables is not None])
+            ends = tuple(found) if uses_cuda_graphs(callback) else (), measured_for
+            run = without_compiling(_copy, patch, packs=bool(ends[0]))
         me = current.token
         for actions in patch.action_sets:
             if actions.owner == me:
@@ -152,13 +156,13 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
         # Dynamo does not guard on hooks that were added after the session.
         body = hooked if hooks or GLOBAL_FORWARD_HOOKS else inlined
         if not guards:
-            return _ran(patch, run, body, packed_for, args, kwargs)
-        return _between(guards, patch, body, packed_for, args, kwargs)
+            return _ran(patch, run, body, ends, args, kwargs)
+        return _between(guards, patch, body, ends, args, kwargs)
 
     return forward
 
 
-def _between(guards: Any, patch: ForwardPatch, body: Any, packed_for: Any, args: Any, kwargs: Any) -> Any:
+def _between(guards: Any, patch: ForwardPatch, body: Any, ends: Ends, args: Any, kwargs: Any) -> Any:
     """Run the model between its guards: prepare them before the run and call ``after`` when it ends."""
     value: Any = MISSING
     prepared = 0
@@ -167,17 +171,17 @@ def _between(guards: Any, patch: ForwardPatch, body: Any, packed_for: Any, args:
             prepared += 1
             without_compiling(guard.prepare, args, kwargs)
         # The prepared values are part of the plan, so the copy is chosen after ``prepare``.
-        run = without_compiling(_copy, patch, packs=bool(packed_for))
-        value = _ran(patch, run, body, packed_for, args, kwargs)
+        run = without_compiling(_copy, patch, packs=bool(ends[0]))
+        value = _ran(patch, run, body, ends, args, kwargs)
     finally:
         for guard in reversed(guards[:prepared]):
             without_compiling(guard.after, patch.module, value)
     return value
 
 
-def _ran(patch: ForwardPatch, run: Any, body: Any, packed_for: Any, args: Any, kwargs: Any) -> Any:
+def _ran(patch: ForwardPatch, run: Any, body: Any, ends: Ends, args: Any, kwargs: Any) -> Any:
     try:
-        value = run(patch.module, body, packed_for, args, kwargs)
+        value = run(patch.module, body, ends, args, kwargs)
     except DynamoError as error:
         named = next(filter(None, (explained(actions.session, error) for actions in patch.action_sets)), None)
         if named is None:
@@ -194,7 +198,7 @@ def _apart(eager: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any)
     return eager(module, *args, **kwargs)
 
 
-def _run(self: nn.Module, inlined: Callable[..., Any], packed_for: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+def _run(self: nn.Module, inlined: Callable[..., Any], ends: Ends, args: Any, kwargs: Any) -> Any:
     """Run the compiled body; each plan has its own copy of this function.
 
     The module is an argument, because Dynamo's guards on a module are cheapest on an argument.
@@ -203,8 +207,11 @@ def _run(self: nn.Module, inlined: Callable[..., Any], packed_for: tuple[Any, ..
         value = inlined(self, *args, **kwargs)
     except Stopped:
         value = STOPPED
+    packed_for, measured_for = ends
     for graph_outputs in packed_for:
         pack(graph_outputs)
+    for tables in measured_for:
+        measure_collected(tables)
     return value
 
 

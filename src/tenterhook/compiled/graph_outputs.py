@@ -63,7 +63,7 @@ class GraphOutputs:
     of gradients to expect, and ``token`` identifies this run for them. :mod:`tenterhook.compiled.packed_outputs`
     replaces the list with ``(items, packs, count)``. ``left`` holds the points that a stop still waits for. Parts are
     identified by string keys: constants cost nothing, while each access to an object needs guards along its whole path
-    through the model, at every call.
+    through the model, at every call. ``tables`` are those of a watch, in which traced code measures.
     """
 
     __slots__ = (
@@ -81,6 +81,7 @@ class GraphOutputs:
         "since",
         "strangers",
         "swaps",
+        "tables",
         "token",
     )  # fmt: skip
 
@@ -94,6 +95,7 @@ class GraphOutputs:
         self.parts: dict[str, TracedPart] = {}
         self.route: tuple[Any, Any] = (None, None)
         self.swaps: dict[int, Any] = {}
+        self.tables: Any = None
         self.since = graphs_and_breaks()
         self.seen = self.since[0]
         self.done_signal: GraphDoneSignal | None = GraphDoneSignal(self)
@@ -167,7 +169,7 @@ class GraphOutputs:
         self.swaps.clear()
         self.parts.clear()
         self.route = (None, None)
-        self.chain, self.done_signal, self.left, self.token = (), None, (), _NO_TOKEN
+        self.chain, self.done_signal, self.left, self.token, self.tables = (), None, (), _NO_TOKEN, None
 
 
 def _on_graph_done(graph_outputs: GraphOutputs) -> None:

@@ -45,8 +45,8 @@ class Step:
     """One action at one point, in the form that is traced."""
 
     __slots__ = (
-        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "measures",
-        "observes", "opaque", "part", "plain", "slots", "stops", "token",
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "gradient_row", "measures",
+        "observes", "opaque", "part", "plain", "row", "stops", "tables", "token",
     )  # fmt: skip
 
     def __init__(self, binding: Binding, actions: ModuleActions) -> None:
@@ -57,7 +57,8 @@ class Step:
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.measures = kind == "measured"
-        self.slots: Any = action.slots if self.measures else None
+        places: Any = action.slots if self.measures else (None, -1, -1)
+        self.tables, self.row, self.gradient_row = places
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = action.stops

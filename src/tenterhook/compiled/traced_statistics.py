@@ -1,11 +1,11 @@
-"""Statistics of values and gradients inside a compiled graph. They are reduced there, so no value need leave it.
+"""Statistics of values and gradients inside a compiled graph, which no value has to leave for them.
 
-The statistics of values are added to slots: tensors that exist before the graph runs. A slot is a tensor of its own,
-because a graph can change a whole input in place at little cost, but not many parts of one.
+Traced code collects copies of the values of many points, which compilers remove, and measures them with one operation,
+``tenterhook::measure_into``. It adds the numbers to a table that exists before the graph runs.
 
-The statistics of gradients are computed by the backward graph, which cannot change a slot: autograd would refuse the
-slot, because it was saved for several backward passes and has changed since. So they leave the graph as the gradient of
-an input, a leaf, with one leaf for each gradient.
+Each value passes the identity of :mod:`tenterhook.compiled.collected_gradients`, which collects the gradients in the
+same way. A backward graph cannot change a table, because it was saved for several backward passes. So the numbers of
+all gradients leave it as the gradient of one leaf.
 """
 
 from __future__ import annotations
@@ -15,97 +15,73 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
+from tenterhook.pytorch.dynamo_tracing import in_subgraph
+
 if TYPE_CHECKING:
     from tenterhook.compiled.trace_plan import Step
 
-__all__ = ["measured_output", "measured_value"]
+__all__ = ["MOST", "measure_collected", "measured_output", "measured_value"]
 
-LOW = 7  # The first of the fields that are not added up.
+MOST = 4  # Tensors of a tuple that are measured.
 
 
 def measured_value(look: Step, value: Any) -> None:
-    """Add the statistics of a value to its slots. Of a tuple or a list, those of the first tensors in it."""
+    """Measure a value. Of a tuple or a list, measure the first tensors in it."""
     if isinstance(value, Tensor):
-        add_to(look.slots.values[0], value)
+        collect(look.tables, look.row, value)
     elif type(value) is tuple or type(value) is list:
-        for part, slot in zip(value, look.slots.values, strict=False):
-            if isinstance(part, Tensor):
-                add_to(slot, part)
+        for i, part in enumerate(value):
+            if i < MOST and isinstance(part, Tensor):
+                collect(look.tables, look.row + i, part)
 
 
 def measured_output(look: Step, value: Any) -> Any:
-    """Add the statistics of a module's output and of its gradient to their slots. Return the output."""
+    """Measure a module's output and its gradient. Return the output."""
     measured_value(look, value)
-    if not look.slots.gradients or not torch.is_grad_enabled():
+    if look.gradient_row < 0 or not torch.is_grad_enabled():
         return value
     if isinstance(value, Tensor):
-        return with_gradient(value, look.slots.gradients[0])
+        return with_gradient(look, value, 0)
     if type(value) is tuple or type(value) is list:
-        count = len(look.slots.gradients)
         parts = [
-            with_gradient(part, look.slots.gradients[i]) if i < count and isinstance(part, Tensor) else part
+            with_gradient(look, part, i) if i < MOST and isinstance(part, Tensor) else part
             for i, part in enumerate(value)
         ]
         return tuple(parts) if type(value) is tuple else parts
     return value
 
 
-def with_gradient(value: Tensor, leaf: Tensor) -> Tensor:
+def with_gradient(look: Step, value: Tensor, place: int) -> Tensor:
     """Return a copy of a value whose gradient is measured. Compilers remove the copy."""
     if not value.requires_grad or not value.is_floating_point() or value.numel() == 0:
         return value
-    return MeasuredGradient.apply(value, leaf)  # type: ignore[no-any-return, no-untyped-call]
+    tables = look.tables
+    found: Tensor = with_collected_gradient(value, tables.leaf, tables.phase, look.gradient_row + place, tables.limit)
+    return found
 
 
-class MeasuredGradient(torch.autograd.Function):
-    """The identity. The gradient of its second input are the statistics of the gradient of the first."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:  # noqa: ARG004
-        """Return a copy, because an in-place operation may not change a view that comes from here."""
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
-        """Return the gradient, and its statistics."""
-        return gradient, statistics_of(gradient)
-
-
-def add_to(slot: Tensor, value: Tensor) -> None:
-    """Add the statistics of a tensor to a slot."""
+def collect(tables: Any, row: int, value: Tensor) -> None:
+    """Add a value to those that are measured together. The copy is what in-place operations do not change."""
     if not value.is_floating_point() or value.numel() == 0:
         return
-    with torch.no_grad():
-        found = statistics_of(value.detach())
-        slot.copy_(torch.cat([slot[:LOW] + found[:LOW], torch.maximum(slot[LOW:], found[LOW:])]))
+    if in_subgraph():  # The function of a checkpoint cannot collect values for later.
+        measure(tables, [value.detach()], [row])
+        return
+    tables.values = (*tables.values, value.detach().clone())
+    tables.rows = (*tables.rows, row)
+    if len(tables.rows) == AT_ONCE:
+        measure_collected(tables)
 
 
-def statistics_of(value: Tensor) -> Tensor:
-    """Return the fields of :mod:`tenterhook.statistics.graph_slots` for a tensor.
+def measure_collected(tables: Any) -> None:
+    """Measure the values that were collected. Traced code does so at the end of a graph; others may do it later."""
+    if len(tables.rows):
+        measure(tables, list(tables.values), list(tables.rows))
+        tables.values = ()
+        tables.rows = ()
 
-    All reductions read the tensor in one pass, so that a compiler makes one kernel of them. The sums are those of the
-    differences from one element: sums of squares of the values themselves would lose a small variance beside a large
-    mean.
-    """
-    if value.dtype != torch.float64:
-        value = value.float()
-    nan, inf = value.isnan(), value.isinf()
-    bad = nan | inf
-    first = value.flatten()[0]
-    pivot = torch.where(first.isnan() | first.isinf(), 0.0, first)
-    apart = torch.where(bad, 0.0, value - pivot)
-    nans, infs, zeros = nan.sum().double(), inf.sum().double(), (value == 0).sum().double()
-    finite = value.numel() - nans - infs
-    total, squares, pivot = apart.sum().double(), (apart * apart).sum().double(), pivot.double()
-    fields = [
-        total + pivot * finite,
-        squares + 2 * pivot * total + pivot * pivot * finite,
-        zeros,
-        nans,
-        infs,
-        torch.full((), value.numel(), dtype=torch.float64, device=value.device),
-        torch.ones((), dtype=torch.float64, device=value.device),
-        -torch.where(bad, 0.0, value).amin().double(),
-        torch.where(bad, 0.0, value).amax().double(),
-    ]
-    return torch.stack(fields)
+
+def measure(tables: Any, values: list[Tensor], rows: list[int]) -> None:
+    """Measure values now."""
+    torch.ops.tenterhook.measure_into(tables.table, values, rows, tables.limit, tables.phase, False)  # noqa: FBT003

@@ -22,10 +22,12 @@ __all__ = [
     "forget_backend",
     "graph_break",
     "graphs_and_breaks",
+    "in_subgraph",
     "is_forced_eager",
     "is_skipped",
     "keep_out",
     "settings_of_wrapper",
+    "traced_as_one_call",
     "uses_cuda_graphs",
     "view_base",
 ]
@@ -44,6 +46,8 @@ disabled: Any = find("torch._dynamo.disable")
 """The decorator for functions that run outside of graphs."""
 graph_break: Any = find("torch._dynamo.graph_break")
 """Break the graph. ``msg`` is the reason."""
+traced_as_one_call: Any = find("torch.compiler.allow_in_graph")
+"""The decorator for functions that Dynamo puts into a graph as one call, whose code runs when the graph is traced."""
 current_callback: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 """Return the callback that compiles code in this thread. The result is not callable if nothing is compiled."""
 
@@ -54,6 +58,10 @@ _eval_frame: Any = find("torch._dynamo.eval_frame")
 find("torch._dynamo.eval_frame._stance")  # Each change replaces the object, so it is read at each use.
 attribute("trace_rules", "check")
 attribute("stance", "stance")
+_translator: Any = find("torch._dynamo.symbolic_convert.InstructionTranslator", None)
+attribute("InstructionTranslator", "current_tx")
+_OUTPUT, _TRACERS = attribute("Dynamo", "output"), attribute("Dynamo output", "tracers")
+_constant: Any = find("torch.compiler.assume_constant_result")
 attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
@@ -61,6 +69,18 @@ _INNER_BACKENDS = (
 )
 _WRAPPED_BACKEND = attribute("Dynamo backend", "compiler_fn")
 _WRAPPERS = 6  # The maximum number of Dynamo's own wrappers around a backend.
+
+
+@_constant  # type: ignore[untyped-decorator]
+def in_subgraph() -> bool:
+    """Return whether Dynamo traces the function of an operator such as a checkpoint, which may not assign to objects.
+
+    In a graph, the result is a constant.
+    """
+    try:
+        return len(getattr(getattr(_translator.current_tx(), _OUTPUT), _TRACERS)) > 1
+    except AttributeError:  # Nothing is traced.
+        return False
 
 
 def compiled_versions(code: CodeType) -> int:

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from tenterhook.statistics.fused import ROW
+from tenterhook.statistics.graph_table import CALLS
+from tenterhook.statistics.graph_table import FIELDS as TABLE
 from tenterhook.statistics.sampling import RUN
 from tenterhook.statistics.sketch import BASE, HALF, INFINITE, SAMPLE, SHIFT
 
-__all__ = ["FIELDS", "TILE", "TILES", "bins", "gather", "pieces", "put_together"]
+__all__ = ["FIELDS", "TILE", "TILES", "add_to_table", "bins", "gather", "pieces", "put_together", "set_addresses"]
 
 TILE, TILES = tl.constexpr(1024), tl.constexpr(64)
 AT_ONCE = tl.constexpr(4)  # Tiles that are loaded concurrently.
@@ -29,6 +31,7 @@ HUGE, SHRINK = tl.constexpr(2.0**60), tl.constexpr(2.0**-100)
 # Fields of a piece: finite elements, mean, sum of squared deviations, min, max, zeros, NaN, and one unused.
 FIELDS = tl.constexpr(8)
 ROW_ = tl.constexpr(ROW)
+WIDTH_, CALLS_ = tl.constexpr(len(TABLE)), tl.constexpr(CALLS)
 RUN_, SAMPLE_ = tl.constexpr(RUN), tl.constexpr(SAMPLE)
 SHIFT_, BASE_, HALF_ = tl.constexpr(SHIFT), tl.constexpr(BASE), tl.constexpr(HALF)
 INFINITE_ = tl.constexpr(INFINITE)
@@ -153,16 +156,8 @@ def pieces(
 
 
 @jit
-def put_together(
-    found,
-    first,
-    last,
-    counts,
-    out,
-):
-    """Combine the pieces of one tensor: ``first[which]`` up to, but not including, ``last[which]``."""
-    which = tl.program_id(0)
-    begin, end = tl.load(first + which), tl.load(last + which)
+def _together(found, begin, end):
+    """Combine the pieces from ``begin`` to ``end``: finite elements, mean, squared deviations, min, max, zeros, NaN."""
     offsets = tl.arange(0, MANY)
     count = tl.zeros((MANY,), tl.float64)
     total = tl.zeros((MANY,), tl.float64)
@@ -181,25 +176,102 @@ def put_together(
         zeros += tl.load(at + 5, mask=there, other=0.0)
         none += tl.load(at + 6, mask=there, other=0.0)
     finite = tl.sum(count, 0)
-    some = tl.maximum(finite, 1.0)
-    mean = tl.sum(total, 0) / some
+    mean = tl.sum(total, 0) / tl.maximum(finite, 1.0)
     square = tl.zeros((MANY,), tl.float64)
     for start in range(begin, end, MANY):
         there = start + offsets < end
         at = found + (start + offsets) * FIELDS
         off = tl.load(at + 1, mask=there, other=0.0) - mean
         square += tl.load(at + 2, mask=there, other=0.0) + tl.load(at, mask=there, other=0.0) * off * off
-    spread = tl.sum(square, 0)
-    nan = tl.sum(none, 0)
+    return finite, mean, tl.sum(square, 0), tl.min(low, 0), tl.max(high, 0), tl.sum(zeros, 0), tl.sum(none, 0)
+
+
+@jit
+def put_together(
+    found,
+    first,
+    last,
+    counts,
+    out,
+):
+    """Combine the pieces of one tensor: ``first[which]`` up to, but not including, ``last[which]``."""
+    which = tl.program_id(0)
+    begin, end = tl.load(first + which), tl.load(last + which)
+    finite, mean, spread, low, high, zeros, nan = _together(found, begin, end)
     line = out + which * ROW_
     tl.store(line, mean)
-    tl.store(line + 1, tl.sqrt(spread / some))
-    tl.store(line + 2, tl.where(finite > 0, tl.min(low, 0), float("nan")))
-    tl.store(line + 3, tl.where(finite > 0, tl.max(high, 0), float("nan")))
+    tl.store(line + 1, tl.sqrt(spread / tl.maximum(finite, 1.0)))
+    tl.store(line + 2, tl.where(finite > 0, low, float("nan")))
+    tl.store(line + 3, tl.where(finite > 0, high, float("nan")))
     tl.store(line + 4, tl.sqrt(spread + finite * mean * mean))
-    tl.store(line + 5, tl.sum(zeros, 0))
+    tl.store(line + 5, zeros)
     tl.store(line + 6, nan)
     tl.store(line + 7, tl.load(counts + which).to(tl.float64) - finite - nan)
+
+
+@jit
+def _add(place, number):
+    tl.store(place, tl.load(place) + number)
+
+
+@jit
+def add_to_table(
+    found,
+    first,
+    last,
+    counts,
+    of,
+    rows,
+    table,
+):
+    """Combine the pieces of one tensor, and add its fields to a row of a table of :mod:`.graph_table`."""
+    entry = tl.program_id(0)
+    which = tl.load(of + entry)
+    begin, end = tl.load(first + which), tl.load(last + which)
+    finite, mean, spread, low, high, zeros, nan = _together(found, begin, end)
+    number = tl.load(counts + which).to(tl.float64)
+    line = table + tl.load(rows + entry) * WIDTH_
+    squares = spread + finite * mean * mean
+    before = tl.load(line + CALLS_)
+    _add(line, mean * finite)
+    _add(line + 1, squares)
+    _add(line + 2, squares)
+    _add(line + 3, zeros)
+    _add(line + 4, nan)
+    _add(line + 5, number - finite - nan)
+    _add(line + 6, number)
+    _add(line + CALLS_, 1.0)
+    tl.store(line + 8, 1.0)
+    # The row of a tensor that was not measured before is zero.
+    tl.store(line + 10, tl.where(before > 0, tl.maximum(tl.load(line + 10), -low), -low))
+    tl.store(line + 11, tl.where(before > 0, tl.maximum(tl.load(line + 11), high), high))
+
+
+@triton.jit(do_not_specialize=[f"a{place}" for place in range(32)])
+def set_addresses(
+    out,
+    a0, a1, a2, a3, a4, a5, a6, a7,
+    a8, a9, a10, a11, a12, a13, a14, a15,
+    a16, a17, a18, a19, a20, a21, a22, a23,
+    a24, a25, a26, a27, a28, a29, a30, a31,
+):  # fmt: skip
+    """Store addresses in an array. Arguments of a launch are also right when a CUDA graph replays it."""
+    _set_eight(out, a0, a1, a2, a3, a4, a5, a6, a7)
+    _set_eight(out + 8, a8, a9, a10, a11, a12, a13, a14, a15)
+    _set_eight(out + 16, a16, a17, a18, a19, a20, a21, a22, a23)
+    _set_eight(out + 24, a24, a25, a26, a27, a28, a29, a30, a31)
+
+
+@jit
+def _set_eight(out, a0, a1, a2, a3, a4, a5, a6, a7):
+    tl.store(out, a0)
+    tl.store(out + 1, a1)
+    tl.store(out + 2, a2)
+    tl.store(out + 3, a3)
+    tl.store(out + 4, a4)
+    tl.store(out + 5, a5)
+    tl.store(out + 6, a6)
+    tl.store(out + 7, a7)
 
 
 @triton.jit(do_not_specialize=["phase"])

@@ -38,6 +38,8 @@ __all__ = [
     "RowNumbers",
     "Wanted",
     "Workspace",
+    "exact_lines",
+    "exact_moments",
     "hosts",
     "measure",
     "measure_together",
@@ -394,3 +396,20 @@ def whole(tensor: Tensor) -> Array:
             (mean, spread, low, high, torch.linalg.vector_norm(finite), (finite == 0).sum())
         ).cpu()
     return row
+
+
+def exact_lines(found: Measured, tensors: Sequence[Tensor]) -> Array:
+    """Return the rows of :meth:`Measured.host`, with NaN and Inf counted and deviations that were lost."""
+    table = found.host()
+    for place in found.drowned:
+        table[place, [STD, NORM]] = exact_moments(tensors[place])
+    if not found.finite():
+        for place in np.flatnonzero(~np.isfinite(table[:, MEAN : NORM + 1]).all(1)).tolist():
+            table[place] = whole(tensors[place])
+    return table
+
+
+def exact_moments(tensor: Tensor) -> tuple[float, float]:
+    """Return the standard deviation and the norm of a tensor, computed in double precision."""
+    exact = tensor.detach().double()
+    return float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))

@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tenterhook.compiled.traced_statistics import MOST, measure_collected
 from tenterhook.pytorch.static_inputs import uses_cuda_graph_memory
-from tenterhook.statistics.graph_slots import (
+from tenterhook.statistics.fused import serves
+from tenterhook.statistics.graph_table import (
     CALLS,
-    FIELDS,
     INFINITE,
-    LOW,
     NOT_A_NUMBER,
     NUMBER,
+    SAMPLED,
+    TABLES,
     columns_of,
-    new_slot,
-    reset,
+    new_table,
 )
 from tenterhook.statistics.measure import COLUMNS, RowNumbers
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
@@ -29,107 +30,117 @@ if TYPE_CHECKING:
     from tenterhook.statistics.measure import Array
     from tenterhook.watch.history import History, Kind
 
-__all__ = ["GraphStatistics", "PointSlots"]
-
-MOST = 4  # Tensors of a tuple that are measured.
+__all__ = ["GraphStatistics", "GraphTables"]
 
 
-class PointSlots:
-    """The slots of one point: of its tensors, and the leaves whose gradients are the statistics of theirs."""
+class GraphTables:
+    """The tensors that traced code uses, and the values that it has collected but not measured yet.
 
-    __slots__ = ("gradients", "values")
+    ``table`` has the statistics of values. The gradient of ``leaf`` is such a table for gradients. ``limit`` and
+    ``phase`` select the samples of long tensors on the CPU.
+    """
 
-    def __init__(self, device: torch.device, *, gradients: bool) -> None:
-        self.values = tuple([new_slot(device) for _ in range(MOST)])
-        self.gradients = tuple([new_slot(device).requires_grad_() for _ in range(MOST)]) if gradients else ()
+    __slots__ = ("leaf", "limit", "phase", "rows", "table", "values")
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit or 0
+        self.table: Any = None
+        self.leaf: Any = None
+        self.phase: Tensor | None = None
+        self.values: tuple[Tensor, ...] = ()
+        self.rows: tuple[int, ...] = ()
 
 
 class GraphStatistics:
-    """All slots of a watch. Graphs add to them, and each step takes what they have."""
+    """The tables of a watch. Graphs add to them, and each step takes what they have."""
 
-    def __init__(self, history: History, device: torch.device) -> None:
+    def __init__(self, history: History, device: torch.device, limit: int | None) -> None:
         self._history, self._device = history, device
-        self._values: list[Tensor] = []
-        self._arrived: list[list[Tensor]] = []  # By leaf: what its hook has got in this step.
-        self._blank = torch.tensor([0.0] * LOW + [-torch.inf] * 2, dtype=torch.float64, device=device)
-        self._copies = False  # True if CUDA graphs overwrite what the hooks get.
+        self.tables = GraphTables(limit)
+        """the object that traced code uses"""
+        self._arrived: list[Tensor] = []  # The tables of the backward passes of this step.
+        self._copies = False  # True if CUDA graphs overwrite what the hook gets.
         self._labels: dict[Kind, list[tuple[str, int]]] = {"values": [], "gradients": []}
         self._rows: dict[tuple[int, ...], Array] = {}
         self._pending: Tensor | None = None
         self.arguments: Any = None
         """the arguments of the last call, to run it again"""
 
-    def add(self, address: str, *, gradients: bool) -> PointSlots:
-        """Return the slots of a new point."""
-        slots = PointSlots(self._device, gradients=gradients)
-        self._values += slots.values
-        self._labels["values"] += [(address, place) for place in range(MOST)]
-        for place, leaf in enumerate(slots.gradients):
-            self._labels["gradients"].append((address, place))
-            self._arrived.append([])
-            leaf.register_hook(self._keeper(self._arrived[-1]))
-        return slots
+    def add(self, address: str, *, gradients: bool) -> tuple[GraphTables, int, int]:
+        """Add a point. Return the tables, its row for values, and its row for gradients or -1."""
+        return self.tables, self._more("values", address), self._more("gradients", address) if gradients else -1
 
-    def _keeper(self, arrived: list[Tensor]) -> Callable[[Tensor], Tensor]:
-        def keep(found: Tensor) -> Tensor:
-            arrived.append(found.clone() if self._copies else found)
-            return self._blank  # The gradient of the leaf itself is not used.
+    def _more(self, kind: Kind, address: str) -> int:
+        labels = self._labels[kind]
+        labels += [(address, place) for place in range(MOST)]
+        return len(labels) - MOST
 
-        return keep
+    def prepare(self) -> None:
+        """Make the tables for all points that were added."""
+        serves(torch.float32, self._device)  # Checks the kernels now, not while a CUDA graph is captured.
+        self.tables.table = new_table(len(self._labels["values"]), self._device)
+        leaf = self.tables.leaf = new_table(len(self._labels["gradients"]), self._device).requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._keep)
+
+    def _keep(self, leaf: Tensor) -> None:
+        found, leaf.grad = leaf.grad, None
+        if found is not None:
+            self._arrived.append(found.clone() if self._copies else found)
+
+    def begin(self, phase: int) -> None:
+        """Begin a step. ``phase`` selects its samples."""
+        # A graph with a tensor on the CPU is not a CUDA graph. On a GPU, nothing is sampled.
+        if self._device.type == "cpu":
+            self.tables.phase = torch.tensor(phase, device="cpu")
 
     def called(self, arguments: Any) -> None:
-        """Set the values of a finished call aside, because the next call adds to the same slots."""
+        """Set the values of a finished call aside, because the next call adds to the same table."""
         self.arguments = arguments
-        found = torch.stack(self._values)
+        found = self._values()
         self._pending = found if self._pending is None else _merged(self._pending, found)
-        reset(self._values)
-
-    def take(self, explain: Callable[[list[tuple[str, str]]], NonFiniteReport | None]) -> list[GraphBatch]:
-        """Return what was measured since the last time, and empty the slots."""
-        if not self._values:
-            return []
-        values, self._pending = self._pending, None
-        if values is None:
-            values = torch.stack(self._values)
-            reset(self._values)  # Otherwise they belong to the next step already.
-        batch = GraphBatch(self, torch.cat([values, self._gradients()]), explain)
-        for arrived in self._arrived:
-            arrived.clear()
-        self._copies = uses_cuda_graph_memory(self._device)
-        return [batch]
 
     @torch.no_grad()
-    def _gradients(self) -> Tensor:
-        """Return the statistics of the gradients, merged over the backward passes of the step."""
-        if not self._arrived:
-            return self._blank.new_zeros(0, len(FIELDS))
-        found = self._turn(0)
-        for turn in range(1, max(map(len, self._arrived))):
-            found = _merged(found, self._turn(turn))
+    def _values(self) -> Tensor:
+        """Return the statistics of values, and empty the table."""
+        if self.tables.rows:  # A graph break, or a part of the model without the compiler, has left some.
+            measure_collected(self.tables)
+        found: Tensor = self.tables.table.clone()
+        self.tables.table.zero_()
         return found
 
-    def _turn(self, turn: int) -> Tensor:
-        """Return the statistics of one backward pass for all leaves."""
-        found = torch.stack([each[turn] if turn < len(each) else self._blank for each in self._arrived])
-        # For a module that was called several times, autograd has added up the ends too, which then mean nothing.
-        several = found[:, CALLS : CALLS + 1] > 1
-        return torch.cat([found[:, :LOW], torch.where(several, torch.nan, found[:, LOW:])], 1)
+    @torch.no_grad()
+    def take(self, explain: Callable[[list[tuple[str, str]]], NonFiniteReport | None]) -> list[GraphBatch]:
+        """Return what was measured since the last time, and empty the tables."""
+        if self.tables.table is None:
+            return []
+        values, self._pending = self._pending, None
+        found = [self._values() if values is None else values]
+        if self._arrived:
+            gradients, *others = self._arrived
+            for other in others:
+                gradients = _merged(gradients, other)
+            found.append(gradients)
+            self._arrived = []
+        self._copies = uses_cuda_graph_memory(self._device)
+        return [GraphBatch(self, torch.cat(found), explain)]
 
     def empty(self) -> None:
-        """Empty all slots."""
-        self._pending = None
-        if self._values:
-            reset(self._values)
-        for arrived in self._arrived:
-            arrived.clear()
+        """Empty all tables."""
+        self._pending, self._arrived = None, []
+        self.tables.values = self.tables.rows = ()
+        if self.tables.table is not None:
+            with torch.no_grad():
+                self.tables.table.zero_()
 
     def release(self) -> None:
         """Release all tensors."""
-        self.empty()
-        self._values, self._arrived, self.arguments = [], [], None
+        self._pending, self._arrived, self.arguments = None, [], None
+        tables = self.tables
+        tables.table = tables.leaf = tables.phase = None
+        tables.values = tables.rows = ()
 
     def rows(self, used: Sequence[int]) -> Array:
-        """Return the rows of the history for some slots. The same slots always have the same array."""
+        """Return the rows of the history for some rows of the tables. The same ones always have the same array."""
         key = tuple(used)
         found = self._rows.get(key)
         if found is None:
@@ -143,7 +154,11 @@ class GraphStatistics:
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
-    return torch.cat([one[:, :LOW] + other[:, :LOW], torch.maximum(one[:, LOW:], other[:, LOW:])], 1)
+    """Return the sum of two tables. A row without calls is zero, also where the larger value counts."""
+    rest, more = one[:, TABLES:], other[:, TABLES:]
+    largest = torch.where(other[:, CALLS : CALLS + 1] > 0, torch.maximum(rest, more), rest)
+    largest = torch.where(one[:, CALLS : CALLS + 1] > 0, largest, more)
+    return torch.cat([one[:, :TABLES] + other[:, :TABLES], largest], 1)
 
 
 class GraphBatch:
@@ -178,7 +193,7 @@ class GraphBatch:
         if not used:
             return None
         rows, table = self._owner.rows(used), columns_of(fields[used])
-        history.add(rows, table, [])
+        history.add(rows, table, rows[fields[used, SAMPLED] > 0].tolist())
         bad = np.flatnonzero(fields[used][:, [NOT_A_NUMBER, INFINITE]].any(1)).tolist()
         if not bad:
             return None

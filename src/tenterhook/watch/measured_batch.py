@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from tenterhook.statistics.measure import (
     COLUMNS,
@@ -22,6 +21,7 @@ from tenterhook.statistics.measure import (
     Measured,
     MeasurePlan,
     Wanted,
+    exact_moments,
     hosts,
     measure_together,
     whole,
@@ -149,8 +149,7 @@ class MeasuredBatch:
             for place in self._measured.drowned:
                 if self._versions is not None and self._tensors[place]._version != self._versions[place]:
                     continue  # The tensor has changed since.
-                exact = self._tensors[place].detach().double()
-                table[place, [STD, NORM]] = float(exact.std(correction=0)), float(torch.linalg.vector_norm(exact))
+                table[place, [STD, NORM]] = exact_moments(self._tensors[place])
         return table
 
     def open(self, history: History) -> NonFiniteReport | None:

@@ -29,10 +29,15 @@ if TYPE_CHECKING:
     from tenterhook.watch.history import History
     from tenterhook.watch.results import WatchOptions
 
-__all__ = ["Measuring"]
+__all__ = ["Measuring", "phase_of"]
 
 CAUGHT = 2  # Source of a measured tensor: a gradient slot. The others are VALUE and KEPT.
 PRIMES = (7919, 104729)  # The start of the samples in a large tensor changes from step to step.
+
+
+def phase_of(step: int) -> int:
+    """Return the start of the samples in a step."""
+    return step * PRIMES[0] % PRIMES[1]
 
 
 class Measuring:
@@ -215,7 +220,7 @@ class _Batch:
         history, layout = self._history, self.layout()
         if history.slow:
             history.liken(layout)
-        plan, phase = layout.plan if self._known else None, step * PRIMES[0] % PRIMES[1]
+        plan, phase = layout.plan if self._known else None, phase_of(step)
         in_a_row = self._in_a_row and not self.row_list  # Tensors that were added separately may not be contiguous.
         wanted = Wanted(self.tensors, limit, phase, layout.first, name, plan=plan, quick=True, in_a_row=in_a_row)
         return MeasureRequest(layout, wanted, explain)

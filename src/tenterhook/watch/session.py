@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+import tenterhook.compiled.engine_api  # registers the support for compiled models
+import tenterhook.statistics.graph_measure  # noqa: F401 - registers the operation of graphs
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
 from tenterhook.engine.action import Binding
@@ -36,7 +37,7 @@ from tenterhook.watch.graph_statistics import GraphStatistics
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
 from tenterhook.watch.measured_batch import MeasureRequest, measured
-from tenterhook.watch.measuring import Measuring
+from tenterhook.watch.measuring import Measuring, phase_of
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
 from tenterhook.watch.results import WatchOptions, about
@@ -99,6 +100,8 @@ class Watch(Delivery, Session):
             if point.site is not Site.PARAMETER:
                 self._add(point, bindings, careful=careful)
                 self._add_activations(point, bindings)
+        if self._graph is not None:
+            self._graph.prepare()
         self._findings.units.choose(self._slots, set())
         self._add_rules(points, bindings)
         # ModelCalled runs before all other actions at the model's call, ModelReturns after all others at its return.
@@ -140,7 +143,7 @@ class Watch(Delivery, Session):
             return None
         require("static inputs of graphs")
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        return GraphStatistics(self._history, device)
+        return GraphStatistics(self._history, device, self._options.sample)
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
         """Add actions that count the idle units of activations that a module's forward calls as functions."""
@@ -189,6 +192,8 @@ class Watch(Delivery, Session):
     # -- start and close -----------------------------------------------------------------------------------------------
 
     def on_start(self) -> None:
+        if self._graph is not None and self.graph_outputs is not None:
+            self.graph_outputs.tables = self._graph.tables
         if self._options.ranks:
             self._ranks = Ranks(replicated(self._parameters.named))
         for optimizer in self._optimizers:
@@ -359,6 +364,8 @@ class Watch(Delivery, Session):
 
     def _begin(self) -> None:
         """Begin a watched step."""
+        if self._graph is not None:
+            self._graph.begin(phase_of(self.steps))
         self._history.slow = self._slow_at is None or self.steps - self._slow_at >= self._options.slow
         if self._history.slow:
             self._slow_at = self.steps

@@ -1,0 +1,119 @@
+"""Points of a compiled model that are measured together: lists, checkpoints, breaks, samples, in-place changes."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+import tenterhook as th
+from tenterhook.compiled.collected_gradients import AT_ONCE
+
+WIDTH = 8
+NUMBERS = ("count", "mean", "std", "min", "max", "norm", "zeros", "exact", "steps")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind, count=3):
+        super().__init__()
+        self.kind, self.blocks, self.head = kind, nn.ModuleList([Block() for _ in range(count)]), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.kind == "checkpoint" else block(x)
+            if self.kind == "in place":
+                x.add_(1)
+            elif self.kind == "several calls":
+                x = self.blocks[0](x)
+            elif self.kind == "break" and place == 1:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def train(model, net, **options):
+    sgd = torch.optim.SGD(net.parameters(), 0.01)
+    with th.watch(model, optimizer=sgd, **options) as watch:
+        for seed in range(3):
+            sgd.zero_grad()
+            model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            sgd.step()
+    return watch
+
+
+def both(kind, backend="aot_eager", count=3, **options):
+    watches, nets = [], []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = Blocks(kind, count)
+        model = torch.compile(net, backend=backend, fullgraph=kind != "break") if compiles else net
+        watches.append(train(model, net, **options))
+        nets.append(net)
+    assert all(torch.equal(*each) for each in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    return watches
+
+
+def assert_same_rows(plain, compiled):
+    mine, theirs = ({(row["kind"], row["address"]): row for row in watch.rows()} for watch in (compiled, plain))
+    assert set(mine) == set(theirs)
+    for key, row in theirs.items():
+        for name in NUMBERS:
+            assert mine[key][name] == pytest.approx(row[name], rel=1e-4, abs=1e-5), (key, name)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "in place", "several calls"])
+def test_the_rows_of_a_whole_graph_are_those_without_the_compiler(kind, backend):
+    plain, compiled = both(kind, backend)
+    assert (compiled.compiled.graphs, compiled.compiled.breaks) == (1, 0)
+    assert_same_rows(plain, compiled)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo itself asks for it.
+def test_values_that_were_collected_before_a_graph_break_are_measured():
+    assert_same_rows(*both("break"))
+
+
+def test_long_tensors_are_sampled_at_the_same_positions():
+    plain, compiled = both("plain", sample=32)
+    assert not compiled.row("blocks.0.up")["exact"]
+    assert_same_rows(plain, compiled)
+
+
+def test_an_operation_measures_many_points():
+    nodes = []
+
+    def counted(graph, _inputs):
+        # The operation is the first argument of the one that makes it functional.
+        nodes.append([node for node in graph.graph.nodes if "measure_into" in str((node.target, *node.args[:1]))])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted)
+    net = Blocks("plain", 20)
+    with th.watch(torch.compile(net, backend=backend, fullgraph=True)) as watch:
+        net_output = watch.model(torch.randn(2, WIDTH))
+        net_output.sum().backward()
+    points = 20 * 4 + 2
+    assert [len(each) for each in nodes] == [-(-points // AT_ONCE)] * 2
+    assert sum(row["kind"] in {"values", "gradients"} and "weight" not in row["address"] for row in watch.rows())
+
+
+def test_nothing_stays_of_a_graph_whose_outputs_are_not_used():
+    net = Blocks("plain")
+    model = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with th.watch(model) as watch:
+        model(torch.randn(2, WIDTH))  # No backward pass.
+        watch.step()
+        model(torch.randn(2, WIDTH)).sum().backward()
+        watch.step()
+    assert watch.row("head")["count"] == 4
+    assert watch.row("head", "gradients")["count"] == 2
