@@ -37,7 +37,7 @@ VOCABULARY, WIDTH, LAYERS = 2000, 512, 6
 REQUESTS, GENERATED = 16, 16
 SMALL, PROMPTS, LONGEST, BATCH = 128, 2000, 200, 32
 SAME, RECORDED, EDITED, HARVESTED = (Goal("ratio", at_most=1 / share) for share in (0.99, 0.93, 0.95, 1.5))
-MOST, HARVESTS = 12, 3
+MOST, HARVESTS = 12, 2
 WORKER = "tenterhook.integrations.vllm.Worker"
 CLOSE = 1e-3
 

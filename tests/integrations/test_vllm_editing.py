@@ -37,6 +37,7 @@ def llama(root):
             yield llm, engine, model
 
 
+DIRECTIONS = torch.stack([vector(10), vector(11)])
 # The edits of a request, and the same for transformers, where a value has a batch dimension.
 ONE = {
     "all tokens": ({POINT: th.add(vector(0))}, {POINT: th.add(vector(0))}),
@@ -68,6 +69,10 @@ ONE = {
         {"model.layers.0@mlp_out": th.clamp(-0.1, 0.1), POINT: th.project(vector(7), remove=True)},
     ),
     "the mean of a row": ({"model.layers.0.mlp": th.mean(dim=-1)}, {"model.layers.0.mlp": th.mean(dim=-1)}),
+    "edits that directions describe": (
+        {POINT: [th.rotate(DIRECTIONS, 2.0), th.lowrank(DIRECTIONS, DIRECTIONS), th.mask((vector(8) > 0).float())]},
+        {POINT: [th.rotate(DIRECTIONS, 2.0), th.lowrank(DIRECTIONS, DIRECTIONS), th.mask((vector(8) > 0).float())]},
+    ),
     "an argument": ({"model.layers.1.mlp:x": th.zero()}, {"model.layers.1.mlp:x": th.zero()}),
 }
 

@@ -42,6 +42,25 @@ def test_64_requests_of_mixed_length_have_the_values_of_transformers(root, famil
             assert_same(tape.request(output), model, read_tokens(output))
 
 
+# Layers of the first return the stream itself beside an unused tensor; vLLM runs the second by its transformers code.
+@pytest.mark.parametrize("family", ["cohere", "phi"])
+def test_layers_that_return_something_else_have_the_values_of_transformers(root, family):
+    folder, model = model_folder(root, family)
+    (prompt,) = prompts([20])
+    ids, streams = generated(model, prompt, {POINT: th.add(vector(0))})
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        with engine.record(RESID, "model.layers.*@attn_out", "model.layers.*@mlp_out") as tape:
+            outputs = serve(llm, prompts([70, SHORT, 33]), greedy())
+        for output in outputs:
+            assert len(tape.request(output)) == 9
+            assert_same(tape.request(output), model, read_tokens(output))
+        with engine.record(RESID) as tape:
+            edited, _ = serve(llm, [prompt] * 2, [engine.params(greedy(), edits={POINT: th.add(vector(0))}), greedy()])
+        assert edited.outputs[0].token_ids == ids
+        for point, rows in streams.items():
+            assert difference(tape.request(edited)[point], rows) < 1e-4
+
+
 def test_requests_that_are_preempted_have_each_token_once(root):
     folder, model = model_folder(root)
     with running(folder, alone=False, num_gpu_blocks_override=4, max_num_seqs=3) as llm, attach(llm) as engine:
@@ -105,6 +124,29 @@ def test_sampling_parameters_do_not_survive_a_restart_of_the_engine(root):
             kept = engine.params(greedy(), edits={POINT: th.add(vector(0))})
             (output,) = serve(llm, [prompt], kept)
             assert output.outputs[0].token_ids == generated(model, prompt, {POINT: th.add(vector(0))})[0]
+
+
+def test_a_harvest_is_resumed_by_an_engine_that_was_restarted(root, tmp_path):
+    folder, _ = model_folder(root)
+    tokens = prompts([20 + number for number in range(12)])
+    options = {"rows": "token", "batch_size": 4, "shard_rows": 60, "to": tmp_path / "acts"}
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        run, calls = engine.serve, []
+
+        def failing(*args):
+            calls.append(args)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return run(*args)
+
+        engine.serve = failing
+        with pytest.raises(KeyboardInterrupt):
+            th.harvest(engine, tokens, POINT, **options)
+    with running(folder, alone=False) as llm, attach(llm) as engine:
+        rest = th.harvest(engine, tokens, POINT, **options)
+    assert 0 < rest.rows < sum(map(len, tokens))
+    store = th.open(tmp_path / "acts")
+    assert store["token"][:].tolist() == [token for each in tokens for token in each]
 
 
 def test_requests_that_run_when_their_engine_is_closed_keep_their_edits(root):
@@ -174,6 +216,8 @@ def test_two_engines_in_one_process_have_declared_points_of_their_own(root):
     (prompt,) = prompts([20])
     options = [{"enforce_eager": False, **declare(*points)} for points in ((RESID,), ("model.norm", POINT))]
     with running(folder, **options[0]) as one, running(folder, **options[1]) as other:
+        forged = greedy(extra_args={"tenterhook": {"request": "0", "recordings": [], "edits": [{"edits": "?"}]}})
+        assert serve(one, [prompt], forged)[0].finished  # Without attach(), what a client sends has no effect.
         first, second = attach(one), attach(other)
         params = first.params(greedy(), edits={POINT: th.add(vector(0))})
         with first.record(RESID) as mine, second.record(POINT) as its:

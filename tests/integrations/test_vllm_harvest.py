@@ -135,6 +135,9 @@ def test_rows_can_be_passed_to_a_function(llama):
         (TOKENS[:2], {}, th.HarvestError, 'rows="token"'),
         (torch.ones(2, 3), {"rows": "token"}, th.HarvestError, "an engine harvests prompts"),
         ([], {"rows": "token"}, th.HarvestError, "got nothing"),
+        (TOKENS[:2], {"generate": {"nonsense": 1}}, th.HarvestError, "generate={'nonsense': 1}"),
+        (TOKENS[:2], {"generate": {"max_tokens": 3}}, th.HarvestError, "max_new_tokens"),
+        (TOKENS[:2], {"generate": {"n": 2, "temperature": 1}}, th.HarvestError, "one sample of each prompt"),
         (TOKENS[:2], {"rows": "token", "grad": lambda output, batch: output}, th.HarvestError, "grad= of th.harvest"),
     ],
 )

@@ -16,11 +16,13 @@ from vllm_engines import (
     RESID,
     WORKER,
     assert_same,
+    difference,
     generated,
     greedy,
     model_folder,
     prompts,
     read_tokens,
+    reference,
     vector,
 )  # fmt: skip
 
@@ -59,12 +61,23 @@ async def use(client, model):
         for point, rows in streams.items():
             assert (tape.request(output)[point] - rows).norm() < 1e-4 * rows.norm()
     assert_same(tape.request(outputs[1]), model, read_tokens(outputs[1]))
+    # A client that leaves: its request has the rows until then, and others are not affected.
+    async with engine.record(POINT) as tape:
+        leaving = client.generate({"prompt_token_ids": tokens[1]}, greedy(200), "left")
+        await anext(leaving)
+        await leaving.aclose()
+        stayed = await answer(client, tokens[0], greedy(), "stayed")
+    assert_same(tape.request(stayed), model, read_tokens(stayed))
+    left = tape.request("left")[POINT]
+    assert len(tokens[1]) <= len(left) < len(tokens[1]) + 199
+    assert difference(left[: len(tokens[1])], reference(model, tokens[1], POINT)[POINT][0]) < 1e-4
     # A request that runs when the block ends keeps its edits to its last token.
     async with engine.edit({POINT: th.add(vector(0))}):
-        running = asyncio.create_task(answer(client, tokens[1], greedy(20), "late"))
-        await asyncio.sleep(0.02)
-    late, plain = await running, await answer(client, tokens[1], greedy(20), "plain")
-    assert late.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.add(vector(0))}, count=20)[0]
+        late = client.generate({"prompt_token_ids": tokens[1]}, greedy(20), "late")
+        await anext(late)
+    *_, output = [each async for each in late]
+    plain = await answer(client, tokens[1], greedy(20), "plain")
+    assert output.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.add(vector(0))}, count=20)[0]
     assert plain.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.scale(1.0)}, count=20)[0]
     await engine.close()
 
@@ -87,6 +100,21 @@ def test_an_asynchronous_engine_records_and_edits_concurrent_requests(llama):
     asyncio.run(run())
 
 
+def server_command(folder, port):
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len", "256", "--max-num-seqs", "8", "--served-model-name", "llama"]
+    return [*command, "--middleware", "tenterhook.integrations.vllm.SavedEdits"]
+
+
+def test_a_server_without_the_extension_does_not_start(llama, tmp_path):
+    folder, _ = llama
+    options = {"env": {**os.environ, "TENTERHOOK_EDITS": str(tmp_path)}, "capture_output": True, "text": True}
+    ended = subprocess.run(server_command(folder, 0), **options, check=False, timeout=300)
+    assert ended.returncode != 0
+    assert "have no tenterhook in them" in ended.stdout + ended.stderr
+
+
 @pytest.fixture(scope="module")
 def server(llama, tmp_path_factory):
     """The server with a folder of saved edits, as its address."""
@@ -100,14 +128,11 @@ def server(llama, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--skip-tokenizer-init", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--max-num-seqs", "8", "--served-model-name", "llama"]
-    command += ["--worker-extension-cls", WORKER, "--middleware", "tenterhook.integrations.vllm.SavedEdits"]
+    command = [*server_command(folder, port), "--worker-extension-cls", WORKER]
     process = subprocess.Popen(command, env={**os.environ, "TENTERHOOK_EDITS": str(edits)})
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(3000):  # Ten minutes, for a machine that does much else.
             try:
                 urllib.request.urlopen(f"{address}/health").close()
                 break

@@ -23,6 +23,7 @@ POINT = "model.layers.1@resid"
 WORKER = "tenterhook.integrations.vllm.Worker"
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, **HEADS}
+WITHOUT_HEAD_SIZE = {name: value for name, value in COMMON.items() if name != "head_dim"}
 
 
 def _configs():
@@ -32,6 +33,8 @@ def _configs():
         "llama": lambda: hf.LlamaConfig(**COMMON, max_position_embeddings=512),
         "qwen3": lambda: hf.Qwen3Config(**COMMON, max_position_embeddings=512),
         "gemma2": lambda: hf.Gemma2Config(**COMMON, max_position_embeddings=512, query_pre_attn_scalar=32),
+        "cohere": lambda: hf.CohereConfig(**WITHOUT_HEAD_SIZE, max_position_embeddings=512),
+        "phi": lambda: hf.PhiConfig(**WITHOUT_HEAD_SIZE, max_position_embeddings=512),
         "gpt2": lambda: hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=2, n_positions=512),
         "mixtral": lambda: hf.MixtralConfig(
             **COMMON, max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2

@@ -63,6 +63,10 @@ class HarvestEngine(ABC):
         """Return the addresses of the points that selectors match, or raise AddressError."""
 
     @abstractmethod
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise HarvestError if requests cannot have these options of generation."""
+
+    @abstractmethod
     def serve(self, prompts: Sequence[Any], points: Sequence[str], options: Mapping[str, Any]) -> list[ServedRequest]:
         """Run prompts with these options of generation, and return the values in the order of the prompts.
 
@@ -83,6 +87,7 @@ class EngineJob(Job):
         if taking.by == "sample" and taking.reduce is None:
             raise HarvestError(LENGTHS)
         self.engine, self.taking, self.generate = engine, taking, generate
+        engine.check_options(generate or {})
         self.addresses = tuple(engine.resolved(selectors))
         self.found: tuple[str, ...] | None = None
         self.device = torch.device("cpu")

@@ -25,6 +25,10 @@ NOT_SAMPLING = (
     "engine.params() takes the SamplingParams of one request; got a {kind}. Each request with edits of its own gets "
     "its own: [engine.params(sampling, edits=each) for each in ...]"
 )
+OPTIONS = {
+    "n": "a harvest stores one sample of each prompt. For more, give the prompt several times",
+    "max_tokens": "as for models, the number of tokens to generate is max_new_tokens",
+}
 CLOSED = "this engine is closed. Attach again: attach(llm)"
 
 
@@ -166,18 +170,18 @@ class Engine(_Engine, HarvestEngine):
         """Return the addresses that selectors match."""
         return list(self.call("usable", _texts(selectors))[0])
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise HarvestError if ``SamplingParams`` does not take these options, or if they ask for several samples."""
+        _sampling(options)
+
     def serve(self, prompts: Sequence[Any], points: Sequence[str], options: Mapping[str, Any]) -> list[ServedRequest]:
         """Run prompts and return their values, in the order of the prompts.
 
         ``max_new_tokens`` is the number of tokens to generate; other options are those of ``SamplingParams``.
         """
-        from vllm import SamplingParams
-
         if not hasattr(self._llm, "generate"):
             raise HarvestError("th.harvest needs an engine that was attached as an LLM: attach(llm)")
-        defaults = {"temperature": 0, "max_new_tokens": 1, "detokenize": False}
-        most = (wanted := defaults | dict(options)).pop("max_new_tokens")
-        sampling = SamplingParams(max_tokens=most, **wanted)
+        sampling = _sampling(options)
         given = [each if isinstance(each, str) else {"prompt_token_ids": list(each)} for each in prompts]
         with self.record(*points) as tape, self._aborting():
             outputs = self._llm.generate(given, sampling, use_tqdm=False)
@@ -254,6 +258,21 @@ class AsyncEngine(_Engine):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _sampling(options: Mapping[str, Any]) -> Any:
+    """Return the sampling parameters of a harvest's requests."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMError
+
+    wrong = [name for name in ("n", "max_tokens") if name in options]
+    if wrong:
+        raise HarvestError(f"generate={{{wrong[0]!r}: ...}}: {OPTIONS[wrong[0]]}")
+    given = {"temperature": 0, "max_new_tokens": 1, "detokenize": False} | dict(options)
+    try:
+        return SamplingParams(max_tokens=given.pop("max_new_tokens"), **given)
+    except (TypeError, ValueError, VLLMError) as error:
+        raise HarvestError(f"generate={dict(options)!r}: {error}") from error
 
 
 def _texts(selectors: Sequence[Any]) -> list[str]:

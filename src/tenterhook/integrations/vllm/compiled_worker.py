@@ -26,6 +26,10 @@ FULL_GRAPHS = (
     "an engine with declared points cannot use full CUDA graphs, which run no Python code in a step. Start it with "
     "LLM(model, **declare(...)), which sets compilation_config={'cudagraph_mode': 'PIECEWISE'}."
 )
+NO_POINTS = (
+    "this worker needs the points that are part of its code. Start the engine with LLM(model, **declare(...)), or with "
+    'the same options: additional_config={"tenterhook": {"points": [...]}}.'
+)
 NOT_OUTPUT = "{address!r} cannot be declared: in compiled code, points are outputs of modules and their meanings."
 
 
@@ -73,7 +77,10 @@ class CompiledWorker(PlatformWorker, Worker):  # type: ignore[misc]  # the class
         if compilation.splitting_ops:
             compilation.splitting_ops += ["tenterhook::served", "tenterhook::served_pair"]
         self.tenterhook_state = state = WorkerState(self, declared=True)
-        points = served_points(state.model, self.vllm_config.additional_config[KEY]["points"])
+        named = (self.vllm_config.additional_config or {}).get(KEY, {}).get("points")
+        if not named:
+            raise SessionError(NO_POINTS)
+        points = served_points(state.model, named)
         state.declared_points = [PointActions(state, point) for point in dict.fromkeys(points)]
         for index, actions in enumerate(state.declared_points):
             if actions.point.site is not Site.RETURN:

@@ -31,8 +31,8 @@ logger = logging.getLogger("tenterhook")
 class SavedEdits:
     """A middleware of the server: ``--middleware tenterhook.integrations.vllm.SavedEdits``.
 
-    It attaches to the engine at the first request. From then on, ``"vllm_xargs": {"tenterhook_edits": "calm"}`` in a
-    request applies the edits of ``calm.edits`` to that request.
+    It attaches to the engine when the server starts. ``"vllm_xargs": {"tenterhook_edits": "calm"}`` in a request
+    applies the edits of ``calm.edits`` to that request. A server whose engine has no extension does not start.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -45,8 +45,15 @@ class SavedEdits:
         self._attaching = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and self._engine is None:
-            await self._attach(scope["app"].state.engine_client)
+        if self._engine is None:
+            try:
+                await self._attach(scope["app"].state.engine_client)
+            except TenterhookError as error:
+                if scope["type"] != "lifespan":
+                    raise
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
         await self._app(scope, receive, send)
 
     async def _attach(self, client: Any) -> None:

@@ -29,7 +29,7 @@ class Worker:
             return None
         if state is None:
             state = self.tenterhook_state = WorkerState(self)
-        state.is_closing = False
+        state.is_attached = True
         if verb == "attach":
             return {"workers": state.workers, "model": type(state.model).__name__}
         if verb not in VERBS:

@@ -66,7 +66,8 @@ class WorkerState:
         self.points: dict[str, PointActions] = {}
         self.declared_points: list[PointActions] = []
         """the points of compiled code, which knows them by their place here"""
-        self.is_closing = False
+        self.is_attached = False
+        """True while an engine is attached. Otherwise marks are ignored, because a client may have made them."""
         self.trial: TrialRun | None = None
         """the run that learns the layout of values, while it runs"""
         self._layouts: dict[str, ValueLayout] = {}
@@ -80,7 +81,7 @@ class WorkerState:
 
     def close(self, is_running: bool = False) -> None:  # noqa: FBT001, FBT002  # the arguments of a call by RPC
         """Remove everything from the worker, as soon as no request runs. Declared points stay, and do nothing."""
-        self.is_closing = is_running
+        self.is_attached = False
         if is_running:
             return
         self.requests.clear()
@@ -118,9 +119,9 @@ class WorkerState:
     def _begin(self, scheduled: Any) -> None:
         for name in scheduled.finished_req_ids:
             self.requests.pop(name, None)
-        if self.is_closing and not self.requests:
+        if not self.is_attached and not self.requests and not self.declared:
             self.close()
-        for new in scheduled.scheduled_new_reqs:
+        for new in scheduled.scheduled_new_reqs if self.is_attached else ():
             given = (getattr(new.sampling_params, "extra_args", None) or {}).get(KEY)
             if given is not None and new.req_id not in self.requests:
                 self.requests[new.req_id] = self._request(new, given)
