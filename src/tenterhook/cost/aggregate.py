@@ -45,11 +45,22 @@ def _bytes(value: Any) -> int:
 
 def static_costs(model: nn.Module) -> list[ModuleCost]:
     """Return what is known without a run: the parameters of each module."""
-    return [_static(path, module) for path, module in walk(model)[0]]
+    known: dict[int, dict[int, Tensor]] = {}
+    return [_static(path, module, known) for path, module in walk(model)[0]]
 
 
-def _static(path: str, module: nn.Module) -> ModuleCost:
-    own = list(module.parameters())
+def _parameters(module: nn.Module, known: dict[int, dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the parameters of a module and of those inside it, each once, by id. ``known`` has those of others."""
+    found = known.get(id(module))
+    if found is None:
+        found = known[id(module)] = {id(each): each for each in module.parameters(recurse=False)}
+        for child in module.children():
+            found.update(_parameters(child, known))
+    return found
+
+
+def _static(path: str, module: nn.Module, known: dict[int, dict[int, Tensor]]) -> ModuleCost:
+    own = _parameters(module, known).values()
     count, size = sum(each.numel() for each in own), sum(each.nbytes for each in own)
     return ModuleCost(path, class_name(module), path.count(".") + 1 if path else 0, 0, count, size)
 

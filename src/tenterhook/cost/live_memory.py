@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.pytorch.autograd import storage_identity
-from tenterhook.pytorch.memory import when_freed
+from tenterhook.pytorch.memory import identity_of, when_freed
 
 __all__ = ["LiveMemory", "storage_bytes"]
 
@@ -40,14 +39,18 @@ class LiveMemory:
         return sum(map(self.add, value)) > 0 if isinstance(value, tuple | list) else False
 
     def _add(self, tensor: Tensor) -> bool:
-        size = storage_bytes(tensor)
-        if not size or tensor.device != self.device:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # It has none, as a sparse tensor.
             return False
-        identity = storage_identity(tensor)
+        identity = identity_of(storage)
         if identity in self._sizes:
             return False
+        size = storage.nbytes()
+        if not size or tensor.device != self.device:
+            return False
         size = -(-size // self._block) * self._block
-        self._sizes[identity] = when_freed(tensor, lambda _: self._free(identity)), size
+        self._sizes[identity] = when_freed(storage, lambda _: self._free(identity)), size
         self.bytes += size
         return True
 
