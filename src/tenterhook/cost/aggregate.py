@@ -45,23 +45,28 @@ def _bytes(value: Any) -> int:
 
 def static_costs(model: nn.Module) -> list[ModuleCost]:
     """Return what is known without a run: the parameters of each module."""
-    known: dict[int, dict[int, Tensor]] = {}
+    known: dict[int, Sizes] = {}
     return [_static(path, module, known) for path, module in walk(model)[0]]
 
 
-def _parameters(module: nn.Module, known: dict[int, dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Return the parameters of a module and of those inside it, each once, by id. ``known`` has those of others."""
+Sizes = dict[int, tuple[int, int]]
+"""By id of a parameter: its elements and bytes."""
+
+
+def _parameters(module: nn.Module, known: dict[int, Sizes]) -> Sizes:
+    """Return the sizes of the parameters of a module and of those inside it. ``known`` has those of other modules."""
     found = known.get(id(module))
     if found is None:
-        found = known[id(module)] = {id(each): each for each in module.parameters(recurse=False)}
+        own = module.parameters(recurse=False)
+        found = known[id(module)] = {id(each): (each.numel(), each.nbytes) for each in own}
         for child in module.children():
             found.update(_parameters(child, known))
     return found
 
 
-def _static(path: str, module: nn.Module, known: dict[int, dict[int, Tensor]]) -> ModuleCost:
+def _static(path: str, module: nn.Module, known: dict[int, Sizes]) -> ModuleCost:
     own = _parameters(module, known).values()
-    count, size = sum(each.numel() for each in own), sum(each.nbytes for each in own)
+    count, size = sum([elements for elements, _ in own]), sum([size for _, size in own])
     return ModuleCost(path, class_name(module), path.count(".") + 1 if path else 0, 0, count, size)
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tenterhook.cost.known_values import UNKNOWN, KnownValues
 from tenterhook.cost.live_memory import LiveMemory
 from tenterhook.cost.peaks import Peak
-from tenterhook.cost.running_calls import Path, RunningCalls, Where, joined
+from tenterhook.cost.running_calls import NOWHERE, Path, RunningCalls, Where, joined
 from tenterhook.cost.saved_tensors import SavedTensors
 from tenterhook.cost.source_lines import ForwardLines
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, operation_number
@@ -107,7 +107,7 @@ class CountingMode(OperationMode):
         # By backward pass, -1 for none: the place of each operation that autograd recorded.
         self._forward: dict[int, Where] = {}
         self._makers: dict[int, dict[int, Where]] = {-1: self._forward}
-        self._last = Where(()), Counts()
+        self._last = NOWHERE, Counts()
         self.tally = Tally()
         self.known: KnownValues | None = None
         """the values that are known on the meta device"""
@@ -203,9 +203,6 @@ class CountingMode(OperationMode):
             if recorded != running and (found := self._makers[recorded].get(number)) is not None:
                 return found
         return NOWHERE
-
-
-NOWHERE = Where(())
 
 
 def _in_place(args: Any, made: Any) -> bool:

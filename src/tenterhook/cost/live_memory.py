@@ -10,17 +10,18 @@ from torch import Tensor
 
 from tenterhook.pytorch.memory import identity_of, when_freed
 
-__all__ = ["LiveMemory", "storage_bytes"]
+__all__ = ["LiveMemory", "identity_and_bytes"]
 
 CUDA_BLOCK = 512  # PyTorch's allocator rounds up to this.
 
 
-def storage_bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor's storage, or 0 if it has none, as a sparse tensor."""
+def identity_and_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Return a number for a tensor's storage, and the size of it. The size is 0 if it has none, as a sparse tensor."""
     try:
-        return tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return 0
+        return 0, 0
+    return identity_of(storage), storage.nbytes()
 
 
 class LiveMemory:
