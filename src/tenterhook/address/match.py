@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, Union
 
 from torch import nn
 
-from tenterhook.address.found_outputs import FoundOutputs, remember
+from tenterhook.address.found_points import FoundPoints, is_plain_variable, remember
 from tenterhook.address.globs import has_literal, path_regex
 from tenterhook.address.grammar import ESCAPED, Address, CallRange, Pattern, Wild, escape, parse
 from tenterhook.address.inner_points import arguments, no_such_name, sites_inside
@@ -42,7 +42,7 @@ from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
 from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped
 
-__all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "outputs_now", "resolve"]
+__all__ = ["Point", "Selector", "Site", "canonical", "merged", "points_found", "points_found_now", "resolve"]
 
 Selector: TypeAlias = Union[
     str,
@@ -78,6 +78,8 @@ class _Plan:
     fits: Callable[[str], object]
     fits_name: Callable[[str], object] | None
     """the test for the last segment alone, if the address can match a parameter"""
+    is_remembered: bool
+    """True for a glob of outputs, or of one variable: the points that it finds are remembered with the model"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,6 +87,9 @@ def _plan(text: str) -> _Plan:
     address = parse(text)
     names, path = address.names, address.path
     alone = names is None and not address.inner and address.call is None and address.meaning is None
+    fits_name = _fits(path[-1:]) if alone and has_literal(path[-1]) else None
+    inside = len(address.inner) == 1 and address.inner[0].name.literal is not None
+    pattern = names is None and address.call is None and address.meaning is None and fits_name is None
     return _Plan(
         address,
         text=str(replace(address, call=None)),
@@ -93,7 +98,8 @@ def _plan(text: str) -> _Plan:
         explicit=address.is_literal,
         every=path == _EVERY,
         fits=_fits(path),
-        fits_name=_fits(path[-1:]) if alone and has_literal(path[-1]) else None,
+        fits_name=fits_name,
+        is_remembered=pattern and (inside or not address.inner),
     )
 
 
@@ -119,42 +125,47 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
     """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
+    if isinstance(selectors, str):  # As in most sessions.
+        return tuple(_resolve_one(model, selectors, default_site))
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
     # Each selector finds a point at most once. With a single selector, as in most sessions, there is nothing to merge.
     return tuple(found[0]) if len(found) == 1 else merged(found)
 
 
-def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
-    """Return the outputs that a glob matches, from the cache if possible.
+def points_found(model: nn.Module, text: str) -> FoundPoints | None:
+    """Return the outputs, or the variables, that a glob matches, from the cache if possible.
 
     Return None for a selector of another kind.
     """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
     plan = _plan(text)
-    address = plan.address
-    if plan.names is not None or address.inner or address.call is not None or address.meaning is not None:
-        return None
-    if plan.fits_name is not None:
+    if not plan.is_remembered:
         return None
     known = last_structure(model)
     if known is not None and text in known.globs:
-        return FoundOutputs(known, text)  # The start of the session looks whether the model has changed since.
+        # The start of the session looks whether the model has changed since.
+        return None if known.globs[text] is None else FoundPoints(known, text)
     return _found(model, text, plan)
 
 
-def outputs_now(model: nn.Module, found: FoundOutputs) -> FoundOutputs:
-    """Return the outputs that the same glob matches in the model now."""
+def points_found_now(model: nn.Module, found: FoundPoints) -> FoundPoints | None:
+    """Return the points that the same glob matches in the model now, or None if they are of another kind."""
+    if found.spots:
+        structure(model)[0].globs.pop(found.text, None)
     return _found(model, found.text, _plan(found.text))
 
 
-def _found(model: nn.Module, text: str, plan: _Plan) -> FoundOutputs:
+def _found(model: nn.Module, text: str, plan: _Plan) -> FoundPoints | None:
     known, _, modules = structure(model)
     if text not in known.globs:
-        known.globs[text] = remember(_glob(model, text, plan), modules, _above(model, plan.address.path))
-    found = FoundOutputs(known, text)
-    found.look(model)
-    return found
+        points = _glob(model, text, plan)
+        alike = not plan.address.inner or all(map(is_plain_variable, points))
+        known.globs[text] = remember(points, modules, _above(model, plan.address.path)) if alike else None
+    if known.globs[text] is None:
+        return None
+    found = FoundPoints(known, text)
+    return found if found.look(model) else None
 
 
 def _above(model: nn.Module, path: tuple[Pattern, ...]) -> list[nn.Module] | None:

@@ -204,7 +204,7 @@ def _is_set_in_place(edit: Set) -> bool:
 def _checked(change: Change, value: Any, context: Context) -> Any:
     new = change(value, context)
     if new is not value:
-        check_same_kind(value, new, context, change.name)
+        check_same_kind(value, new, context, change)
     return new
 
 
