@@ -155,3 +155,21 @@ def test_tokens_that_a_case_hides_itself_are_not_compared(flip):
             logits = model(*case.args, **case.kwargs).logits
         own = case.kwargs["attention_mask"].bool()
         torch.testing.assert_close(run.output.logits[own], logits[own], rtol=1e-9, atol=1e-11)
+
+
+def test_a_loss_of_tokens_that_a_case_hides_itself_is_refused_for_that_reason():
+    draw, model = random.Random(6), model_of("gpt2").float()
+
+    def loss(output):
+        return output.logits.square().mean()
+
+    cases = []
+    for ids in prompts(draw, 6, 8, 9):
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        cases.append(th.case(ids, attention_mask=mask, record="transformer.h.0", grad=loss))
+    # An edited pattern is computed step by step, and where no key is seen, the kernel gives something else.
+    [ids], edits = prompts(draw, 9), {f"{PART['gpt2']}@pattern[0]": th.scale(0.5)}
+    cases.append(th.case(ids, record="transformer.h.0", edits=edits, grad=loss))
+    with pytest.raises(th.BatchError, match=r"the gradient of .* differs(.|\n)*Leave them out of grad="):
+        th.batch(model, cases)

@@ -286,6 +286,18 @@ def test_names_that_a_module_does_not_have():
         model(IDS)
 
 
+def test_multihead_attention_says_that_it_has_its_own_way_to_weights():
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"inner": nn.MultiheadAttention(16, 4, batch_first=True)}), torch.randn(2, 5, 16)
+    with th.record(model, "inner@pattern") as tape:
+        model["inner"](x, x, x, need_weights=False)
+    with th.record(model, "inner") as whole:
+        model["inner"](x, x, x, average_attn_weights=False)
+    assert torch.allclose(tape["inner@pattern"], whole["inner"][1], atol=1e-6)
+    with pytest.raises(th.NeverReached, match="need_weights=False"), th.record(model, "inner@pattern"):
+        model["inner"](x, x, x)
+
+
 def test_attention_that_computes_something_else_is_refused_and_not_guessed():
     class Other(Head):
         def forward(self, x):

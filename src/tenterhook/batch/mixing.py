@@ -34,6 +34,10 @@ POINT = (
     "The output is the same, so the model keeps the rows apart, and this value has them in another order, as inside a "
     "mixture of experts. Do not record it, or run the cases one at a time: th.batch(..., batch=1)."
 )
+HIDDEN = (
+    "The mask of this case hides tokens, and what the model computes there has no meaning. Leave them out of grad= and "
+    "of edits, or run the cases one at a time: th.batch(..., batch=1)."
+)
 PADDING = ", or it does not hide padding: cases of equal length need none"
 
 
@@ -122,7 +126,7 @@ def _tensors_far(one: Tensor, other: Tensor, factor: int) -> str:
 
 
 def mixes(
-    index: int, found: str, first: tuple[str, str] | None, *, padded: bool, model: nn.Module, samples: bool
+    index: int, found: str, first: tuple[str, str] | None, *, padded: bool, model: nn.Module, samples: bool, hides: bool
 ) -> BatchError:
     """Return the error for a case that gives another result in the batch."""
     fix = FIX.format(padding=PADDING if padded else "")
@@ -131,7 +135,7 @@ def mixes(
     elif any(module.training for module in model.modules()):
         fix = TRAINING
     elif not found.startswith(OUTPUT):
-        fix = POINT
+        fix = HIDDEN if hides else POINT
     shown = FIRST.format(address=first[0], kind=first[1]) if first is not None else ""
     return BatchError(MIXES.format(index=index, difference=found, first=shown, fix=fix))
 

@@ -216,7 +216,8 @@ class BatchRunner:
         first = None if options else self._first_difference(case, cases, layouts, whole)
         padded = any(whole.padding(rows)[axis] for rows in rows_of(cases) for axis in whole.lengths)
         samples = bool(options.get("do_sample"))
-        raise mixes(case.index, found, first, padded=padded, model=self.model.module, samples=samples)
+        facts = {"padded": padded, "samples": samples, "hides": hidden is not None}
+        raise mixes(case.index, found, first, model=self.model.module, **facts)
 
     def _first_difference(
         self, case: PreparedCase, cases: list[PreparedCase], layouts: Layouts, whole: WholeBatch

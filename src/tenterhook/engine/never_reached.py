@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["never_reached"]
 
 SHOWN = 10
+WEIGHTS = (
+    "the module was called {times}, with need_weights=True, for which nn.MultiheadAttention has no attention call. "
+    "Call it with need_weights=False; or read the pattern in the output of {path!r}, (output, weights)"
+)
 
 
 def never_reached(session: Session, missed: list[list[Binding]]) -> NeverReached:
@@ -65,6 +69,8 @@ def _called(binding: Binding, calls: int) -> str:
     first = point.call.first if isinstance(point.call, CallRange) else point.call
     if first is not None and first >= calls:
         return f"the module was called {_times(calls)}, so its last call is #{calls - 1}"
+    if point.meaning is not None and isinstance(point.module, nn.MultiheadAttention):
+        return WEIGHTS.format(times=_times(calls), path=point.path or ":return")
     if point.spot is not None:
         return f"the module was called {_times(calls)}, but this was never run: {point.spot.where}"
     if point.site in (Site.IN, Site.ARGUMENT):
