@@ -25,7 +25,7 @@ NAMES = {"vllm": "vLLM"}
 WIDE = 160
 TITLE = """# Benchmarks
 
-`make bench`, `make bench-recipes` and `make bench-peers` write this page.
+`make bench`, `make bench-recipes`, `make bench-vllm` and `make bench-peers` write this page.
 
 - A figure with × is a time divided by the time of the first way in its group: smaller is better.
 - *Quartiles* are those of the rounds.
