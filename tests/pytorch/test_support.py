@@ -29,7 +29,7 @@ from tenterhook.testing import no_leak, state_of, untouched
 # The probe of compiled models takes a second, and the first call of that of make_fx too.
 LIGHT = [
     "backward hooks", "backward passes", "checkpointed edits", "gradients", "hooks of other libraries",
-    "kernels over many tensors", "listing hooks", "make_fx",
+    "fused attention on the meta device", "kernels over many tensors", "listing hooks", "make_fx",
     "memory and graph nodes", "static inputs of graphs", "modes", "module calls", "parameters of recurrent layers",
     "shared state", "stopping a run", "structured values", "tracing", "transforms of torch.func",
     "weights computed from parameters",

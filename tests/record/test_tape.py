@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.record import tape as tape_module
 from tenterhook.testing import Cell
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -248,3 +249,37 @@ def test_a_tape_can_be_asked_by_a_module():
     assert torch.equal(tape.grad[model[1]], tape.grad["1"])
     with pytest.raises(th.NotRecorded, match="output of this Linear is not on this tape"):
         tape[nn.Linear(1, 1)]
+
+
+def test_an_address_that_the_tape_lists_is_read_without_a_search_in_the_model(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with th.record(model) as tape:
+        outputs = [model(torch.ones(1, 2) * step) for step in range(3)]
+
+    def search(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(tape_module, "resolve", search)
+    values = dict(tape.items())
+    assert len(values) == 9
+    assert all(torch.equal(values[f":return#{call}"], output) for call, output in enumerate(outputs))
+
+
+@pytest.mark.parametrize("others", [(), ("0:in",)])
+def test_the_last_call_is_kept_alone_even_after_a_call_that_raised(others):
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.sum() < 0:
+                raise ValueError
+            return x + 1
+
+    model = nn.Sequential(Fails())
+    with th.record(model, "0", *others, keep="last") as tape:
+        model(torch.ones(2))
+        with pytest.raises(ValueError):
+            model(-torch.ones(2))
+        model(torch.ones(2) * 2)
+        assert [value.tolist() for value in tape.calls("0")] == [[3, 3]]
+        model(torch.ones(2) * 3)
+    assert [value.tolist() for value in tape.calls("0")] == [[4, 4]]
+    assert "0#3" in tape

@@ -45,12 +45,28 @@ def _bytes(value: Any) -> int:
 
 def static_costs(model: nn.Module) -> list[ModuleCost]:
     """Return what is known without a run: the parameters of each module."""
-    return [_static(path, module) for path, module in walk(model)[0]]
+    known: dict[int, Sizes] = {}
+    return [_static(path, module, known) for path, module in walk(model)[0]]
 
 
-def _static(path: str, module: nn.Module) -> ModuleCost:
-    own = list(module.parameters())
-    count, size = sum(each.numel() for each in own), sum(each.nbytes for each in own)
+Sizes = dict[int, tuple[int, int]]
+"""By id of a parameter: its elements and bytes."""
+
+
+def _parameters(module: nn.Module, known: dict[int, Sizes]) -> Sizes:
+    """Return the sizes of the parameters of a module and of those inside it. ``known`` has those of other modules."""
+    found = known.get(id(module))
+    if found is None:
+        own = module.parameters(recurse=False)
+        found = known[id(module)] = {id(each): (each.numel(), each.nbytes) for each in own}
+        for child in module.children():
+            found.update(_parameters(child, known))
+    return found
+
+
+def _static(path: str, module: nn.Module, known: dict[int, Sizes]) -> ModuleCost:
+    own = _parameters(module, known).values()
+    count, size = sum([elements for elements, _ in own]), sum([size for _, size in own])
     return ModuleCost(path, class_name(module), path.count(".") + 1 if path else 0, 0, count, size)
 
 

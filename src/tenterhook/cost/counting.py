@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tenterhook.cost.known_values import UNKNOWN, KnownValues
 from tenterhook.cost.live_memory import LiveMemory
 from tenterhook.cost.peaks import Peak
-from tenterhook.cost.running_calls import Path, RunningCalls, Where, joined
+from tenterhook.cost.running_calls import NOWHERE, Path, RunningCalls, Where, joined
 from tenterhook.cost.saved_tensors import SavedTensors
 from tenterhook.cost.source_lines import ForwardLines
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, operation_number
 from tenterhook.pytorch.memory import current_node
-from tenterhook.pytorch.modes import HIGHER_ORDER, TorchDispatchMode
+from tenterhook.pytorch.modes import HIGHER_ORDER, OperationMode
 from tenterhook.pytorch.python_code import own_frame
 
 __all__ = ["CountingMode", "Counts", "Moment", "Tally"]
@@ -68,7 +68,31 @@ class Tally:
         return found
 
 
-class CountingMode(TorchDispatchMode):  # type: ignore[misc]
+class Operation:
+    """An operation that has run before: how to count it. Looking up the operation itself takes longer."""
+
+    __slots__ = ("formula", "func", "shapes_only")
+
+    def __init__(self, func: Any, formula: Any) -> None:
+        self.func = func
+        # The formula itself, without PyTorch's search through the arguments, which may be nested.
+        self.formula, self.shapes_only = getattr(formula, "__wrapped__", formula), hasattr(formula, "__wrapped__")
+
+    def flops(self, args: Any, kwargs: Any, made: Any) -> int:
+        """Return the FLOPs of one run."""
+        if not self.shapes_only:
+            return int(self.formula(*args, **kwargs, out_val=made))
+        named = {name: _shape(each) for name, each in kwargs.items()}
+        return int(self.formula(*map(_shape, args), out_shape=_shape(made), **named))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape
+    return type(value)(map(_shape, value)) if type(value) is tuple or type(value) is list else value
+
+
+class CountingMode(OperationMode):
     """Count what every operation costs. An operation of the backward pass belongs to the module of its forward."""
 
     supports_higher_order_operators = True
@@ -79,26 +103,28 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._calls, self._lines, self._memory, self._saved, self._peak = calls, lines, memory, saved, peak
         self._formulas = FlopCounterMode(display=False).flop_registry
-        self._whole: set[Any] = set()  # Operations that do not decompose.
+        self._whole: dict[int, Operation] = {}  # By id: operations that do not decompose.
         # By backward pass, -1 for none: the place of each operation that autograd recorded.
-        self._makers: dict[int, dict[int, Where]] = {-1: {}}
-        self._last = Where(()), Counts()
+        self._forward: dict[int, Where] = {}
+        self._makers: dict[int, dict[int, Where]] = {-1: self._forward}
+        self._last = NOWHERE, Counts()
         self.tally = Tally()
         self.known: KnownValues | None = None
         """the values that are known on the meta device"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HIGHER_ORDER):
-            return self._higher_order(func, args, kwargs)
-        if func.overloadpacket.__name__ in QUERIES:
-            return NotImplemented
-        if func not in self._whole:
+        known = self._whole.get(id(func))
+        if known is None:
+            if isinstance(func, HIGHER_ORDER):
+                return self._higher_order(func, args, kwargs)
+            if func.overloadpacket.__name__ in QUERIES:
+                return NotImplemented
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
-            self._whole.add(func)
+            known = self._whole[id(func)] = Operation(func, self._formulas.get(func.overloadpacket))
         if self.known is not None:
             made = self.known.scalar(func.overloadpacket.__name__, args)
             if made is not UNKNOWN:
@@ -106,7 +132,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
         made = func(*args, **kwargs)
         if self.known is not None:
             self.known.follow(func, args, kwargs, made)
-        self._count(func.overloadpacket, args, kwargs, made)
+        self._count(known, args, kwargs, made)
         return made
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,18 +141,17 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
             with self:
                 return (if_true if chosen else if_false)(*operands)
         made = func(*args, **kwargs)
-        self._count(func, args, kwargs, made)
+        self._count(Operation(func, self._formulas.get(func)), args, kwargs, made)
         return made
 
-    def _count(self, packet: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _count(self, operation: Operation, args: Any, kwargs: Any, made: Any) -> None:
         phase, where = self.now()
         last, counts = self._last
         if where is not last:
             counts = self.tally.at(where)
             self._last = where, counts
         counts.operations += 1
-        formula = self._formulas.get(packet)
-        flops = formula(*args, **kwargs, out_val=made) if formula is not None else 0
+        flops = operation.flops(args, kwargs, made) if operation.formula is not None else 0
         if flops:
             if phase == "forward":
                 counts.flops += flops
@@ -145,13 +170,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
     def now(self) -> tuple[str, Where]:
         """Return the phase and the place of the operation that runs now."""
         running = current_backward_id()
+        if running == -1:
+            where = self._here(self._calls.path)
+            self._forward.setdefault(next_operation_number() - 1, where)
+            return "forward", where
         makers = self._makers.get(running)
         if makers is None:
             makers = self._makers[running] = {}
-        if running == -1:
-            where = self._here(self._calls.path)
-            makers.setdefault(next_operation_number() - 1, where)
-            return "forward", where
         maker = self._maker(running)
         if not self._calls.in_this_pass:
             return "backward", maker
@@ -160,8 +185,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
         return "recomputation", where
 
     def _here(self, path: Path) -> Where:
-        lines = self._lines.now(own_frame(1))
         last = self._last[0]
+        if not self._lines:
+            return last if last.path is path else Where(path)
+        lines = self._lines.now(own_frame(1))
         return last if last.path == path and last.lines == lines else Where(path, lines)
 
     def _maker(self, running: int) -> Where:
@@ -176,9 +203,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[misc]
             if recorded != running and (found := self._makers[recorded].get(number)) is not None:
                 return found
         return NOWHERE
-
-
-NOWHERE = Where(())
 
 
 def _in_place(args: Any, made: Any) -> bool:

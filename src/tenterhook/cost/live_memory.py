@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenterhook.pytorch.autograd import storage_identity
-from tenterhook.pytorch.memory import when_freed
+from tenterhook.pytorch.memory import identity_of, when_freed
 
-__all__ = ["LiveMemory", "storage_bytes"]
+__all__ = ["LiveMemory", "identity_and_bytes"]
 
 CUDA_BLOCK = 512  # PyTorch's allocator rounds up to this.
 
 
-def storage_bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor's storage, or 0 if it has none, as a sparse tensor."""
+def identity_and_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Return a number for a tensor's storage, and the size of it. The size is 0 if it has none, as a sparse tensor."""
     try:
-        return tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return 0
+        return 0, 0
+    return identity_of(storage), storage.nbytes()
 
 
 class LiveMemory:
@@ -40,14 +40,18 @@ class LiveMemory:
         return sum(map(self.add, value)) > 0 if isinstance(value, tuple | list) else False
 
     def _add(self, tensor: Tensor) -> bool:
-        size = storage_bytes(tensor)
-        if not size or tensor.device != self.device:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # It has none, as a sparse tensor.
             return False
-        identity = storage_identity(tensor)
+        identity = identity_of(storage)
         if identity in self._sizes:
             return False
+        size = storage.nbytes()
+        if not size or tensor.device != self.device:
+            return False
         size = -(-size // self._block) * self._block
-        self._sizes[identity] = when_freed(tensor, lambda _: self._free(identity)), size
+        self._sizes[identity] = when_freed(storage, lambda _: self._free(identity)), size
         self.bytes += size
         return True
 

@@ -27,6 +27,7 @@ from tenterhook.cost.saved_tensors import SavedStorage, SavedTensors
 from tenterhook.cost.source_lines import ForwardLines, user_line
 from tenterhook.cost.timing import Times, measure_times
 from tenterhook.errors import CostError, TenterhookError
+from tenterhook.pytorch.meta_attention import MetaAttention
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import has_compiled_parts, parameters_of
 
@@ -41,6 +42,7 @@ COMPILED = (
     "The model is compiled, and its graphs have no modules: these are the costs without the compiler. "
     "`cost.totals.compiled` has the bytes saved and the time of the compiled pass."
 )
+ON_META = "On the meta device, attention is counted with the fused kernels of a GPU."
 PEAK_OF_PASS = "The peak is that of one pass. Optimizer state and gradients of earlier passes are not in it."  # noqa: S105
 
 
@@ -133,6 +135,7 @@ class _Counting:
         self._saved_at_end: list[SavedStorage] = []
         self._base = 0
         on_meta = asked.device.type == "meta"
+        self._attention = MetaAttention() if on_meta else contextlib.nullcontext()
         known = KnownValues() if on_meta else None
         self._pass = asked.one_pass(known) if on_meta else asked.one_pass().copied()
         if on_meta:
@@ -152,7 +155,7 @@ class _Counting:
         self._base = self._memory.bytes
         with contextlib.ExitStack() as saving:
             try:
-                with self._calls, self._mode:
+                with self._attention, self._calls, self._mode:
                     saving.enter_context(self._saved)
 
                     def between() -> None:
@@ -172,6 +175,8 @@ class _Counting:
             notes.append(NO_PEAK.format(device=_device_name(asked.device)))
         if compiled is not None:
             notes.append(COMPILED)
+        if asked.device.type == "meta":
+            notes.append(ON_META)
         return Cost(
             class_name(asked.model),
             _device_name(asked.device),

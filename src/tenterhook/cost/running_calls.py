@@ -15,7 +15,7 @@ from tenterhook.errors import UnsupportedModel
 from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.sites.module import can_be_called
 
-__all__ = ["Path", "RunningCalls", "Where", "joined"]
+__all__ = ["NOWHERE", "Path", "RunningCalls", "Where", "joined"]
 
 Path = tuple[str, ...]
 """The addresses of nested calls, outermost first. The model's own address is ''."""
@@ -28,6 +28,7 @@ class Where(NamedTuple):
     lines: tuple[tuple[str, SourceLine], ...] = ()
 
 
+NOWHERE = Where(())
 Listener = Callable[[str, Any], None]
 
 OTHER_THREAD = (

@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tenterhook.cost.live_memory import storage_bytes
-from tenterhook.cost.running_calls import Where
+from tenterhook.cost.live_memory import identity_and_bytes
+from tenterhook.cost.running_calls import NOWHERE, Where
 from tenterhook.cost.source_lines import SourceLine
-from tenterhook.pytorch.autograd import current_backward_id, storage_identity
+from tenterhook.pytorch.autograd import current_backward_id
 
 __all__ = ["SavedStorage", "SavedTensors"]
 
@@ -55,7 +55,8 @@ class SavedTensors:
 
     def __init__(self, where: Callable[[], tuple[Where, SourceLine | None]], besides: Iterable[Tensor]) -> None:
         self._where = where
-        self._besides = {storage_identity(tensor) for tensor in besides if storage_bytes(tensor)}
+        found = map(identity_and_bytes, besides)
+        self._besides = {identity for identity, size in found if size}
         self._packed: dict[weakref.ref[_Packed], tuple[int, int]] = {}
         self._uses: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -71,11 +72,10 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         # An alias, because the graph must not refer to a tensor that refers to the graph.
         alias = tensor if tensor.is_leaf else tensor.detach()
-        size = storage_bytes(tensor)
-        if current_backward_id() != -1 or not size or storage_identity(tensor) in self._besides:
-            return _Packed(alias, Where(()), None)
+        identity, size = identity_and_bytes(tensor)
+        if not size or identity in self._besides or current_backward_id() != -1:
+            return _Packed(alias, NOWHERE, None)
         packed = _Packed(alias, *self._where())
-        identity = storage_identity(tensor)
         self._packed[weakref.ref(packed, self._free)] = identity, size
         self._uses[identity] = self._uses.get(identity, 0) + 1
         self.bytes += size if self._uses[identity] == 1 else 0

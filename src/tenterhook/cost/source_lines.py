@@ -64,10 +64,12 @@ class ForwardLines:
         self._paths = {id(module): path for path, module in modules}
         self._codes = {_forward_code(module) for _, module in modules}
 
+    def __bool__(self) -> bool:
+        """Return whether the lines of any forward are asked for."""
+        return bool(self._paths)
+
     def now(self, frame: FrameType | None) -> tuple[tuple[str, SourceLine], ...]:
         """Return the address and the running line of each of the forwards that is running."""
-        if not self._paths:
-            return ()
         found = []
         for each in frames_from(frame):
             if each.f_code in self._codes:

@@ -40,50 +40,36 @@ def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch
     If the first observer stores nothing (``keep`` is 0), the second one stores everything, and this forward stores
     nothing.
     """
-    makers, keep = actions.session.makers, observer.keep
-    make = makers.get(keep)
-    if make is None:
-        make = makers[keep] = keeping_watched(actions.owner, keep)
-    return make(patch, actions, observer.kept_in, watch, patch.original)
+    module, original, owner = patch.module, patch.original, actions.owner
+    keep, entries = observer.keep, observer.kept_in
+    next_key, base, state = actions.next_key, actions.base, patch.module.__dict__
 
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if (
+            current.token != owner or current_backward_id() != -1 or self is not module
+            or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be active.
+        ):  # fmt: skip
+            return dispatch(patch, self, args, kwargs)
+        key, since = next_key(), next_operation_number()
+        value = original(*args, **kwargs) if kwargs else original(*args)
+        tensor: Any = value if type(value) is Tensor else lone_tensor(value)
+        if tensor is not None and tensor.requires_grad and not (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
+            kept = (tensor.detach(), tensor._version) if keep else None
+            own = watch(tensor, key - base, since, kept, value, args, kwargs)
+            if own is not None:
+                if kept is not None:
+                    entries[key] = kept if tensor is value else (*kept, len(value) - 1)
+                    if key >= keep:
+                        entries.pop(key - keep, None)
+                if own is tensor:
+                    return value
+                return own if tensor is value else (own, *value[1:])
+        refuse_traced(module)
+        for enter in actions.enters:
+            enter(key - base, since, args, kwargs)
+        return leave(patch, [(actions, key - base)], value)
 
-def keeping_watched(owner: int, keep: int) -> Callable[..., Forward]:
-    """Return a factory of :func:`watched` forwards for all modules that a session treats alike."""
-
-    def make(
-        patch: ForwardPatch, actions: ModuleActions, entries: dict[int, Any], watch: Watch, original: Forward
-    ) -> Forward:
-        module, next_key, base = patch.module, actions.next_key, actions.base
-        state = module.__dict__
-
-        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if (
-                current.token != owner or current_backward_id() != -1 or self is not module
-                or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may be active.
-            ):  # fmt: skip
-                return dispatch(patch, self, args, kwargs)
-            key, since = next_key(), next_operation_number()
-            value = original(*args, **kwargs) if kwargs else original(*args)
-            tensor: Any = value if type(value) is Tensor else lone_tensor(value)
-            if tensor is not None and tensor.requires_grad and not (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
-                kept = (tensor.detach(), tensor._version) if keep else None
-                own = watch(tensor, key - base, since, kept, value, args, kwargs)
-                if own is not None:
-                    if kept is not None:
-                        entries[key] = kept if tensor is value else (*kept, len(value) - 1)
-                        if key >= keep:
-                            entries.pop(key - keep, None)
-                    if own is tensor:
-                        return value
-                    return own if tensor is value else (own, *value[1:])
-            refuse_traced(module)
-            for enter in actions.enters:
-                enter(key - base, since, args, kwargs)
-            return leave(patch, [(actions, key - base)], value)
-
-        return forward
-
-    return make
+    return forward
 
 
 def lone_tensor(value: Any) -> Tensor | None:

@@ -105,9 +105,10 @@ class GenerateListener(Protocol):
 
 
 class _Listened(NamedTuple):
-    """A model's own ``generate`` attribute, if it has one, and the listeners with the threads of their sessions."""
+    """A model's own ``generate`` attribute, if any, ours, and the listeners with the threads of their sessions."""
 
     own: Any
+    ours: MethodType
     listeners: list[tuple[Any, GenerateListener]]
 
 
@@ -155,9 +156,9 @@ def listen(model: nn.Module, listener: GenerateListener) -> None:
     with locked:
         listened = _listened.get(id(model))
         if listened is None:
-            state = model.__dict__
-            listened = _listened[id(model)] = _Listened(state.get(GENERATE), [])
-            state[GENERATE] = MethodType(_function(original), model)
+            state, ours = model.__dict__, MethodType(_function(original), model)
+            listened = _listened[id(model)] = _Listened(state.get(GENERATE), ours, [])
+            state[GENERATE] = ours
         listened.listeners.append((current.token, listener))
 
 
@@ -168,11 +169,14 @@ def stop_listening(model: nn.Module, listener: GenerateListener) -> None:
     if listened is None:
         return
     with locked:
-        listened.listeners[:] = [pair for pair in listened.listeners if pair[1] is not listener]
+        for place, (_, each) in enumerate(listened.listeners):
+            if each is listener:
+                del listened.listeners[place]
+                break
         if listened.listeners:
             return
         state = model.__dict__
-        if getattr(state.get(GENERATE), "__func__", None) is _function(getattr(type(model), GENERATE)):
+        if state.get(GENERATE) is listened.ours:
             if listened.own is None:
                 del state[GENERATE]
             else:

@@ -7,25 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tenterhook.pytorch.autograd import next_operation_number, operation_number
 from tenterhook.pytorch.modes import TorchDispatchMode
 from tenterhook.pytorch.names import find
 from tenterhook.pytorch.support import check, feature
 
-__all__ = ["current_node", "when_freed"]
+__all__ = ["current_node", "identity_of", "when_freed"]
 
 current_node: Callable[[], Any] = find("torch._C._current_autograd_node")
 """Return the node that the backward pass of this thread executes, or None."""
 
 
-def when_freed(tensor: Tensor, callback: Callable[[Any], None]) -> Any:
-    """Call ``callback`` when the memory of a tensor is freed. Return the reference to keep until then.
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return a number that is equal for two storages of the same memory, and different for all others."""
+    return int(storage._cdata)
+
+
+def when_freed(storage: torch.UntypedStorage, callback: Callable[[Any], None]) -> Any:
+    """Call ``callback`` when the memory of a storage is freed. Return the reference to keep until then.
 
     The Python object of a storage lives as long as its memory, even if no tensor of Python refers to it.
     """
-    return weakref.ref(tensor.untyped_storage(), callback)
+    return weakref.ref(storage, callback)
 
 
 class _NodeNumbers(TorchDispatchMode):  # type: ignore[misc]
@@ -48,7 +52,7 @@ def probe_memory() -> str | None:
     """Check that freed memory is noticed, and that an operation of a backward pass is matched with its forward."""
     freed: list[Any] = []
     value = torch.ones(4, device="cpu")
-    reference = when_freed(value, freed.append)
+    reference = when_freed(value.untyped_storage(), freed.append)
     view = value[1:]
     del value
     check(not freed, "memory seems to be free while a view uses it")

@@ -14,6 +14,7 @@ from tenterhook.pytorch.support import check, feature
 
 __all__ = [
     "HIGHER_ORDER",
+    "OperationMode",
     "TorchDispatchMode",
     "all_norms",
     "any_mode",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", object)
+attribute("TorchDispatchMode", "_should_skip_dynamo")
 HIGHER_ORDER: Any = find("torch._ops.HigherOrderOperator", ())
 """The class of operations that take functions, such as ``cond``."""
 function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
@@ -84,6 +86,17 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         return guards.check if guards.check(*tensors) is True else None
     except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):
         return None
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[misc]
+    """A dispatch mode for code in which nothing is compiled.
+
+    PyTorch wraps ``__torch_dispatch__`` to keep the compiler out, which takes as long as a small operation.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Counts(TorchFunctionMode):
