@@ -20,10 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADER = ("work", "way", "figure", "quartiles", "extra", "goal", "")
+NAMES = {"vllm": "vLLM"}
+"""titles of sections that are not the capitalised name of their suite"""
 WIDE = 160
 TITLE = """# Benchmarks
 
-`make bench`, `make bench-recipes` and `make bench-peers` write this page.
+`make bench`, `make bench-recipes`, `make bench-vllm` and `make bench-peers` write this page.
 
 - A figure with × is a time divided by the time of the first way in its group: smaller is better.
 - *Quartiles* are those of the rounds.
@@ -93,7 +95,7 @@ def write_json(suite: str, rows: Sequence[Row]) -> None:
 
 def write_markdown(suite: str, rows: Sequence[Row]) -> None:
     """Replace the suite's section of the page, or append it."""
-    write_section(suite, f"## {suite.capitalize()}\n\n{_machine_line()}\n\n{markdown(rows)}")
+    write_section(suite, f"## {NAMES.get(suite, suite.capitalize())}\n\n{_machine_line()}\n\n{markdown(rows)}")
 
 
 def write_section(name: str, text: str) -> None:
