@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from compiled_toys import X, net
+from torch import nn
 
 import tenterhook as th
 from tenterhook.compiled import trace_plan as plan
@@ -65,3 +66,30 @@ def test_a_whole_graph_is_refused_as_the_session_starts():
     with th.record(compiled, "b1.act") as tape:
         compiled(X)
     assert tape["b1.act"].shape == (5, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}], ids=["values", "gradients"])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_eager_mode_the_hooks_of_other_libraries_still_run_first(seed, options):
+    torch.compile(nn.Linear(3, 3), backend="eager")(torch.ones(1, 3))  # Sessions act differently from here on.
+    draw, model = random.Random(seed), net()
+    points = draw.sample(["b1", "b1.act", "b1.a", "head"], 3)
+    seen = {}
+
+    def change(name, factor):
+        def hook(_module, _args, output):
+            seen[name] = output * factor
+            return seen[name]
+
+        return hook
+
+    for name in points:
+        model.get_submodule(name).register_forward_hook(change(name, draw.uniform(2, 3)))
+    with th.record(model, *points, **options) as tape:
+        step(model)
+    for name in points:
+        assert torch.equal(tape[name], seen[name])
+    with th.edit(model, {points[0]: lambda value: value * 0 + 7}, grad={points[0]: th.scale(1.0)}):
+        with th.record(model, points[0], **options) as edited:
+            step(model)
+    assert edited[points[0]].eq(7).all()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tenterhook.engine.compile_counts import Compiled
 from tenterhook.engine.compiled_support import CompiledSupport, register
+from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.pytorch.dynamo import inline
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
 __all__ = ["begin", "compile_counts", "end", "explained", "waiting", "with_traced_forward"]
+
+OWN_FILES.add(__file__)
 
 
 def begin(session: Session) -> None:

@@ -83,7 +83,8 @@ def measure_times(asked: OnePass, device: torch.device) -> Times:
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     try:
-        profile = torch.profiler.profile(activities=activities)
+        # Without acc_events, releases up to 2.12 warn that later cycles delete events. There is one cycle.
+        profile = torch.profiler.profile(activities=activities, acc_events=True)
         profile.__enter__()
     except RuntimeError as error:
         raise CostError(ALREADY) from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -155,6 +157,8 @@ _SLOW_FORWARD: Any = find("torch.nn.Module._slow_forward")
 _INNER_CALLS: frozenset[CodeType] = frozenset(nested_codes(USUAL_CALL.__code__) if USUAL_CALL else ())
 """The code that calls ``forward`` and then the forward hooks. A call without any hooks at its start does not use it."""
 _BETWEEN: frozenset[CodeType] = frozenset({_SLOW_FORWARD.__code__} if _SLOW_FORWARD else ())
+_OF_COMPILER = f"{Path(torch.__file__).parent / '_dynamo'}{os.sep}"
+"""the folder of the functions that Dynamo puts around a function that it does not compile"""
 # Another library may have replaced PyTorch's function.
 _IS_PYTORCHS_OWN = bool(USUAL_CALL) and USUAL_CALL.__code__.co_filename == torch_module.__file__
 _keys = itertools.count()
@@ -195,7 +199,9 @@ def frame_that_runs_hooks(frame: FrameType | None, module: nn.Module, skip: set[
 
     ``skip`` is the set of files whose frames may be in between.
     """
-    while frame is not None and (frame.f_code.co_filename in skip or frame.f_code in _BETWEEN):
+    while frame is not None and (
+        (file := frame.f_code.co_filename) in skip or frame.f_code in _BETWEEN or file.startswith(_OF_COMPILER)
+    ):
         frame = frame.f_back
     if frame is None or frame.f_code not in _INNER_CALLS or frame.f_locals["self"] is not module:
         return None
