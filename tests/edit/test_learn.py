@@ -193,3 +193,14 @@ def test_bad_input_is_named(model):
         th.learn(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), {"0": th.add(torch.zeros(2))}, [(x, x)], **options)
     with pytest.raises(th.AddressError):
         th.learn(model, {"nowhere": th.rotate(rank=1)}, [(x, x, x)], **options)
+
+
+def test_gradients_may_be_off_where_it_is_called():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(6, 4)
+    with torch.no_grad():
+        start = {"0": th.add(torch.zeros(8))}
+        found = th.learn(model, start, [(x, torch.ones(6, 2))], loss=nn.functional.mse_loss, steps=20, progress=False)
+        assert not torch.is_grad_enabled()
+    assert found.losses[-1] < found.losses[0]
+    assert not found.edits["0"].value.requires_grad

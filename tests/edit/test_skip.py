@@ -160,6 +160,73 @@ REFUSED = {
 }
 
 
+class Attends(nn.Module):
+    """Returns what its child returns, in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.plain, self.way = nn.MultiheadAttention(4, 2), nn.Linear(4, 4), way
+        self.forward = getattr(self, way)
+
+    def directly(self, x):
+        return self.inner(x, x, x)
+
+    def by_a_variable(self, x):
+        out = self.plain(x)
+        out = self.inner(out, out, out)
+        return out
+
+    def by_a_method(self, x):
+        return self._attend(x)
+
+    def by_a_function(self, x):
+        return attend_with(self, x)
+
+    def by_a_condition(self, x):
+        return self.plain(x) if x.numel() < 2 else self.inner(x, x, x)
+
+    def _attend(self, x):
+        return self.inner(x, x, x)
+
+    def the_first_part(self, x):
+        out = self.inner(x, x, x)
+        out = out[0]
+        return out
+
+    def a_tensor_by_a_method(self, x):
+        return self._first(x)
+
+    def _first(self, x):
+        return self.inner(x, x, x)[0]
+
+    def a_tensor_of_a_child(self, x):
+        out, _ = self.inner(x, x, x)
+        return self.plain(out)
+
+
+def attend_with(module, x):
+    return x, module.plain(x)
+
+
+RETURNS_TUPLES = ["directly", "by_a_variable", "by_a_method", "by_a_function", "by_a_condition"]
+
+
+@pytest.mark.parametrize("way", RETURNS_TUPLES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_returns_the_tuple_of_another_is_refused(way, inside):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Attends(way)) if inside else Attends(way))
+    why = r"returns (a|the result of another call, and .* returns a) (tuple|structure)"
+    with pytest.raises(th.EditError, match=f"cannot be skipped as it is: .*{why}"):
+        th.edit(model, {"0": th.skip()})
+
+
+@pytest.mark.parametrize("way", ["the_first_part", "a_tensor_by_a_method", "a_tensor_of_a_child"])
+def test_a_module_that_returns_a_part_of_the_tuple_of_another_is_skipped(way):
+    model, x = nn.Sequential(Attends(way)), torch.randn(3, 4)
+    with th.edit(model, {"0": th.skip()}):
+        assert torch.equal(model(x), x)
+
+
 @pytest.mark.parametrize(("model", "point", "why"), REFUSED.values(), ids=REFUSED)
 def test_a_module_whose_input_cannot_be_its_output_is_refused(model, point, why):
     with pytest.raises(th.EditError, match=why):

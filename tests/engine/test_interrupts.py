@@ -81,6 +81,16 @@ def some_points(model, x):
         model(x)
 
 
+def record_last(model, x):
+    with torch.no_grad(), th.record(model, keep="last"):
+        model(x)
+
+
+def variables(model, x):
+    with torch.no_grad(), th.record(model, "blocks.*:hidden[0]"):
+        model(x)
+
+
 def gradients(model, x):
     with th.record(model, grad=True):
         model(x).sum().backward()
@@ -93,6 +103,11 @@ def edit(model, x):
         "encoder.linear1:in": th.scale(2),
     }
     with th.edit(model, edits, grad={"rnn:in": th.scale(2)}):
+        model(x).sum().backward()
+
+
+def edit_outputs(model, x):
+    with th.edit(model, {"blocks.*": th.scale(2), "rnn": lambda value: (value[0] * 2, value[1])}):
         model(x).sum().backward()
 
 
@@ -131,7 +146,10 @@ def same_block_twice(model, x):
         model(x)
 
 
-USES = [record, some_points, gradients, edit, parameters, stop, watch, watch_some_steps, nested, same_block_twice]
+USES = [
+    record, record_last, variables, some_points, gradients, edit, edit_outputs, parameters, stop, watch,
+    watch_some_steps, nested, same_block_twice,
+]  # fmt: skip
 
 
 class Interrupter:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lm_toys import gemma2, gpt2, ids, llama, neox
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from unrolled import plain, unrolled, writes
 
 import tenterhook as th
@@ -268,6 +269,88 @@ def test_heads_of_other_families(make):
     alone = circuit.Circuit(found.senders, found.receivers, kept, found.values, found.task)
     assert (metric(alone.run()) - metric(model(CLEAN))).mean().item() == pytest.approx(value, abs=1e-4)
     assert exact.how[0].endswith("0 by a sweep")
+
+
+def test_a_metric_of_integers_needs_no_gradient_for_exact_scores(model):
+    def best(output):
+        return output.logits[:, -1].argmax(-1)
+
+    found = edges(model, "exact", metric=best)
+    floats = edges(model, "exact", metric=lambda output: best(output).double())
+    assert found.values.is_floating_point()
+    assert torch.equal(found.values.double(), floats.values)
+    small = circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=best, threshold=0.5)
+    assert len(small) < int(found.exists.sum())
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+def test_a_model_with_dropout_in_training_mode_is_refused(method):
+    with pytest.raises(th.RecipeError, match=r"would use random numbers\.\nCall model\.eval\(\) first"):
+        edges(gpt2(1).train(), method)
+
+
+class Doubled(nn.Linear):
+    """A linear layer with more than its weight and bias."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """A linear layer with another class."""
+
+
+def with_layers(model, kind):
+    """Replace the query projections of a model by copies of another class."""
+    for layer in model.model.layers:
+        old = layer.self_attn.q_proj
+        layer.self_attn.q_proj = kind(old.in_features, old.out_features, bias=False)
+        layer.self_attn.q_proj.load_state_dict(old.state_dict())
+    return model
+
+
+def test_subclasses_of_linear_layers_count_if_they_compute_the_same():
+    found, plain = edges(with_layers(llama(), Renamed)), edges(llama())
+    assert found.receivers == plain.receivers
+    assert torch.allclose(found.scores, plain.scores)
+    with pytest.raises(th.RecipeError, match="its projections to q, k and v are not known"):
+        edges(with_layers(llama(), Doubled))
+
+
+def test_a_model_that_changes_has_another_graph():
+    model = llama()
+    before = edges(model)
+    with_layers(model, Renamed)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.zero_()
+    after = edges(model)
+    assert before.score("mlp0", "attn1.0.q") != 0
+    assert after.score("mlp0", "attn1.0.k") == 0  # Nothing is asked for.
+    with_layers(model, Doubled)
+    with pytest.raises(th.RecipeError, match="its projections to q, k and v are not known"):
+        edges(model)
+
+
+OWN = {"gptj": {"rotary_dim": 4}, "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4}}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_whole_attentions_of_models_that_compute_them_by_themselves(name):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 32}
+    if name == "gptj":
+        sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    config = AutoConfig.for_model(name, **sizes, initializer_range=0.2, **OWN[name])
+    model = AutoModelForCausalLM.from_config(config).eval().double()
+    near = 3e-4 * (model.get_input_embeddings()(CLEAN) - model.get_input_embeddings()(CORRUPT)).detach()
+    base = model.get_input_embeddings()(CORRUPT).detach()
+    pair = {"inputs_embeds": base + near}, {"inputs_embeds": base}
+    with pytest.raises(th.RecipeError, match="has no call that computes heads"):
+        circuit.edges(model, *pair, metric=metric)
+    found = circuit.edges(model, *pair, metric=metric, nodes="layers")
+    exact = circuit.edges(model, *pair, metric=metric, nodes="layers", method="exact", progress=False)
+    assert torch.allclose(found.scores, exact.scores, atol=5e-3 * float(exact.scores.abs().max()))
+    assert torch.equal(found.prune(int(found.exists.sum())).run().logits, model(**pair[0]).logits)
 
 
 def test_norms_after_attention_and_mlp_count_as_writers():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lm_toys import gpt2, llama
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 import tenterhook as th
 
@@ -124,3 +125,16 @@ def test_bad_input_is_named(model):
         th.recipes.text(torch.nn.Linear(2, 2), None, PROMPT, OUTPUT)
     with pytest.raises(th.RecipeError, match="training mode"):
         th.recipes.text(gpt2(1).train(), None, PROMPT, OUTPUT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_that_see_later_tokens_are_refused(method):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertForMaskedLM(BertConfig(vocab_size=20, initializer_range=0.5, **sizes)).eval()
+    with pytest.raises(
+        th.RecipeError, match=r"BertForMaskedLM is no causal language model .* with the tokens after it"
+    ):
+        th.recipes.text(bert, None, PROMPT, OUTPUT, method=method)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(th.RecipeError, match="it has an encoder and a decoder"):
+        th.recipes.text(t5.eval(), None, PROMPT, OUTPUT, method=method)

@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, TypeAlias, Union
 
 from torch import nn
 
-from tenterhook.address.found_outputs import FoundOutputs, remember
+from tenterhook.address.found_points import FoundPoints, is_plain_variable, remember
 from tenterhook.address.globs import has_literal, path_regex
 from tenterhook.address.grammar import ESCAPED, Address, CallRange, Pattern, Wild, escape, parse
 from tenterhook.address.inner_points import arguments, no_such_name, sites_inside
@@ -26,6 +27,7 @@ from tenterhook.address.suggest import listed, nearest, no_match, no_module_of_c
 from tenterhook.address.walk import (
     Named,
     NamedTensor,
+    Structure,
     all_names,
     find,
     first_names,
@@ -37,10 +39,10 @@ from tenterhook.address.walk import (
     walk,
 )
 from tenterhook.errors import AddressError, SelectorError
-from tenterhook.pytorch.module_calls import children_of
+from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
 from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped
 
-__all__ = ["Point", "Selector", "Site", "canonical", "merged", "outputs_found", "outputs_now", "resolve"]
+__all__ = ["Point", "Selector", "Site", "canonical", "merged", "points_found", "points_found_now", "resolve"]
 
 Selector: TypeAlias = Union[
     str,
@@ -76,6 +78,8 @@ class _Plan:
     fits: Callable[[str], object]
     fits_name: Callable[[str], object] | None
     """the test for the last segment alone, if the address can match a parameter"""
+    is_remembered: bool
+    """True for a glob of outputs, or of one variable: the points that it finds are remembered with the model"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,6 +87,9 @@ def _plan(text: str) -> _Plan:
     address = parse(text)
     names, path = address.names, address.path
     alone = names is None and not address.inner and address.call is None and address.meaning is None
+    fits_name = _fits(path[-1:]) if alone and has_literal(path[-1]) else None
+    inside = len(address.inner) == 1 and address.inner[0].name.literal is not None
+    pattern = names is None and address.call is None and address.meaning is None and fits_name is None
     return _Plan(
         address,
         text=str(replace(address, call=None)),
@@ -91,7 +98,8 @@ def _plan(text: str) -> _Plan:
         explicit=address.is_literal,
         every=path == _EVERY,
         fits=_fits(path),
-        fits_name=_fits(path[-1:]) if alone and has_literal(path[-1]) else None,
+        fits_name=fits_name,
+        is_remembered=pattern and (inside or not address.inner),
     )
 
 
@@ -117,42 +125,47 @@ def resolve(model: nn.Module, selectors: Selector, *, default_site: DefaultSite 
     """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
+    if isinstance(selectors, str):  # As in most sessions.
+        return tuple(_resolve_one(model, selectors, default_site))
     found = [_resolve_one(model, selector, default_site) for selector in _flat(selectors)]
     # Each selector finds a point at most once. With a single selector, as in most sessions, there is nothing to merge.
     return tuple(found[0]) if len(found) == 1 else merged(found)
 
 
-def outputs_found(model: nn.Module, text: str) -> FoundOutputs | None:
-    """Return the outputs that a glob matches, from the cache if possible.
+def points_found(model: nn.Module, text: str) -> FoundPoints | None:
+    """Return the outputs, or the variables, that a glob matches, from the cache if possible.
 
     Return None for a selector of another kind.
     """
     if not isinstance(model, nn.Module):
         raise SelectorError(_no_model(model))
     plan = _plan(text)
-    address = plan.address
-    if plan.names is not None or address.inner or address.call is not None or address.meaning is not None:
-        return None
-    if plan.fits_name is not None:
+    if not plan.is_remembered:
         return None
     known = last_structure(model)
     if known is not None and text in known.globs:
-        return FoundOutputs(known, text)  # The start of the session looks whether the model has changed since.
+        # The start of the session looks whether the model has changed since.
+        return None if known.globs[text] is None else FoundPoints(known, text)
     return _found(model, text, plan)
 
 
-def outputs_now(model: nn.Module, found: FoundOutputs) -> FoundOutputs:
-    """Return the outputs that the same glob matches in the model now."""
+def points_found_now(model: nn.Module, found: FoundPoints) -> FoundPoints | None:
+    """Return the points that the same glob matches in the model now, or None if they are of another kind."""
+    if found.spots:
+        structure(model)[0].globs.pop(found.text, None)
     return _found(model, found.text, _plan(found.text))
 
 
-def _found(model: nn.Module, text: str, plan: _Plan) -> FoundOutputs:
+def _found(model: nn.Module, text: str, plan: _Plan) -> FoundPoints | None:
     known, _, modules = structure(model)
     if text not in known.globs:
-        known.globs[text] = remember(_glob(model, text, plan), modules, _above(model, plan.address.path))
-    found = FoundOutputs(known, text)
-    found.look(model)
-    return found
+        points = _glob(model, text, plan)
+        alike = not plan.address.inner or all(map(is_plain_variable, points))
+        known.globs[text] = remember(points, modules, _above(model, plan.address.path)) if alike else None
+    if known.globs[text] is None:
+        return None
+    found = FoundPoints(known, text)
+    return found if found.look(model) else None
 
 
 def _above(model: nn.Module, path: tuple[Pattern, ...]) -> list[nn.Module] | None:
@@ -285,6 +298,8 @@ def _at_tensor(text: str, plan: _Plan, names: tuple[str, ...], owner: nn.Module)
 def _glob(model: nn.Module, text: str, plan: _Plan) -> list[Point]:
     address = plan.address
     if plan.fits_name is not None:
+        if modules := _only_modules(model, plan, plan.fits_name):
+            return _returns(modules, None, explicit=False)
         points = _modules_and_tensors(model, walk(model), plan.fits, plan.fits_name)
         return _some(points, lambda: _no_glob(model, text, address))
     modules = walk(model)[0] if plan.every else _matching_path(model, plan)
@@ -323,9 +338,19 @@ def _matching(
     return [item for item in firsts if id(item[1]) in ids]
 
 
-def _matching_path(model: nn.Module, plan: _Plan) -> list[Named]:
-    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+def _only_modules(model: nn.Module, plan: _Plan, fits_name: Callable[[str], object]) -> list[Named]:
+    """Return the modules whose path matches, if there are some, and if no parameter or buffer has a name that fits."""
     known, _, modules = structure(model)
+    there = [module for module in modules if module is not None]
+    names = set(chain.from_iterable(chain(map(parameters_of, there), map(buffers_of, there))))
+    return [] if any(map(fits_name, names)) else _matching_path(model, plan, (known, modules))
+
+
+def _matching_path(
+    model: nn.Module, plan: _Plan, looked: tuple[Structure, list[Any]] | None = None
+) -> list[Named]:  # fmt: skip
+    """Return the modules whose path matches, from the cache if the structure of the model has not changed."""
+    known, modules = structure(model)[::2] if looked is None else looked
     path = plan.address.path
     found = known.matches.get(path)
     if found is None:

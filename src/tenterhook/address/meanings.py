@@ -42,7 +42,10 @@ ATTENTION_CHILDREN = (
 MLP_CHILDREN = (
     "mlp", "feed_forward", "ffn", "block_sparse_moe", "layer.1.DenseReluDense", "output.dense", "fc2", "intermediate",
 )  # fmt: skip
-PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense", "wo", "proj", "to_out.0", "o", "output.dense", "query_dense")
+PROJECTIONS = (
+    "o_proj", "c_proj", "out_proj", "dense", "wo", "proj", "to_out.0", "o", "output.dense", "query_dense",
+    "attention.out_proj",
+)  # fmt: skip
 
 _registered: WeakKeyDictionary[type[nn.Module], dict[str, str]] = WeakKeyDictionary()
 

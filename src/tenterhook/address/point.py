@@ -88,6 +88,11 @@ class Point:
     def __hash__(self) -> int:
         return hash((self.address, self.call))
 
+    @property
+    def is_plain_output(self) -> bool:
+        """True at the output of all calls of a module, under the module's own name."""
+        return self.site is Site.RETURN and self.call is None and self.meaning is None
+
     def has_call(self, call: int) -> bool:
         """Return whether the point is meant in a call, given by its number."""
         wanted = self.call

@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary, ref
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site, own_tensor
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
-from tenterhook.pytorch.wrappers import unwrapped, wrapped_module, wrapped_name, wrappers_of
+from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped, wrapped_module, wrapped_name, wrappers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
-    from tenterhook.address.found_outputs import Remembered
+    from tenterhook.address.found_points import Remembered
     from tenterhook.address.point import Point
 
 __all__ = [
@@ -143,8 +143,8 @@ class Structure:
         # An id may be reused after its module was garbage-collected. The structure is valid only if this list is empty.
         self._gone: list[Any] = []
         self._alive = [ref(module, self._gone.append) for module in places]
-        self.globs: dict[str, Remembered] = {}
-        """the results of globs in this structure"""
+        self.globs: dict[str, Remembered | None] = {}
+        """the results of globs in this structure; None for points of other kinds"""
         self.matches: dict[Any, list[tuple[str, int]]] = {}
         """the paths and positions of the modules that match a pattern of paths"""
         self._firsts, self._others = [[(path, places[module]) for path, module in part] for part in walked]
@@ -279,7 +279,8 @@ def find(model: nn.Module, path: str) -> nn.Module | None:
     names = path.split(".")
     try:
         for name in names:
-            module = children_of(unwrapped(module))[name]
+            children = children_of(module)
+            module = (children_of(unwrapped(module)) if has_wrapped_name(children) else children)[name]
     except (KeyError, AttributeError):  # The name is missing, or the child is None.
         found = through_wrappers(model, names)
         return found[0] if found is not None and found[1] is None else None

@@ -103,7 +103,7 @@ def _changed(value: Any, changes: list[Change], context: Context) -> Any:
     for change in changes:
         new = change(value, context)
         if new is not value:
-            check_same_kind(value, new, context, change.name)
+            check_same_kind(value, new, context, change)
         value = new
     return value
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from tenterhook.address.walk import structure
 from tenterhook.batch.layout import Layouts
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.wrappers import unwrapped
@@ -61,7 +62,7 @@ def known_model(model: nn.Module, kind: Any) -> Known:
         return Known()  # The edits of another session may act on the rows or the padding.
     found = _known.setdefault(model, {})
     # Another mode or another module may mix rows.
-    now = tuple((id(type(module)), module.training) for module in model.modules())
+    now = tuple((id(type(module)), module.training) for module in structure(model)[2] if module is not None)
     key = (kind, now)
     if key not in found and len(found) >= MOST:
         found.clear()

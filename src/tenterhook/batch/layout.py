@@ -135,7 +135,9 @@ class Layouts:
             known = self._continued(address, call, value)
         if known is None:
             known = self._learned(address, call, value)
-        self._known[address, call], self._sizes[address, call] = known, shapes_of(value)
+        self._known[address, call] = known
+        if self._steps:
+            self._sizes[address, call] = shapes_of(value)
         return known
 
     def _continued(self, address: str, call: int, value: Any) -> dict[Path, Dimensions] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tenterhook._free_memory import free_memory
 from tenterhook._text import counted
 from tenterhook._tree import tensors
 from tenterhook.address import Point
+from tenterhook.address.walk import structure
 from tenterhook.batch.case_tape import cut_value
 from tenterhook.batch.generated import option_that_sees_padding
 from tenterhook.batch.inputs import InputNames
@@ -81,8 +82,7 @@ class BatchRunner:
                 self._run_single(each)
             return
         known = known_model(self.model.module, self._kind(group))
-        at_once = min(len(group), self.most or len(group), known.room)
-        checked = known.is_due(len(group), at_once, _shortest(waiting[0]))
+        checked = known.is_due(len(group), self._room(waiting, known), _shortest(waiting[0]))
         alone: CaseRun | None = None
         layouts = known.layouts
         if layouts is None or checked:
@@ -148,7 +148,8 @@ class BatchRunner:
     def _room(self, waiting: list[PreparedCase], known: Known) -> int:
         """Return how many of the waiting cases run at once."""
         most = min(self.most or len(waiting), known.room)
-        tokens = free_memory(self.model.module) * SHARE / (TEMPORARY * known.bytes_per_token)
+        device = next((each.device for each in self.model.module.parameters()), torch.device("cpu"))
+        tokens = free_memory(device) * SHARE / (TEMPORARY * known.bytes_per_token)
         count, rows = 0, 0
         for each in waiting[:most]:
             rows += each.inputs.rows
@@ -286,14 +287,6 @@ def whole_batch(cases: list[PreparedCase], pads_left: bool, *, first: bool) -> W
     return WholeBatch(rows, lengths, pads_left)
 
 
-def free_memory(model: nn.Module) -> int:
-    """Return the number of free bytes where the model is."""
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**31
-
-
 def _padding_token(model: nn.Module, tokenizer: Any) -> int:
     """Return the token that pads: the model's own, or that of the tokenizer, or the end of a text, or 0.
 
@@ -313,7 +306,7 @@ def _padding_token(model: nn.Module, tokenizer: Any) -> int:
 @contextlib.contextmanager
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
     """In training mode, restore the buffers that runs change: a refused batch, or a comparison, leaves no trace."""
-    if not any(module.training for module in model.modules()):
+    if not any(module.training for module in structure(model)[2] if module is not None):
         yield
         return
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -112,21 +112,23 @@ def _wants_context(signature: inspect.Signature) -> bool:
     return len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name in ("ctx", "context"))
 
 
-def check_same_kind(old: Any, new: Any, context: Context, name: str) -> None:
+def check_same_kind(old: Any, new: Any, context: Context, change: Change) -> None:
     """Raise unless the new value has the structure, shapes, dtypes and devices of the old one."""
+    if type(old) is type(new) is Tensor and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device):
+        return
     before, after = dict(tensors(old)), dict(tensors(new))
     if before.keys() != after.keys() or isinstance(old, Tensor) != isinstance(new, Tensor):
-        raise _mismatch(context, name, describe(old), describe(new))
+        raise _mismatch(context, change, describe(old), describe(new))
     for path, tensor in before.items():
         other = after[path]
         if tensor.shape != other.shape or tensor.dtype != other.dtype:
-            raise _mismatch(context, name, describe(old), describe(new))
+            raise _mismatch(context, change, describe(old), describe(new))
         if is_spread(tensor) != is_spread(other):
-            raise _mismatch(context, name, type(tensor).__name__, f"a {type(other).__name__}")
+            raise _mismatch(context, change, type(tensor).__name__, f"a {type(other).__name__}")
         if tensor.device != other.device:
-            raise _mismatch(context, name, f"a tensor on {tensor.device}", f"one on {other.device}")
+            raise _mismatch(context, change, f"a tensor on {tensor.device}", f"one on {other.device}")
 
 
-def _mismatch(context: Context, name: str, old: str, new: str) -> EditError:
-    text = f"at {context.address!r}, call #{context.call}, the edit {name} turned {old} into {new}."
+def _mismatch(context: Context, change: Change, old: str, new: str) -> EditError:
+    text = f"at {context.address!r}, call #{context.call}, the edit {change.name} turned {old} into {new}."
     return EditError(f"{text}\nReturn the same kind, or pass check=False to th.edit if the model accepts the new one.")

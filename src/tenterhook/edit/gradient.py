@@ -70,7 +70,7 @@ class AppliedEdit:
         if gradient._version != version:
             raise EditError(SHARED.format(address=context.address, name=self.change.name))
         if self.check and new is not gradient:
-            check_same_kind(gradient, new, context, self.change.name)
+            check_same_kind(gradient, new, context, self.change)
         self.reached = True
         return new  # type: ignore[no-any-return]
 

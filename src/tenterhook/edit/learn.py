@@ -112,21 +112,23 @@ def learn(  # noqa: PLR0913
     if type(steps) is not int or steps < 1:
         raise EditError(f"steps= is a positive int; got {steps!r:.40}")
     _check_mode(model)
-    generator = torch.Generator().manual_seed(seed)
-    shapes = _values(model, list(edits), given[0][0])
-    parts = {address: _Part(address, each, shapes[address], generator) for address, each in edits.items()}
-    rotations = [address for address, each in edits.items() if isinstance(each, Rotate)]
-    if rotations and any(source is None for _, source, _ in given):
-        raise EditError(NO_SOURCE)
-    optimizer = torch.optim.Adam([each for part in parts.values() for each in part.tensors.values()], lr=lr)
-    losses: list[Tensor] = []
-    with bar("learn", total=steps, shown=progress) as move:
-        for step, place in zip(range(steps), _order(len(given), generator), strict=False):
-            heat = COLDEST ** (step / max(steps - 1, 1))
-            value = _loss(model, parts, rotations, given[place], loss, heat)
-            _descend(optimizer, parts, value + penalty * sum(part.kept(heat) for part in parts.values()))
-            losses.append(value.detach())  # Read at the end, so that no step waits for the device.
-            move(advance=1)
+    # The search needs gradients wherever it is called.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        generator = torch.Generator().manual_seed(seed)
+        shapes = _values(model, list(edits), given[0][0])
+        parts = {address: _Part(address, each, shapes[address], generator) for address, each in edits.items()}
+        rotations = [address for address, each in edits.items() if isinstance(each, Rotate)]
+        if rotations and any(source is None for _, source, _ in given):
+            raise EditError(NO_SOURCE)
+        optimizer = torch.optim.Adam([each for part in parts.values() for each in part.tensors.values()], lr=lr)
+        losses: list[Tensor] = []
+        with bar("learn", total=steps, shown=progress) as move:
+            for step, place in zip(range(steps), _order(len(given), generator), strict=False):
+                heat = COLDEST ** (step / max(steps - 1, 1))
+                value = _loss(model, parts, rotations, given[place], loss, heat)
+                _descend(optimizer, parts, value + penalty * sum(part.kept(heat) for part in parts.values()))
+                losses.append(value.detach())  # Read at the end, so that no step waits for the device.
+                move(advance=1)
     made = {address: part.finished() for address, part in parts.items()}
     return Learned(Edits(made), tuple(float(value) for value in losses))
 

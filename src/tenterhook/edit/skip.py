@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from tenterhook.address import Point, Site
-from tenterhook.address.functions import forward_of
-from tenterhook.address.source import read_source
 from tenterhook.edit.ready import Edit
+from tenterhook.edit.returned import structure_returned
 from tenterhook.engine.action import Context, SkipAction
 from tenterhook.errors import EditError, NoSource
 from tenterhook.sites.module import MISSING, argument
@@ -93,17 +88,19 @@ class SkipEdit(SkipAction):
 def _why_not(module: nn.Module) -> str | None:
     """Return why the first argument cannot be the output of a module, or None if it can."""
     kind = type(module).__name__
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-        return f"{kind} returns a tuple"
     for given, returned in (("in_features", "out_features"), ("in_channels", "out_channels")):
         sizes = getattr(module, given, None), getattr(module, returned, None)
         if isinstance(sizes[0], int) and isinstance(sizes[1], int) and sizes[0] != sizes[1]:
             return f"{kind} has {given}={sizes[0]} and {returned}={sizes[1]}"
     if isinstance(module, CONVOLUTIONS):
         return None if _keeps_size(module) else f"{kind} changes the size of its input"
-    if type(module).__module__.startswith("torch.nn.modules") and not _is_same_shape(module):
+    several = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))  # The structure is a better reason.
+    if type(module).__module__.startswith("torch.nn.modules") and not several and not _is_same_shape(module):
         return f"the output of {kind} does not have the shape of its input"
-    return _returns_several(module)
+    try:
+        return structure_returned(module)
+    except NoSource as error:
+        return f"the source that would show what it returns cannot be read ({error})"
 
 
 def _keeps_size(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
@@ -118,59 +115,3 @@ def _keeps_size(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
 def _is_same_shape(module: nn.Module) -> bool:
     in_file = type(module).__module__ in SAME_SHAPE_FILES and not isinstance(module, nn.GLU)
     return in_file or isinstance(module, SAME_SHAPE)
-
-
-def _returns_several(module: nn.Module) -> str | None:
-    """Return a reason if the source of a forward shows that it returns a tuple, a dict or nothing."""
-    try:
-        function = forward_of(module)
-        if function not in _reasons:
-            _reasons[function] = _structure_returned(function)
-    except NoSource as error:
-        return f"the source that would show what it returns cannot be read ({error})"
-    reason = _reasons[function]
-    return f"{type(module).__name__} {reason}" if reason is not None else None
-
-
-_reasons: WeakKeyDictionary[FunctionType, str | None] = WeakKeyDictionary()
-
-
-def _structure_returned(function: FunctionType) -> str | None:
-    tree = read_source(function.__code__, function.__qualname__).tree
-    returned = [node.value for node in _own_nodes(tree) if isinstance(node, ast.Return)]
-    for value in returned:
-        if value is None or (isinstance(value, ast.Constant) and value.value is None):
-            return "may return None"
-        named = [bound for target, bound in _assignments(tree) if isinstance(value, ast.Name) and target == value.id]
-        if any(_is_structure(each, function.__globals__) for each in (value, *named)):
-            return f"returns a structure ({ast.unparse(value)}), and its input is one value of it"
-    return None if returned else "returns nothing"
-
-
-def _is_structure(value: ast.AST, names: dict[str, Any]) -> bool:
-    """Return whether an expression makes a tuple, a dict, or an object of another class than a tensor."""
-    if isinstance(value, ast.BinOp):
-        return _is_structure(value.left, names) or _is_structure(value.right, names)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-        made = names.get(value.func.id, getattr(builtins, value.func.id, None))
-        return isinstance(made, type) and not issubclass(made, Tensor)
-    return isinstance(value, (ast.Tuple, ast.List, ast.Dict))
-
-
-def _assignments(tree: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the target and the value of each assignment in a function."""
-    for node in _own_nodes(tree):
-        if isinstance(node, ast.Assign):
-            yield from ((ast.unparse(target), node.value) for target in node.targets)
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and node.value is not None:
-            yield ast.unparse(node.target), node.value
-
-
-def _own_nodes(tree: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of functions inside it."""
-    stack: list[ast.AST] = list(tree.body)
-    while stack:
-        node = stack.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            stack.extend(ast.iter_child_nodes(node))

@@ -11,12 +11,14 @@ import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for 
 from tenterhook.address import Point, Selector, Site, resolve
 from tenterhook.edit.change import Change, as_change, check_same_kind
 from tenterhook.edit.gradient import AccumulatedEdit, GradientEdit, InputGradientEdit, ParameterGradientEdit
+from tenterhook.edit.output_edits import OutputEdits
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.skip import Skip, SkipEdit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.runs import Numbering
 from tenterhook.engine.session import Session
+from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.errors import AddressError, EditError
 
 __all__ = ["Editing", "edit"]
@@ -79,10 +81,11 @@ def edit(
     for selector, change in _items(changes, "changes"):
         session.add(selector, change, lambda point, one: [value_binding(point, one, check=check)])
     session.found_now()
-    for point in dict.fromkeys(binding.point for binding in session.bindings):
+    for point in {binding.point: None for binding in session.bindings if binding.point.spot is not None}:
         warn_if_never_read(model, point)
-    if grad or accumulated:
-        session.needs = ("gradients",)
+    if grad is None and accumulated is None:
+        return session
+    session.needs = ("gradients",) if grad or accumulated else ()
     for selector, change in _items(grad, "grad"):
         session.add(selector, change, lambda point, one: _gradient_bindings(point, one, check=check))
     for selector, change in _items(accumulated, "accumulated"):
@@ -110,14 +113,16 @@ class Editing(Session):
         Every point that the selector names explicitly must be reached before the session ends. Of the points that it
         matches by a pattern, at least one must be reached.
         """
-        changes = [as_change(one) for one in (given if isinstance(given, Sequence) else [given])]
-        for change in changes:
-            change.opaque = change.opaque or self._opaque
+        changes = list(map(as_change, given if isinstance(given, Sequence) else (given,)))
+        if self._opaque:
+            for change in changes:
+                change.opaque = True
         found: list[Binding] = []
-        for point in resolve(self.model, [selector]):
+        for point in resolve(self.model, selector if isinstance(selector, str) else [selector]):
             if isinstance(point.call, int) and point.call < 0:
                 raise AddressError(f"{point}: a session cannot know which call will be the last; count from #0")
-            refuse_several_places(point)
+            if point.spot is not None:
+                refuse_several_places(point)
             bound = [binding for change in changes for binding in bind(point, change)]
             self.bindings.extend(bound)
             if point.explicit:
@@ -127,8 +132,13 @@ class Editing(Session):
         if found:
             self.required.append(found)
 
+    def make_shared_forwards(self) -> SharedForwards | None:
+        alike = all(type(each.action) is ValueEdit and each.point.is_plain_output for each in self.bindings)
+        if not alike or self._runs is not None or self.needs_action_sets():
+            return None
+        return OutputEdits(self, self.bindings)
+
     def on_start(self) -> None:
-        super().on_start()
         for binding in self.bindings:
             if binding.action.install is not None:
                 self._handles.append(binding.action.install(binding.point, self))
@@ -136,7 +146,6 @@ class Editing(Session):
     def on_close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        super().on_close()
 
 
 def value_binding(point: Point, change: Change, *, check: bool) -> Binding:
@@ -160,7 +169,7 @@ class ValueEdit(Action):
     def __call__(self, value: Any, context: Context) -> Any:
         new = self.change(value, context)
         if self.check and new is not value:
-            check_same_kind(value, new, context, self.change.name)
+            check_same_kind(value, new, context, self.change)
         self.reached = True
         return new
 

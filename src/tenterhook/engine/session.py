@@ -150,6 +150,8 @@ class Session:
                 self._shared_forwards.install()
             if self._action_sets:
                 attach_all(self._action_sets.values())
+            if self._runs is not None:
+                listen(self.model, self._runs)
             self.on_start()
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
@@ -168,7 +170,8 @@ class Session:
 
     def _plan(self) -> None:
         self._shared_forwards = self.make_shared_forwards()
-        for binding in self.bindings:
+        served = self._shared_forwards is not None and self._shared_forwards.serves_bindings
+        for binding in () if served else self.bindings:
             point = binding.point
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
@@ -184,16 +187,17 @@ class Session:
 
     def _check_model(self) -> None:
         """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
-        if not self.is_explicit:
-            if self._looked is not None:
-                return
+        if self._looked is not None:
+            return
+        explicit = self.is_explicit
+        if not explicit:
             known, self._looked, _ = structure(self.model)
             if known is self._planned:
                 return
         places = [(actions.path, module) for module, actions in self._action_sets.items()]
         if self._shared_forwards is not None:
             places += [(self._shared_forwards.path_of(module), module) for module in self._shared_forwards.modules]
-        if self.is_explicit:
+        if explicit:
             gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
         else:
             there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
@@ -312,17 +316,16 @@ class Session:
 
     def has_calls(self) -> bool:
         """Return whether the session has seen any call."""
-        return any(actions.calls for actions in self._action_sets.values())
+        shared = self._shared_forwards
+        return (shared is not None and shared.has_calls()) or any(each.calls for each in self._action_sets.values())
 
     def calls_of(self, module: nn.Module) -> int:
         """Return the number of calls of a module that the session has seen."""
-        actions = self._action_sets.get(module)
-        return actions.calls if actions is not None else 0
+        actions, shared = self._action_sets.get(module), self._shared_forwards
+        return max(actions.calls if actions is not None else 0, shared.calls_of(module) if shared is not None else 0)
 
     def on_start(self) -> None:
-        """Install more. A verb can extend this; an error in it undoes the start."""
-        if self._runs is not None:
-            listen(self.model, self._runs)
+        """Install more. A verb can override this; an error in it undoes the start."""
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -331,7 +334,8 @@ class Session:
         if self._state == "open":
             replaced = self._undo()
             try:
-                self._say_what_was_replaced(replaced)
+                if replaced:
+                    self._say_what_was_replaced(replaced)
                 self._say_what_was_missed()
             finally:
                 self._release()
@@ -360,15 +364,15 @@ class Session:
             for swap in reversed(self._swaps):  # In case a call was interrupted while it swapped or restored them.
                 swap.put_back()
             self.on_close()
+            if self._runs is not None:
+                stop_listening(self.model, self._runs)
         if self.graph_outputs is not None:
             self._compile_counts = compiled_support().end(self)
         self._state = "closed"
         return replaced
 
     def on_close(self) -> None:
-        """Remove more. A verb can extend this."""
-        if self._runs is not None:
-            stop_listening(self.model, self._runs)
+        """Remove more. A verb can override this."""
 
     def _say_what_was_replaced(self, paths: list[str]) -> None:
         # Warn last: a warning may be turned into an error, and everything must be removed by then.

@@ -52,12 +52,15 @@ class SharedForwards:
 
     __slots__ = ("_methods", "_scripted", "_session", "ended", "modules")
 
+    serves_bindings = False
+    """the functions serve all bindings of the session"""
+
     def __init__(self, session: Session, modules: dict[nn.Module, int]) -> None:
         self._session: Session | None = session  # None after the session has ended.
         self.modules = modules
         self.ended: dict[nn.Module, int] = {}  # The numbers of the modules at the end of the session.
         self._methods: list[Any] = []  # In the order of installation.
-        self._scripted: nn.Module | None = None
+        self._scripted: list[nn.Module] = []
 
     def make_forward(self, original: Forward) -> Forward:
         """Return the function for all modules of a class whose own ``forward`` is given."""
@@ -70,6 +73,14 @@ class SharedForwards:
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""
         raise NotImplementedError
+
+    def calls_of(self, module: nn.Module) -> int:
+        """Return how many calls of a module have begun, or 0 if the module has its own actions."""
+        return (self.modules or self.ended).get(module, 0)
+
+    def has_calls(self) -> bool:
+        """Return whether any call has begun."""
+        return any(map(self.calls_of, self.modules or self.ended))
 
     def install(self) -> None:
         """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
@@ -90,10 +101,14 @@ class SharedForwards:
                 state["forward"] = method
             for module in others:
                 self._hand_over(module)
-            # Make torch.jit.script refuse the model. A submodule alone fails anyway: a script cannot have ``*args``.
-            if self._session is not None and SCRIPT not in self._session.model.__dict__:
-                model = self._scripted = self._session.model
-                model.__dict__[SCRIPT] = bind(refuse, model)
+            if self._session is not None:
+                self._refuse_script(self._session.model)
+
+    def _refuse_script(self, module: nn.Module) -> None:
+        """Make torch.jit.script refuse a module. A module without this fails too: a script cannot have ``*args``."""
+        if SCRIPT not in module.__dict__:
+            self._scripted.append(module)
+            module.__dict__[SCRIPT] = bind(refuse, module)
 
     def _function(self, kind: Any) -> Any:
         own = getattr(kind, "forward", None)
@@ -147,6 +162,7 @@ class SharedForwards:
         for binding in bindings:
             actions.add(binding)
         actions.begin_at(calls)
+        self.moved(module, actions)
         if method is None:  # Nothing is installed yet; the session attaches the actions.
             return
         self._methods.remove(method)
@@ -157,6 +173,9 @@ class SharedForwards:
             del state["forward"]
         elif theirs is not method:  # Other code has wrapped our forward; only the wrapper calls it.
             state["forward"] = theirs
+
+    def moved(self, module: nn.Module, actions: ModuleActions) -> None:
+        """Do more after a module got its own actions. A subclass can override this."""
 
     def hand_over(self, module: nn.Module) -> None:
         """Give a module its own actions, if it has a shared forward."""
@@ -180,11 +199,11 @@ class SharedForwards:
                     del state["forward"]
                 else:
                     replaced.append(self.path_of(method.__self__) or ":return")
-            if self._scripted is not None:
-                allow_script(self._scripted)
+            for module in self._scripted:
+                allow_script(module)
             self.ended = self.modules.copy()
             self.modules.clear()  # A forward that other code has kept looks its module up here.
-            self._methods, self._session, self._scripted = [], None, None
+            self._methods, self._session, self._scripted = [], None, []
         return replaced
 
     def __repr__(self) -> str:

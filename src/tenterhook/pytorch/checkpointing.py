@@ -7,6 +7,7 @@ objects are found by their attributes, not by the names of PyTorch's local varia
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.python_code import closure_values, frames_from, nested_codes, own_frame
-from tenterhook.pytorch.support import check, feature, is_available, require
+from tenterhook.pytorch.support import check, feature, require, works
 
 __all__ = [
     "Checkpoint",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _top_saved_tensor_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
+_KNOWS_SAVED_TENSOR_HOOKS = not is_absent(_top_saved_tensor_hooks)
 _KEPT = attribute("checkpoint frame", "recompute_fn")
 _KEPT_REENTRANT = attribute("CheckpointFunction context", "run_function")
 _FILE = torch_checkpoint.__file__
@@ -67,14 +69,13 @@ class Checkpoint:
         setattr(self._owner, self._name, new)
 
 
-def saved_tensor_hooks() -> Any:
-    """Return the pair of hooks with which autograd saves tensors now, or None."""
-    return _top_saved_tensor_hooks(True)
+saved_tensor_hooks: Callable[[], Any] = functools.partial(_top_saved_tensor_hooks, True)
+"""Return the pair of hooks with which autograd saves tensors now, or None."""
 
 
 def may_be_checkpointed() -> bool:
     """Return whether a checkpoint may be around this call. Fast, and False for most calls."""
-    return not torch.is_grad_enabled() or _top_saved_tensor_hooks(True) is not None
+    return not torch.is_grad_enabled() or saved_tensor_hooks() is not None
 
 
 def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:
@@ -102,10 +103,12 @@ def is_recomputing(frame: FrameType | None) -> bool:
 
 def is_inside_checkpoint(frame: FrameType | None) -> bool:
     """Return whether PyTorch's checkpoint file is among the callers. True in every checkpoint."""
-    hooks = None if is_absent(_top_saved_tensor_hooks) else saved_tensor_hooks()
+    hooks = saved_tensor_hooks() if _KNOWS_SAVED_TENSOR_HOOKS else None
     if hooks and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__:
         return True
-    return any(each.f_code.co_filename == _FILE for each in frames_from(frame))
+    while frame is not None and frame.f_code.co_filename != _FILE:  # Written out: there are many frames.
+        frame = frame.f_back
+    return frame is not None
 
 
 def refuse_checkpoints(model: nn.Module) -> None:
@@ -114,7 +117,7 @@ def refuse_checkpoints(model: nn.Module) -> None:
     The probe imports the compiler, as the first checkpoint of a process does. If the compiler is not imported yet, no
     checkpoint has run, and the probe runs inside the first checkpoint that reaches an edit.
     """
-    if "torch._dynamo" not in sys.modules or is_available("checkpointed edits"):
+    if "torch._dynamo" not in sys.modules or works("checkpointed edits"):
         return
     if any(_may_checkpoint(module) for module in model.modules()):
         require("checkpointed edits")

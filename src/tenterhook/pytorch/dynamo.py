@@ -56,17 +56,15 @@ def has_compiled_anything() -> bool:
     global _used  # noqa: PLW0603 - read at the start of each session, and never False again
     if not _used:
         dynamo: Any = sys.modules.get(_COMPILER)
-        # Other libraries import it without compiling: functions that they keep out of graphs have None as backend.
-        _used = _has_backend(dynamo) if dynamo is not None else not _is_where_expected and _is_loaded_elsewhere()
+        if dynamo is None:
+            _used = not _is_where_expected and _is_loaded_elsewhere()
+            return _used
+        # Other libraries import it without compiling: functions that they keep out of graphs have None as backend. If
+        # the table is unknown, assume that something was compiled.
+        backends = getattr(dynamo, "cached_backends", None)
+        found = [True] if backends is None else list(backends.values())
+        _used = found.count(None) < len(found) or _has_made_graphs()
     return _used
-
-
-def _has_backend(dynamo: Any) -> bool:
-    backends = getattr(dynamo, "cached_backends", None)
-    if backends is None:  # Unknown, so assume that something was compiled.
-        return True
-    found = list(backends.values())
-    return found.count(None) < len(found) or _has_made_graphs()
 
 
 def _has_made_graphs() -> bool:

@@ -93,7 +93,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     >>> unwrapped(nn.DataParallel(nn.DataParallel(plain))) is plain
     True
     """
-    if not has_wrapped_name(children_of(module)):  # As for most modules; every session asks this.
+    children = children_of(module)
+    if type(children) is dict and children.keys().isdisjoint(WRAPPED_NAMES):  # As for most modules.
         return module
     for wrapper in wrappers_of(module):
         module = wrapped_module(wrapper)

@@ -13,7 +13,7 @@ import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 from tenterhook.recipes._residual import Graph
 
-__all__ = ["Differentiated", "differentiated", "measured", "recorded"]
+__all__ = ["Differentiated", "differentiated", "floating", "measured", "recorded"]
 
 Metric = Callable[[Any], Any]
 CONSTANT = (
@@ -24,11 +24,17 @@ CONSTANT = (
 
 def measured(metric: Metric, output: Any, examples: int) -> Tensor:
     """Return the metric of an output: one number for each example, or one for all of them."""
-    value = torch.as_tensor(metric(output))
+    value = floating(metric(output))
     if value.dim() > 1 or (value.dim() == 1 and len(value) not in (1, examples)):
         text = f"metric= gave a tensor of {list(value.shape)}; one number is needed"
         raise th.RecipeError(f"{text}, or one for each of {examples} examples")
     return value
+
+
+def floating(value: Any) -> Tensor:
+    """Return a metric as a tensor of floating-point numbers, of which there is a mean."""
+    found = torch.as_tensor(value)
+    return found if found.is_floating_point() else found.to(torch.float32)
 
 
 def recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric) -> tuple[dict[str, Tensor], Tensor]:

@@ -12,7 +12,7 @@ import tenterhook as th
 from tenterhook._text import counted
 from tenterhook.recipes._edge_batch import Patches
 from tenterhook.recipes._edge_products import differences, products
-from tenterhook.recipes._edge_runs import differentiated, measured, recorded
+from tenterhook.recipes._edge_runs import differentiated, floating, measured, recorded
 from tenterhook.recipes._inputs import arguments, restful
 from tenterhook.recipes._residual import Graph, first_tensor
 
@@ -61,7 +61,7 @@ def exact_scores(
     examples = change.shape[1]
 
     def measure(output: Any) -> Tensor:
-        found = torch.as_tensor(metric(output)).detach()
+        found = floating(metric(output)).detach()
         return found.reshape(-1) if found.dim() < 2 else measured(metric, output, examples)  # noqa: PLR2004
 
     base = measured(metric, output, examples).detach().reshape(-1)

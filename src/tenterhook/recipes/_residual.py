@@ -131,17 +131,17 @@ class Graph:
             )
         return made
 
-    @property
+    @cached_property
     def points(self) -> tuple[str, ...]:
         """The points of the senders, each once."""
         return tuple(dict.fromkeys(sender.point for sender in self.senders))
 
-    @property
+    @cached_property
     def consumers(self) -> tuple[str, ...]:
         """The points of the receivers, each once."""
         return tuple(dict.fromkeys(receiver.consumer for receiver in self.receivers))
 
-    @property
+    @cached_property
     def streams(self) -> tuple[str, ...]:
         """The points where the stream is read, each once."""
         return tuple(dict.fromkeys(receiver.stream for receiver in self.receivers))

@@ -31,37 +31,64 @@ NOT_A_SUM = (
     "between the two inputs differs by {gap:.2g} (relative). Something else writes to it ({senders} were counted), or "
     "scales it. {fix}"
 )
+NOT_OF_SHAPE = (
+    "the stream that {receiver!r} reads at {stream!r} has shape {shape}, and the nodes before it ({senders}) write "
+    "{written}. The model reshapes its stream, or this is another value. {fix}"
+)
 ADD_A_NODE = "Name every module that writes to the stream in nodes=."
 USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
 NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
 
-_known: WeakKeyDictionary[nn.Module, dict[str, Graph]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, dict[Any, Graph]] = WeakKeyDictionary()
 
 
 def graph_of(
     model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]
 ) -> Graph:  # fmt: skip
-    """Return the graph of a model, found and checked with two inputs. That of a transformer is found once.
+    """Return the graph of a model, found and checked with two inputs.
 
-    ``check`` raises if the graph is not that of the model.
+    The graph of a transformer is found once, until the model changes. ``check`` raises if the graph is not that of the
+    model.
     """
     given: Any = nodes
     if isinstance(given, str):
         if given not in ("heads", "layers"):
             raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
-        known = _known.setdefault(model, {})
-        if given not in known:
+        known, key = _known.setdefault(model, {}), (given, _state(model))
+        if key not in known:
             found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
             check(found)
-            known[given] = found
-        return known[given]
+            for old in [each for each in known if each[0] == given]:
+                del known[old]
+            known[key] = found
+        return known[key]
     found = _checked(model, _given(model, clean, given), clean, corrupt)
     check(found)
     return found
 
 
+def _state(model: nn.Module) -> tuple[int, int]:
+    """Return what changes if modules of the model are replaced, or its parameters change: its graph may change too."""
+    versions = sum(each._version for each in model.parameters() if not each.is_inference())
+    return hash(tuple(map(id, model.modules()))), versions
+
+
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    """Return whether a module may be a linear layer with a weight ``[out, in]``, or a Conv1D of transformers."""
+    if not isinstance(module, nn.Linear):
+        return type(module).__name__ == "Conv1D"
+    weight = module.weight
+    return weight.is_floating_point() and weight.shape == (module.out_features, module.in_features)
+
+
+def _is_exact(module: nn.Module, given: Tensor, output: Tensor) -> bool:
+    """Return whether a layer computes what its weight and bias say. A subclass may do more."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return True
+    with torch.no_grad():
+        plain = nn.functional.linear(given, module.weight, module.bias)
+    gap = float((plain - output).norm() / output.norm().clamp_min(1e-30))
+    return plain.shape == output.shape and gap <= TOLERANCE.get(output.dtype, 1e-1)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -77,7 +104,8 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     wanted = [f"{path}{end}" for path in inside for end in ("", ":in")]
     parts = [_path(model, f"{layer}@{name}") for layer in layers for name in ("attn_out", "mlp_out")]
     wanted += [f"{path}{end}" for path in (*parts, *map(_mlp_input, parts)) for end in ("", ":in")]
-    wanted += [f"{path}:in" for path in filter(None, attentions)]
+    whole = [_whole_attention(model, *each) for each in zip(layers, attentions, strict=True)]
+    wanted += [f"{path}:in" for path in whole]
     ends = _norms_after(model, layers)
     wanted += [f"{layers[-1]}@resid", *(f"{norm}:in" for norm in ends)]
     wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
@@ -116,6 +144,15 @@ def _attention(model: nn.Module, layer: str) -> str:
     return below[0]
 
 
+def _whole_attention(model: nn.Module, layer: str, attention: str) -> str:
+    """Return the path of the module that reads the input of a layer's attention."""
+    if attention:
+        return attention
+    written = _path(model, f"{layer}@attn_out")
+    above = written.rpartition(".")[0]
+    return above if above != layer and _is_linear(model.get_submodule(written)) else written
+
+
 def _candidates(model: nn.Module, layer: str) -> list[str]:
     """Return the modules of a layer that may be norms or projections."""
     inside = model.get_submodule(layer)
@@ -140,7 +177,7 @@ class _Builder:
         if self.heads:
             self._heads(number, layer, attention, written, before)
         else:
-            name, reads = f"attn{number}", self._reader(layer, attention or written)
+            name, reads = f"attn{number}", self._reader(layer, _whole_attention(self.model, layer, attention))
             self.senders.append(Sender(name, self._after(layer, written)))
             self.receivers.append(Receiver(name, *reads, before, (name,)))
         reads = self._reader(layer, _mlp_input(mlp))
@@ -153,7 +190,12 @@ class _Builder:
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
         projection = self.model.get_submodule(written)
-        if not _is_linear(projection) or self._after(layer, written) != written:
+        given, made = (lone(self.tape[f"{written}{end}"], written) for end in (":in", ""))
+        if (
+            not _is_linear(projection)
+            or not _is_exact(projection, given, made)
+            or self._after(layer, written) != written
+        ):
             why = f"{written} is no plain linear layer that writes to the stream"
             raise th.RecipeError(NO_HEADS.format(attention=attention, why=why))
         counts = {name: self.tape[f"{attention}@{name}"].shape[2] for name in "qkv"}
@@ -176,10 +218,14 @@ class _Builder:
         names = [name for name, each in module.named_modules() if name and _is_linear(each)]
         inputs = {name: lone(self.tape[f"{attention}.{name}:in"], name) for name in names}
         arrives = lone(self.tape[f"{attention}:in"], attention)
-        reads = [name for name in names if _same(inputs[name], arrives)]
+        made = {name: lone(self.tape[f"{attention}.{name}"], name) for name in names}
+        reads = [
+            name for name in names
+            if _same(inputs[name], arrives) and _is_exact(module.get_submodule(name), inputs[name], made[name])
+        ]  # fmt: skip
         sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
         if len(reads) == 1:
-            out = lone(self.tape[f"{attention}.{reads[0]}"], reads[0])
+            out = made[reads[0]]
             for layout in (_in_parts(sizes), _in_heads(sizes)):
                 channels = list(itertools.chain(*layout.get("v", [])))
                 fits = bool(channels) and max(channels) < out.shape[-1]
@@ -317,15 +363,15 @@ def _checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
 
 
 def _compare(graph: Graph, receiver: Receiver, total: Any, change: Tensor, dtype: torch.dtype) -> None:
-    fits = isinstance(total, Tensor) and total.shape == change.shape
-    gap = float((total - change).norm() / change.norm().clamp_min(1e-30)) if fits else float("inf")
     plain = next((sender.projection for sender in graph.senders if sender.projection is not None), None)
+    names, fix = _names(graph.senders[: receiver.senders]), USE_LAYERS if plain is not None else ADD_A_NODE
+    if isinstance(total, Tensor) and total.shape != change.shape:
+        shapes = {"shape": list(change.shape), "written": list(total.shape)}
+        where = {"receiver": receiver.name, "stream": receiver.stream, "senders": names}
+        raise th.RecipeError(NOT_OF_SHAPE.format(**shapes, **where, fix=ADD_A_NODE))
+    gap = float((total - change).norm() / change.norm().clamp_min(1e-30))
     if not gap <= TOLERANCE.get(dtype, 1e-1) and float(change.norm()) > 0:
-        fix = USE_LAYERS if plain is not None else ADD_A_NODE
-        text = NOT_A_SUM.format(
-            receiver=receiver.name, stream=receiver.stream, gap=gap, senders=_names(graph.senders[: receiver.senders]),
-            fix=fix,
-        )  # fmt: skip
+        text = NOT_A_SUM.format(receiver=receiver.name, stream=receiver.stream, gap=gap, senders=names, fix=fix)
         raise th.RecipeError(text)
 
 

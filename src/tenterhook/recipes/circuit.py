@@ -338,6 +338,7 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"steps= is a positive int; got {steps!r:.40}")
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
+    restful(model)
     pairs = pairs_of(clean, corrupt)
     task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes))
     wanted = task.graph.exists if only is None else chosen(task.graph, only, method)

@@ -16,6 +16,7 @@ from tenterhook._text import printable
 from tenterhook.recipes._figures import Pictured, heatmap
 from tenterhook.recipes._inputs import lone, restful
 from tenterhook.recipes._readout import name_of
+from tenterhook.recipes._residual import TOLERANCE
 from tenterhook.recipes.path import quadrature
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ NO_IDS = (
     "{{'input_ids': ...}}, with decode(). Without one (tokenizer=None), give token ids as prompt and output."
 )
 NOT_CAUSAL = (
-    "{kind} is no causal language model with scores for each token (.logits of [examples, tokens, words]); got {given}"
+    "{kind} is no causal language model with scores for each token (.logits of [examples, tokens, words]): {given}"
 )
 TOP = 3
 
@@ -230,18 +231,34 @@ class _Run:
                 f"the embedding of {type(model).__name__} is not known: it has no get_input_embeddings()"
             )
         self.point = point
+        if _is_encoder_decoder(model):
+            raise th.RecipeError(NOT_CAUSAL.format(kind=type(model).__name__, given="it has an encoder and a decoder"))
         with torch.no_grad(), th.record(model, point) as tape:
             output = model(**self.inputs(None))
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.shape[:2] != texts.ids.shape or _is_encoder_decoder(model):
+        if not isinstance(logits, Tensor) or logits.shape[:2] != texts.ids.shape:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-            raise th.RecipeError(NOT_CAUSAL.format(kind=type(model).__name__, given=shape))
+            raise th.RecipeError(NOT_CAUSAL.format(kind=type(model).__name__, given=f"its output is {shape}"))
+        self._check_causal(logits)
         self.embedded = lone(tape[point], point)
         most = max(texts.after)
         columns = torch.arange(most, device=self.embedded.device)
         starts = torch.tensor(texts.before, device=self.embedded.device)[:, None]
         self.at = (starts + columns - 1).clamp(max=texts.ids.shape[1] - 1)  # where each token is predicted
         self._tokens = texts.ids.gather(1, (starts + columns).clamp(max=texts.ids.shape[1] - 1))
+
+    def _check_causal(self, logits: Tensor) -> None:
+        """Raise if another last token of the first text changes the scores before it."""
+        last, row = self.texts.before[0] + self.texts.after[0] - 1, torch.zeros(1, dtype=torch.long)
+        given = self.inputs(row.to(self.texts.ids.device))
+        given["input_ids"] = given["input_ids"].clone()
+        given["input_ids"][0, last] = 1 - given["input_ids"][0, last].clamp(max=1)  # Token 0 or 1.
+        with torch.no_grad():
+            other = self.model(**given).logits
+        change = (other[0, :last] - logits[0, :last]).abs().max()
+        if change > TOLERANCE.get(logits.dtype, 1e-1) * logits[0].abs().max():
+            why = f"its output at a token changes by {float(change):.2g} with the tokens after it"
+            raise th.RecipeError(NOT_CAUSAL.format(kind=type(self.model).__name__, given=why))
 
     def inputs(self, rows: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the model, with rows repeated."""

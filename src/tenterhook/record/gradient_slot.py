@@ -41,7 +41,6 @@ __all__ = [
     "SharedMemoryHook",
     "caught",
     "edge_of",
-    "lone_of",
     "watch",
 ]
 __all__ += ["watch_leaf", "watch_parameter"]
@@ -191,10 +190,10 @@ def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor |
     slot = find()
     if slot is None or gradient is None:  # Autograd calls the hooks of unused outputs of an operation too, with None.
         return None
-    kept = slot.kept
+    kept, passes = slot.kept, slot.passes
     if (
-        ((noted or not slot.passes.plain) and not _is_plain(slot.passes)) or slot.first is not None or slot._found
-        or (kept is not None and kept[0]._version != kept[1])
+        ((noted or not passes.plain) and passes.asked != current_backward_id() and not _is_plain(passes))
+        or slot.first is not None or slot._found or (kept is not None and kept[0]._version != kept[1])
     ):  # fmt: skip
         return _caught(slot, gradient)
     if slot.lone and gradient.stride()[0] != slot.lone:
@@ -235,11 +234,6 @@ def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
     new = corrected(slot, gradient) if noted and current_backward_id() not in quiet else None
     slot.add(slot.path, gradient if new is None else new)
     return new
-
-
-def lone_of(shape: torch.Size) -> int:
-    """Return the value of ``GradientSlot.lone`` for a shape that has dimensions of size one."""
-    return shape.numel() if shape[0] == 1 and shape.count(1) == 1 else -1
 
 
 caught.__torch_unserializable__ = True  # type: ignore[attr-defined]

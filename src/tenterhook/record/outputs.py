@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from tenterhook.address.found_outputs import FoundOutputs
+from tenterhook.address.found_points import FoundPoints
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.fast_path import lone_tensor
@@ -73,7 +73,7 @@ class Outputs(SharedForwards):
         alone: bool,
     ) -> None:
         self.points = points
-        modules = points.modules if isinstance(points, FoundOutputs) else [point.module for point in points]
+        modules = points.modules if isinstance(points, FoundPoints) else [point.module for point in points]
         tape: Tape = session.tape
         log = tape.log
         self._bases = log.new_bases(len(modules))
@@ -90,7 +90,7 @@ class Outputs(SharedForwards):
 
     def _make_tracks_later(self) -> None:
         points = self.points
-        if isinstance(points, FoundOutputs):
+        if isinstance(points, FoundPoints):
             described = points.tracks
         else:
             described = [(point.address, type(point.module), ref(point.module)) for point in points]
@@ -122,11 +122,7 @@ class Outputs(SharedForwards):
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module have begun, or 0 if the module has its own actions."""
-        return (self.modules or self.ended).get(module, 0) % SPAN
-
-    def has_calls(self) -> bool:
-        """Return whether any call has begun."""
-        return any(key % SPAN for key in (self.modules or self.ended).values())
+        return SharedForwards.calls_of(self, module) % SPAN
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""
@@ -134,7 +130,7 @@ class Outputs(SharedForwards):
 
     def _point(self, module: nn.Module) -> Point:
         points = self.points
-        if isinstance(points, FoundOutputs):
+        if isinstance(points, FoundPoints):
             return points.point_of(module)
         return next(point for point in points if point.module is module)
 
@@ -239,7 +235,7 @@ class Outputs(SharedForwards):
                 return self.other(self_)(*args, **kwargs)
             call, since = key % SPAN, next_operation_number()
             keys[self_] = key + 1
-            value = original(self_, *args, **kwargs)
+            value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
             if (
                 tensor is None or whole or not tensor.requires_grad

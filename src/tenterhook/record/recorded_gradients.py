@@ -48,7 +48,6 @@ from tenterhook.record.gradient_slot import (
     PassState,
     caught,
     edge_of,
-    lone_of,
     watch,
     watch_leaf,
 )
@@ -136,7 +135,8 @@ class Gradients(Drawn, TapeView):
         if any(slot.spent for slot in slots):
             self._ends.clear()
             for slot in slots:
-                slot.release()
+                if slot.edges or slot.aliases or not slot.spent:
+                    slot.release()
 
     def slots(self) -> list[GradientSlot]:
         """Return every slot of the tape."""
@@ -372,7 +372,9 @@ def watch_output(
     slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
     slot.first = slot.kept = None
     shape = tensor.shape
-    slot.lone, slot.passes, passes.plain = lone_of(shape) if 1 in shape else 0, passes, False
+    slot.lone, slot.passes, passes.plain = 0, passes, False
+    if 1 in shape:
+        slot.lone = shape.numel() if shape[0] == 1 and shape.count(1) == 1 else -1
     if type(value) is tuple:
         slot.shape, slot.path = (None,) * len(value), (0,)
     entries[call] = slot

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tenterhook._look.card import Card
+    from tenterhook.address.inner_points import InnerPlaces
     from tenterhook.record.recorded_gradients import Gradients
 
 __all__ = ["Tape", "TapeView", "Track", "load"]
@@ -60,7 +61,7 @@ class Track:
     ) -> None:
         self.entries = entries
         self._site: Site | None
-        if output_of is not None:  # A weak reference to a module.
+        if output_of is not None:  # A weak reference to a module, which `set_place` may refine.
             self.kind, self._module, self._site = kind, output_of, RETURN
             return
         if point is None:
@@ -71,11 +72,14 @@ class Track:
         # A weak reference, so that a tape does not keep a model alive. It finds a point by its other names.
         self._module, self._site = ref(module), site
         if site is not RETURN:
-            self.site, self._name = site.value, point.name
-            spot = point.spot
-            if spot is not None:
-                self.lines, self.where, self.places = spot.lines, spot.where, len(spot.places)
-                self.numbers = {} if self.places > 1 else None
+            self.set_place(site, point.name, point.spot)
+
+    def set_place(self, site: Site, name: str | None, spot: InnerPlaces | None) -> None:
+        """Set the argument, the parameter or the variable that this track records at its module."""
+        self._site, self.site, self._name = site, site.value, name
+        if spot is not None:
+            self.lines, self.where, self.places = spot.lines, spot.where, len(spot.places)
+            self.numbers = {} if self.places > 1 else None
 
     def entries_at(self, place: int | None) -> MutableMapping[int, Any]:
         """Return the entries of one of several places, numbered from 0, or all entries if ``place`` is None."""
@@ -122,6 +126,11 @@ class TapeView(Mapping[str, Any]):
         return self._made
 
     def __getitem__(self, address: str) -> Any:
+        track = self._tracks.get(address) if type(address) is str else None
+        if track is not None and track.numbers is None:  # The usual case: a recorded address with one call.
+            numbers = tuple(track.entries)
+            if len(numbers) == 1:
+                return self._read(track.entries[numbers[0]], address)
         base, call = self._find(address)
         place = self._place(base, address)
         entries = self._tracks[base].entries_at(place)
@@ -179,9 +188,13 @@ class TapeView(Mapping[str, Any]):
             return self._at(address), None
         if not isinstance(address, str):
             raise NotRecorded(f"a tape is read by address, a str; got a {type(address).__name__}: {address!r:.80}")
+        base, _, call = address.rpartition("#")
+        if base in self._tracks and call.isdecimal():  # As a tape lists its own addresses.
+            return base, int(call)
         parsed = parse(address)
         base = str(replace(parsed, call=None))
-        for name in (base, self._aliases.get(base), self._alias(base)):
+        for name_of in (str, self._aliases.get, self._alias):  # The last one searches the model.
+            name = name_of(base)
             if name is not None and name in self._tracks:
                 return name, parsed.call
         for name in _of_all_places(base):

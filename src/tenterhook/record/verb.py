@@ -13,8 +13,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tenterhook._text import counted
 from tenterhook.address import Point, Selector, Site, resolve
-from tenterhook.address.found_outputs import FoundOutputs
-from tenterhook.address.match import merged, outputs_found, outputs_now
+from tenterhook.address.found_points import FoundPoints
+from tenterhook.address.match import merged, points_found, points_found_now
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
@@ -40,6 +40,7 @@ from tenterhook.record.recorded_gradients import (
 )
 from tenterhook.record.tape import Tape, Track
 from tenterhook.record.tape_log import LogEntries
+from tenterhook.record.variables import Variables
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
 
@@ -119,7 +120,9 @@ def record(  # noqa: PLR0913
         NeverReached: when the session ends, if a named point did not run.
     """
     lone = (selectors or ("**",))[0] if len(selectors) < 2 and (selectors or replay is False) else None  # noqa: PLR2004
-    found = outputs_found(model, lone) if isinstance(lone, str) else None
+    found = points_found(model, lone) if isinstance(lone, str) else None
+    if found is not None and found.spots and (grad or stop):
+        found = None  # No shared forward serves these, and what was found is only checked when one is installed.
     groups: list[Sequence[Point]] = [found] if found is not None else _resolved(model, selectors, replay)
     if not values and (stop or not grad):
         raise ValueError(STOPPED if grad else NOTHING)
@@ -184,30 +187,27 @@ class Recording(Session):
         self._handles: list[Any] = []
         self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
         self.run_recorder: Any = None
-        self._outputs: Outputs | None = None
+        self._outputs: Outputs | Variables | None = None
         self._generation: GenerationNotes | None = None
         if grad:
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
-        self._is_found_later = isinstance(points, FoundOutputs) and self._shares
+        # Whether one shared forward per class can record the outputs of modules.
+        shares = not stop and (not grad or policy.by_reference)
+        self._is_found_later = shares and isinstance(points, FoundPoints)
         if self._is_found_later:
             return  # They are created when the session starts.
-        outputs = [point for point in points if _is_plain_output(point)] if self._shares else []
+        outputs = [point for point in points if point.is_plain_output] if shares else []
         alone = len(outputs) == len(points)
         if outputs:
             self._outputs = self._make_outputs(outputs, alone=alone)
         if not alone:
             self._add_all(points, tape, bindings)
 
-    @property
-    def _shares(self) -> bool:
-        """True if one shared forward per class can record the outputs of modules."""
-        return not self._stop and (not self._grad or self._policy.by_reference)
-
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
-        if isinstance(self.points, FoundOutputs) and self._is_found_later:
-            self.points = outputs_now(self.model, self.points)
+        if isinstance(self.points, FoundPoints) and self._is_found_later:
+            self.points = self._points_found_now(self.points)
         return self.points
 
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
@@ -215,10 +215,10 @@ class Recording(Session):
         return Outputs(self, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
 
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
-        keys = self._outputs.modules if self._outputs is not None else {}
+        outputs = self._outputs
         for point in points:
-            if self._outputs is not None and point.module in keys and _is_plain_output(point):
-                self._outputs.make_track(point)
+            if isinstance(outputs, Outputs) and point.module in outputs.modules and point.is_plain_output:
+                outputs.make_track(point)
             else:
                 (self._add if self._values else self._add_gradient)(point, tape, bindings)
 
@@ -297,7 +297,7 @@ class Recording(Session):
 
     def missed(self) -> list[list[Binding]]:
         """Return the groups of which no point was reached."""
-        if isinstance(self.points, FoundOutputs) and self._outputs is not None and self._outputs.any_reached():
+        if isinstance(self.points, FoundPoints) and self._outputs is not None and self._outputs.any_reached():
             return []
         bound = self._bound
         recorded = self._outputs.reached() if self._outputs is not None else None
@@ -313,7 +313,11 @@ class Recording(Session):
         return [[bound.get(point) or Binding(point, NOTHING_DONE) for point in group] for group in missed]
 
     def make_shared_forwards(self) -> SharedForwards | None:
-        if isinstance(self.points, FoundOutputs) and self._is_found_later:
+        if self.run_recorder is not None:
+            for path, module in with_wrappers(self.model):
+                if module in self.run_recorder.modules:
+                    self._actions_of(module, path).guard = self.run_recorder
+        if isinstance(self.points, FoundPoints) and self._is_found_later:
             self._find_outputs(self.points)
         outputs = self._outputs
         if outputs is None:
@@ -325,24 +329,29 @@ class Recording(Session):
             return None
         return outputs
 
-    def _find_outputs(self, points: FoundOutputs) -> None:
+    def _find_outputs(self, points: FoundPoints) -> None:
         """Find the modules that the glob matches in the model's present state."""
-        if not points.look(self.model):
-            points = outputs_now(self.model, points)
-        self.points, self._looked = points, points.looked
-        self._groups = [points]
-        self._outputs = self._make_outputs(points, alone=True)
+        found = points if points.look(self.model) else points_found_now(self.model, points)
+        if found is None:  # The forwards have changed, and the variables are found in another way.
+            self.points = resolve(self.model, points.text)
+            self._groups = [self.points]
+            self._planned = last_structure(self.model)
+            self._add_all(self.points, self.tape, self.bindings)
+            return
+        self.points, self._looked = found, found.looked
+        self._groups = [found]
+        if found.spots:
+            self._outputs = Variables(self, found, self._policy, keep=self._keep)
+        else:
+            self._outputs = self._make_outputs(found, alone=True)
+
+    def _points_found_now(self, points: FoundPoints) -> Sequence[Point]:
+        found = points_found_now(self.model, points)
+        return resolve(self.model, points.text) if found is None else found
 
     @property
     def is_explicit(self) -> bool:
-        return not isinstance(self.points, FoundOutputs) and all(point.explicit for point in self.points)
-
-    def calls_of(self, module: nn.Module) -> int:
-        calls = self._outputs.calls_of(module) if self._outputs is not None else 0
-        return max(super().calls_of(module), calls)
-
-    def has_calls(self) -> bool:
-        return super().has_calls() or (self._outputs is not None and self._outputs.has_calls())
+        return not isinstance(self.points, FoundPoints) and all(point.explicit for point in self.points)
 
     def keep_script(self, edited: list[nn.Module]) -> None:
         """Also record the run for replay: all modules, or only what is needed to serve edits at some modules."""
@@ -354,15 +363,7 @@ class Recording(Session):
         modules = worth_keeping(self.model, edited) if edited else self.model.modules()
         self.run_recorder = RunRecorder(self.tape.script, self.model, modules)
 
-    def _plan(self) -> None:
-        if self.run_recorder is not None:
-            for path, module in with_wrappers(self.model):
-                if module in self.run_recorder.modules:
-                    self._actions_of(module, path).guard = self.run_recorder
-        super()._plan()
-
     def on_start(self) -> None:
-        super().on_start()
         self.tape.started = True
         if self._stop:
             self._waiting.update(
@@ -410,7 +411,6 @@ class Recording(Session):
         stop_listening(self.model, self)
         if self._generation is not None:
             self._generation.close()
-        super().on_close()
         self.tape._release()
         if self._grad:
             self.tape.grad.end()
@@ -427,7 +427,10 @@ class Recording(Session):
             shown = listed([str(point) for point in self._waiting])
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
-        absent = [point.address for point in self._bound if self._is_absent_attention(point)] if self._bound else []
+        points: Sequence[Point] = tuple(self._bound)
+        if isinstance(self.points, FoundPoints) and self.points.spots and self.points.spots[0][0] in ATTENTION_WEIGHTS:
+            points = self.points
+        absent = [point.address for point in points if self._is_absent_attention(point)] if points else []
         if absent:
             more = f", as at {counted(len(absent) - 1, 'other point')}" if len(absent) > 1 else ""
             text = NO_ATTENTION_WEIGHTS.format(address=absent[0], more=more)
@@ -492,11 +495,6 @@ class _Unreached(Action):
 
 
 NOTHING_DONE = _Unreached()
-
-
-def _is_plain_output(point: Point) -> bool:
-    """Return whether a point is the output of all calls of a module, under the module's own name."""
-    return point.site is RETURN and point.call is None and point.meaning is None
 
 
 def _is_ever_called(module: nn.Module) -> bool:

@@ -33,10 +33,11 @@ class ViewBaseHook(GradientHook):
 
     def __call__(self, gradient: Tensor | None) -> None:
         slot = self._find()
-        if gradient is None or slot is None or slot.kept is None or not slot.overwritten:
+        kept = slot.kept if slot is not None else None
+        if gradient is None or slot is None or kept is None or kept[0]._version == kept[1]:  # As slot.overwritten.
             return
         layout = (gradient.size(), self._stride, self._offset, gradient.dtype, False, False)
-        place = TensorPlace(slot.kept[0], layout)
+        place = TensorPlace(kept[0], layout)
         if place.tied:
             slot.why = "tied"
         else:

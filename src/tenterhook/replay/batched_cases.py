@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+from tenterhook._free_memory import free_memory
 from tenterhook._tree import map_tensors, replace_at, tensors
 from tenterhook.edit.change import Change, check_same_kind
 from tenterhook.edit.ready import Edit, Set, Zero, fit
@@ -204,7 +204,7 @@ def _is_set_in_place(edit: Set) -> bool:
 def _checked(change: Change, value: Any, context: Context) -> Any:
     new = change(value, context)
     if new is not value:
-        check_same_kind(value, new, context, change.name)
+        check_same_kind(value, new, context, change)
     return new
 
 
@@ -239,8 +239,4 @@ def parts(value: Any, count: int, batch: int) -> list[Any]:
 
 def room_for(nbytes: int, device: torch.device) -> int:
     """Return how many cases fit in memory, if one case keeps ``nbytes``. Temporary memory counts as four times that."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**31
-    return max(1, min(MOST, int(free * SHARE / max(1, 4 * nbytes))))
+    return max(1, min(MOST, int(free_memory(device) * SHARE / max(1, 4 * nbytes))))

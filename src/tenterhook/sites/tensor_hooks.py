@@ -151,8 +151,15 @@ def attach_part(base: Tensor, node: Any, hook: Any) -> None:
     hooks: Any = tensor_hooks(base)
     if hooks is None:
         hooks = set_hooks(base, base.grad_fn, LightHookTable())
+    before = hooks.copy()
     hooks[hook] = hook
-    if len(hooks) > 1:
+    if not before:
+        return
+    if len(before) < MANY and getattr(next(iter(before.values())), "number", -1) < hook.number:
+        hooks.clear()  # The usual case: the view is the latest one.
+        hooks[hook] = hook
+        hooks.update(before)
+    else:
         _put_in_order(hooks)
 
 

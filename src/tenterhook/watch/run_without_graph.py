@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,9 @@ def first_nonfinite(model: nn.Module, given: Any) -> NonFiniteReport | None:
     try:
         with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), torch.no_grad():
             session = watch(model, of=("values",), steps="manual", on_nan="record", slow=2**30)
-            with session:
+            with session, warnings.catch_warnings():
+                # Some releases warn that a model with fullgraph=True was not compiled, which is the intention here.
+                warnings.filterwarnings("ignore", "torch.compile with fullgraph=True found no compiled frames")
                 torch.func.functional_call(model, buffers, args, kwargs)
                 session.step()
     finally:

@@ -1,4 +1,4 @@
-"""Points at the module outputs that a glob matches, created only when they are read.
+"""The points that a glob matches: outputs of modules, or one variable of each forward. Each is created when read.
 
 Most sessions record module outputs and need only the modules. The result of a glob is cached as long as the structure
 of the model does not change. The cache keeps no module alive.
@@ -6,19 +6,25 @@ of the model does not change. The cache keeps no module alive.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from weakref import ref
 
+from tenterhook.address.functions import plain
 from tenterhook.address.point import Point, Site
 from tenterhook.address.walk import Children
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from tenterhook.address.inner_points import InnerPlaces
     from tenterhook.address.walk import Looked, Structure
 
-__all__ = ["FoundOutputs", "Remembered", "remember"]
+__all__ = ["FoundPoints", "Remembered", "is_plain_variable", "remember"]
+
+MANY_TIMES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Remembered(NamedTuple):
@@ -31,6 +37,10 @@ class Remembered(NamedTuple):
     """the address, the class, and a weak reference to the module"""
     above: Above | None
     """the modules whose children the glob looks at; None if these are all modules"""
+    spots: list[tuple[str | None, InnerPlaces | None]]
+    """for variables: the name and the place of each, which are in the forward of the module's class"""
+    forwards: dict[type[nn.Module], Any]
+    """for variables: the forwards of these classes"""
 
 
 class Above(NamedTuple):
@@ -46,24 +56,44 @@ def remember(
 ) -> Remembered:
     """Return the cacheable form of ``points``. ``modules`` are the modules of the structure, in its order."""
     places = {id(module): place for place, module in enumerate(modules)}
+    inside = [point for point in points if point.spot is not None]
     return Remembered(
         [places[id(point.module)] for point in points],
         [point.path for point in points],
         [(point.address, type(point.module), ref(point.module)) for point in points],
         Above([ref(module) for module in above], Children.of(above)) if above is not None else None,
+        [(point.name, point.spot) for point in inside],
+        {type(point.module): type(point.module).forward for point in inside},
     )
 
 
-class FoundOutputs(Sequence[Point]):
-    """The outputs of modules, in the model's order, as a sequence of points."""
+def is_plain_variable(point: Point) -> bool:
+    """Return whether a point is at one place in the forward of the module's class, in every run of that place."""
+    spot, forward = point.spot, getattr(type(point.module), "forward", None)
+    if spot is None or len(spot.places) != 1 or spot.route or spot.operation is not None or spot.meaning is not None:
+        return False
+    if point.call is not None or spot.places[0].kind == "argument" or spot.function.__code__.co_flags & MANY_TIMES:
+        return False
+    return type(forward) is FunctionType and plain(forward) is spot.function and not _has_own_forward(point.module)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether an instance has a ``forward`` that is not the shared forward of an open session."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(getattr(own, "__func__", None), "shared", None) is None
+
+
+class FoundPoints(Sequence[Point]):
+    """Outputs of modules, or one variable of each, in the model's order, as a sequence of points."""
 
     looked: Looked
     """what :meth:`look` looked at"""
 
     def __init__(self, structure: Structure, text: str) -> None:
         self.structure, self.text = structure, text
-        self._found = structure.globs[text]
-        self.paths, self.tracks = self._found.paths, self._found.tracks
+        found = structure.globs[text]
+        assert found is not None  # noqa: S101  The caller has looked.
+        self._found, self.paths, self.tracks, self.spots = found, found.paths, found.tracks, found.spots
         self._modules: list[nn.Module] | None = None
         self._points: list[Point] | None = None
 
@@ -76,13 +106,19 @@ class FoundOutputs(Sequence[Point]):
                 return False
             self.looked, modules = found
             self._modules = [modules[place] for place in self._found.places]
-            return True
-        looked = above.children.look([parent() for parent in above.parents])
-        alive: list[Any] = [module() for _, _, module in self.tracks]
-        if looked is None or None in alive:
+        else:
+            looked = above.children.look([parent() for parent in above.parents])
+            alive: list[Any] = [module() for _, _, module in self.tracks]
+            if looked is None or None in alive:
+                return False
+            self.looked, self._modules = looked, alive
+        return not self.spots or self._has_these_forwards()
+
+    def _has_these_forwards(self) -> bool:
+        """Return whether the forwards are those in which the variables were found."""
+        if any(map(_has_own_forward, self.modules)):
             return False
-        self.looked, self._modules = looked, alive
-        return True
+        return all(kind.forward is forward for kind, forward in self._found.forwards.items())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -93,16 +129,19 @@ class FoundOutputs(Sequence[Point]):
 
     def _all(self) -> list[Point]:
         if self._points is None:
-            self._points = [
-                Point(address, Site.RETURN, module, path)
-                for (address, _, _), module, path in zip(self.tracks, self.modules, self.paths, strict=True)
-            ]
+            self._points = list(map(self._point_at, range(len(self.paths))))
         return self._points
+
+    def _point_at(self, place: int) -> Point:
+        address, module, path = self.tracks[place][0], self.modules[place], self.paths[place]
+        if not self.spots:
+            return Point(address, Site.RETURN, module, path)
+        name, spot = self.spots[place]
+        return Point(address, Site.VARIABLE, module, path, name, spot=spot)
 
     def point_of(self, module: nn.Module) -> Point:
         """Return the point of one of the modules, without creating the others."""
-        place = self.modules.index(module)
-        return Point(self.tracks[place][0], Site.RETURN, module, self.paths[place])
+        return self._point_at(self.modules.index(module))
 
     def __len__(self) -> int:
         return len(self.paths)
