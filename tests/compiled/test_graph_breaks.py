@@ -1,5 +1,7 @@
 """Where a graph cannot be whole: what the session does is right all the same, or is refused."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -203,3 +205,23 @@ def test_hooks_of_others_on_a_module_that_must_be_one_graph_are_named():
     with th.record(model, "b1") as tape:  # What is inside is not after them.
         call(X)
     assert len(tape.calls("b1")) == 1
+
+
+AFTER_RESET = """
+import torch, tenterhook as th
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+model = torch.compile(net, backend="aot_eager", fullgraph=True)
+model(torch.ones(2, 4))
+torch._dynamo.reset()
+with th.record(model, "0") as tape:
+    model(torch.ones(2, 4))
+with th.watch(model, steps="manual") as watch:
+    model(torch.ones(2, 4)).sum().backward()
+    watch.step()
+assert (watch.compiled.graphs, watch.compiled.breaks) == (1, 0), watch.compiled
+"""
+
+
+def test_a_model_that_was_compiled_before_dynamo_was_reset_is_compiled_again():
+    ran = subprocess.run([sys.executable, "-c", AFTER_RESET], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

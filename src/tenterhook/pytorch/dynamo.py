@@ -42,7 +42,7 @@ _Strategy = find("torch._C._dynamo.eval_frame._FrameExecStrategy")
 _Action: Any = find("torch._C._dynamo.eval_frame._FrameAction")
 _SKIP: Any = getattr(_Action, attribute("_FrameAction", "SKIP"), None)
 _DEFAULT: Any = getattr(_Action, attribute("_FrameAction", "DEFAULT"), None)
-_COMPILER = "torch._dynamo.eval_frame"
+_COMPILER, _UTILITIES = "torch._dynamo.eval_frame", "torch._dynamo.utils"
 _is_where_expected = Path(torch.__file__).parents[1].joinpath(*_COMPILER.split(".")).with_suffix(".py").exists()
 attribute("compilation settings", "fullgraph")
 _used = False
@@ -63,8 +63,14 @@ def has_compiled_anything() -> bool:
         # the table is unknown, assume that something was compiled.
         backends = getattr(dynamo, "cached_backends", None)
         found = [True] if backends is None else list(backends.values())
-        _used = found.count(None) < len(found)
+        _used = found.count(None) < len(found) or _has_made_graphs()
     return _used
+
+
+def _has_made_graphs() -> bool:
+    """Return whether Dynamo has counted a graph. After a reset it has no backends, but compiled models still exist."""
+    counters = getattr(sys.modules.get(_UTILITIES), "counters", None)
+    return bool(counters and counters["stats"]["unique_graphs"])
 
 
 def _is_loaded_elsewhere() -> bool:
