@@ -4,6 +4,7 @@ import gc
 import sys
 
 import pytest
+from torch import nn
 
 from tenterhook.pytorch.dynamo import has_compiled_anything
 
@@ -24,3 +25,14 @@ def forget_compiled_code():
     yield
     if "torch._dynamo" in sys.modules and has_compiled_anything():
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(autouse=True)
+def forget_hooks_of_failed_exports():
+    """Remove the global hooks that torch.export leaves behind if the model raises, in releases up to 2.12."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    yield
+    if hooks.keys() != before.keys():
+        hooks.clear()
+        hooks.update(before)

@@ -55,16 +55,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_hooks_are_left():
-    """Remove the global hooks that torch.export leaves behind in releases up to 2.12 if the model raises."""
-    hooks = nn.modules.module._global_buffer_registration_hooks
-    before = dict(hooks)
-    yield
-    hooks.clear()
-    hooks.update(before)
-
-
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("session", EDITS)
 def test_an_edit_is_never_traced(session, tracer):

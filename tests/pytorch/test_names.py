@@ -102,7 +102,7 @@ PUBLIC = (
     torch, torch.Tensor, torch.UntypedStorage, torch.autograd, torch.autograd.function, torch.autograd.graph,
     torch.autograd.graph.Node, torch.compiler, torch.func, torch.fx, torch.fx.experimental.proxy_tensor, torch.jit,
     torch.linalg, torch.nn.modules.module, torch.utils, torch.utils.checkpoint,
-    torch.utils.checkpoint.CheckpointFunction, nn, nn.Module(), nn.RNN(1, 1), nn.utils.parametrizations,
+    torch.utils.checkpoint.CheckpointFunction, nn, nn.functional, nn.Module(), nn.RNN(1, 1), nn.utils.parametrizations,
     nn.utils.parametrize, nn.utils.prune, nn.utils.prune.BasePruningMethod, Path, builtins, dict, enum.Enum, frozenset,
     itertools.chain, list, property, set, str, threading.Thread(), tuple, type, types.CodeType, types.FrameType,
     types.FunctionType, types.GeneratorType, types.MethodType,

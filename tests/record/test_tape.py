@@ -1,4 +1,5 @@
 import collections.abc
+import random
 import re
 
 import pytest
@@ -263,6 +264,30 @@ def test_an_address_that_the_tape_lists_is_read_without_a_search_in_the_model(mo
     values = dict(tape.items())
     assert len(values) == 9
     assert all(torch.equal(values[f":return#{call}"], output) for call, output in enumerate(outputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}], ids=["values", "gradients"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_calls_that_raise_do_not_count_among_the_last_ones(keep, compiled, options):
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.sum() < 0:
+                raise ValueError
+            return x + 1
+
+    if compiled:
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # Sessions act differently from here on.
+    draw, model, done = random.Random(keep), nn.Sequential(Fails()), []
+    with th.record(model, "0", keep="last" if keep == 1 else keep, **options) as tape:
+        for number in range(12):
+            if draw.random() < 0.4:
+                with pytest.raises(ValueError):
+                    model(-torch.ones(2, requires_grad=True))
+                continue
+            done.append(number + 1.0)
+            model(torch.full((2,), float(number), requires_grad=True)).sum().backward()
+            assert [value[0].item() for value in tape.calls("0")] == done[-keep:]
 
 
 @pytest.mark.parametrize("others", [(), ("0:in",)])

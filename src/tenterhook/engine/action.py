@@ -89,12 +89,16 @@ class Direct(Protocol):
 
     Dispatch stores ``(tensor, version)`` in ``kept_in`` under the key ``base`` plus the call index. For a tuple such as
     ``(tensor, None)`` it stores ``(tensor, version, 1)``: the last item is the number of Nones. Only the last ``keep``
-    entries stay. If ``keep`` is 0 and another observer watches the gradient, nothing is stored.
+    entries stay: ``keep_under`` then stores an entry and drops the oldest one. If ``keep`` is 0 and another observer
+    watches the gradient, nothing is stored.
     """
 
     kept_in: dict[int, Any]
     base: int
     keep: int
+
+    def keep_under(self, key: int, entry: Any) -> None:
+        """Store an entry, and drop the oldest one if ``keep`` limits them."""
 
 
 class SkipAction(Action):

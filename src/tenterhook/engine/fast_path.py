@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch
     nothing.
     """
     module, original, owner = patch.module, patch.original, actions.owner
-    keep, entries = observer.keep, observer.kept_in
+    keep = observer.keep
+    store = observer.kept_in.__setitem__ if keep in (0, sys.maxsize) else observer.keep_under
     next_key, base, state = actions.next_key, actions.base, patch.module.__dict__
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -58,9 +60,7 @@ def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch
             own = watch(tensor, key - base, since, kept, value, args, kwargs)
             if own is not None:
                 if kept is not None:
-                    entries[key] = kept if tensor is value else (*kept, len(value) - 1)
-                    if key >= keep:
-                        entries.pop(key - keep, None)
+                    store(key, kept if tensor is value else (*kept, len(value) - 1))
                 if own is tensor:
                     return value
                 return own if tensor is value else (own, *value[1:])

@@ -7,6 +7,7 @@ kept by reference together with its version, and reading it compares the version
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -143,6 +144,9 @@ class GradientOnly(Action):
     def reached(self) -> bool:
         return bool(self._gradient.reached)
 
+    def keep_under(self, key: int, entry: Entry) -> None:
+        """Do nothing."""
+
     def __call__(self, value: Any, context: Context) -> None:
         """Do nothing. The action for the gradient does all the work."""
 
@@ -159,6 +163,7 @@ class Recorder(Action):
     def __init__(self, policy: Policy, entries: LogEntries, keep: int = sys.maxsize) -> None:
         self.entries, self.kept_in, self.base = entries, entries.stored, entries.base
         self.policy, self.keep, self.direct = policy, keep, policy.by_reference
+        self._keys: deque[int] = deque()  # Of the entries, if keep limits them. A call that raised has none.
 
     @property
     def reached(self) -> bool:
@@ -180,8 +185,10 @@ class Recorder(Action):
         """Store an entry under a key of the tape's log, and drop the oldest one if ``keep`` limits them."""
         self.passed = True
         self.kept_in[key] = entry
-        if key >= self.keep:
-            self.kept_in.pop(key - self.keep, None)
+        if self.keep != sys.maxsize:
+            self._keys.append(key)
+            if len(self._keys) > self.keep:
+                self.kept_in.pop(self._keys.popleft(), None)
 
     def store(self, entry: Entry, context: Context) -> None:
         """Store an entry on the tape."""

@@ -213,6 +213,9 @@ class ValueObserver(Action):
         self.direct = direct
         self.kept_in = entries  # Dispatch writes here on the fast path. Nothing reads it.
 
+    def keep_under(self, key: int, entry: Any) -> None:
+        """Do nothing."""
+
     @property
     def reached(self) -> bool:
         return self._slot.seen
