@@ -254,6 +254,8 @@ def test_modules_are_sorted_by_any_column():
     assert "blocks.0.up" in str(cost.sorted_table("own_flops", 3))
     with pytest.raises(ValueError, match="saved_bytes"):
         cost.by("flop")
+    with pytest.raises(th.NotRecorded, match=r"no module has 'seconds': .*time=True"):
+        cost.sorted_table("seconds")
 
 
 def test_an_unknown_address_is_answered_with_the_nearest():

@@ -403,6 +403,8 @@ def test_bad_arguments_are_named(model):
         edges(model, "ig")
     with pytest.raises(th.RecipeError, match="there is no sender 'attn9'"):
         edges(model).score("attn9", "logits")
+    with pytest.raises(th.RecipeError, match=r"no receiver 'attn1\.0'; there are attn1\.0\.q, attn1\.0\.k"):
+        edges(model).score("embed", "attn1.0")
     with pytest.raises(th.RecipeError, match="the receiver comes first"):
         edges(model).score("mlp1", "mlp0")
     with pytest.raises(th.RecipeError, match="takes k= or threshold="):

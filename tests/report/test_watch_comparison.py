@@ -47,6 +47,12 @@ def test_equal_runs_do_not_depart_and_watches_and_logs_are_the_same(tmp_path):
     assert "No norm differs" in runs_page({"a": one, "b": other}).remarks[0]["text"]
 
 
+def test_three_runs_are_an_error_that_says_how_many_there_are(tmp_path):
+    one = run(tmp_path / "a")
+    with pytest.raises(TypeError, match=r"a dict of two by name: .*; got a dict of 3: Watch, Watch, .*Path"):
+        th.page(tmp_path / "page.html", {"a": one, "b": one, "c": tmp_path / "a"})
+
+
 def test_the_page_says_where_and_draws_the_earliest(tmp_path):
     one, _ = run(tmp_path / "a"), run(tmp_path / "b", step=3)
     page = runs_page({"plain": one, "changed": tmp_path / "b"})

@@ -392,6 +392,10 @@ def test_it_draws_itself_and_gives_plain_data():
     assert w.row("1")["quantiles"]["0.01"] == 0
     with pytest.raises(th.NotRecorded, match=r"Did you mean 0\.weight"):
         w.row("0.wieght", "parameters")
+    with pytest.raises(ValueError, match=r"kind= is one of 'values', 'gradients', .*; got 'value'"):
+        w.row("0", "value")
+    with pytest.raises(ValueError, match=r"statistic= is one of .*'norm'.*; got 'normm'"):
+        w.series("0", "normm")
 
 
 def test_a_model_that_fails_half_way_leaves_what_had_passed():

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "LineCost", "ModuleCost"]
 
+NOT_MEASURED = (
+    "no module has {column!r}: it was not measured. Times need th.cost(..., time=True), a roofline also a known peak=, "
+    "and numbers of the backward pass backward=True."
+)
+
 
 @dataclass(frozen=True)
 class ModuleCost:
@@ -193,6 +198,7 @@ class Cost(Drawn):
 
         Raises:
             ValueError: there is no such column of numbers.
+            NotRecorded: no module has a number in this column.
         """
         self._check(column)
         return sorted(self.modules, key=lambda each: -(getattr(each, column) or 0))[:most]
@@ -205,6 +211,8 @@ class Cost(Drawn):
         known = [each.name for each in fields(ModuleCost) if each.name not in ("address", "kind")]
         if column not in known:
             raise ValueError(f"there is no column {column!r}; there is {', '.join(known)}")
+        if all(getattr(each, column) is None for each in self.modules):
+            raise NotRecorded(NOT_MEASURED.format(column=column))
 
     def lines(self, address: str) -> list[LineCost]:
         """Return the lines of a module's forward, in the order of the source.

@@ -27,7 +27,7 @@ HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "z": 2, "result": 2, "scores": 1, "pat
 ARGUMENTS = {"q": "query", "k": "key", "v": "value"}
 COMPUTED = ("scores", "pattern")
 RESULT = "{point}: @result is computed from @z, and nothing in the model reads it. Edit @z, or record its gradient."
-NO_HEAD = "{address!r}: there are the {what} 0 to {last} at this point"
+NO_HEAD = "{address!r}: this point has the {what} 0 to {last}"
 
 
 def refuse_computed_result(binding: Binding) -> None:

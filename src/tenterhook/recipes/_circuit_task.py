@@ -137,8 +137,8 @@ def chosen(graph: Graph, only: Iterable[tuple[Any, ...]], method: str) -> Tensor
 
 def place_of(names: Sequence[str], name: str, what: str) -> int:
     if name not in names:
-        shown = ", ".join(names[:6])
-        raise th.RecipeError(f"there is no {what} {name!r}; there are {shown}{' …' if len(names) > 6 else ''}")  # noqa: PLR2004
+        shown = ", ".join([each for each in names if each.startswith(f"{name}.")] or names[:6])
+        raise th.RecipeError(f"there is no {what} {name!r}; there are {shown}, … (all: .{what}s)")
     return names.index(name)
 
 

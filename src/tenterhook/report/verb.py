@@ -72,9 +72,15 @@ def page(
         heading = shown[0]["title"] if len(shown) == 1 else f"{len(shown)} results"
         return write(path, Page(title or heading, figures=shown))
     raise TypeError(
-        "a page shows a tape, two tapes or two watches in a dict by name, a watch, a cost, or results of recipes; "
-        f"got a {type(found[0] if found else of).__name__}"
+        "a page shows a tape, a watch, a cost, results of recipes, or a dict of two by name: two tapes, or two runs "
+        f"(each a watch or the path of its JSON lines); got a {_kinds(of, found)}"
     )
+
+
+def _kinds(of: Any, listed: list[Any]) -> str:
+    if isinstance(of, Mapping):
+        return f"dict of {len(of)}: {', '.join(type(each).__name__ for each in of.values())}"
+    return type(listed[0] if listed else of).__name__
 
 
 def _listed(given: Any) -> list[Any]:

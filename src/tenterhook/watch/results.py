@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from tenterhook._draw import Drawn, Table
 from tenterhook.address.suggest import nearest
 from tenterhook.address.tree import class_name
 from tenterhook.errors import NotRecorded
+from tenterhook.statistics.measure import COLUMNS
 from tenterhook.watch.finding_groups import FindingGroup, grouped
 from tenterhook.watch.findings import Finding, Findings
-from tenterhook.watch.history import History, StepStats
+from tenterhook.watch.history import KINDS, History, StepStats
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
 from tenterhook.watch.watch_table import table_of
 
@@ -91,6 +93,7 @@ class Results(Drawn):
         for row in rows:
             if row["address"] == address and row["kind"] == kind:
                 return row
+        _check("kind", kind, KINDS)
         known = [row["address"] for row in rows if row["kind"] == kind]
         near = nearest(address, known)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -98,6 +101,8 @@ class Results(Drawn):
 
     def series(self, address: str, statistic: str = "norm", kind: str = "values") -> dict[int, float]:
         """Return one statistic of one address, by step, for the recent steps."""
+        _check("statistic", statistic, COLUMNS)
+        _check("kind", kind, KINDS)
         found = {page.step: page.column(statistic, kind).get(address) for page in self.pages}  # type: ignore[arg-type]
         return {step: number for step, number in found.items() if number is not None}
 
@@ -154,3 +159,8 @@ class Results(Drawn):
 def about(model: nn.Module, options: WatchOptions) -> dict[str, Any]:
     """Return a description of a watch: the model, the interval and the kinds."""
     return {"model": class_name(model), "every": options.every, "of": sorted(options.of)}
+
+
+def _check(what: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise ValueError(f"{what}= is one of {', '.join(map(repr, known))}; got {given!r:.40}")
