@@ -23,7 +23,7 @@ DEEPEST = 8  # Calls of calls to follow.
 
 
 class _Returned(NamedTuple):
-    """What a function returns: why that is no tensor, and the calls whose results it returns."""
+    """The result of a function: why it is no tensor, and the calls that give it."""
 
     why: str | None
     children: tuple[str, ...] = ()

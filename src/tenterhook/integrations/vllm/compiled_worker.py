@@ -13,7 +13,7 @@ from tenterhook.errors import SessionError
 from tenterhook.integrations.vllm.point_actions import PointActions
 from tenterhook.integrations.vllm.served_points import served_points
 from tenterhook.integrations.vllm.worker import Worker
-from tenterhook.integrations.vllm.worker_state import KEY, WorkerState, steps
+from tenterhook.integrations.vllm.worker_state import KEY, WorkerState, running_step
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -47,7 +47,7 @@ def served_pair(value: Tensor, residual: Tensor, index: int) -> None:
 
 def _act(index: int, value: Any) -> None:
     """Act at a point of the engine that runs now. The compiled code of several engines may be the same."""
-    state = steps.state
+    state = running_step.state
     if state is not None:
         state.declared_points[index].in_place(value)
 

@@ -24,7 +24,7 @@ from tenterhook.integrations.vllm.served_points import (
 )
 from tenterhook.integrations.vllm.trial_run import TrialRun, layouts_of
 
-__all__ = ["KEY", "WorkerState", "steps"]
+__all__ = ["KEY", "WorkerState", "running_step"]
 
 KEY = "tenterhook"
 """the entry of ours in the ``extra_args`` of a request's sampling parameters"""
@@ -36,7 +36,7 @@ EDIT_SETS = 256
 """sets of edits that a worker keeps ready; others are decoded again when a request brings them"""
 
 
-class Steps(threading.local):
+class RunningStep(threading.local):
     """The worker of which a thread runs a step now."""
 
     state: WorkerState | None = None
@@ -51,7 +51,7 @@ class Steps(threading.local):
             self.state = before
 
 
-steps = Steps()
+running_step = RunningStep()
 
 
 class WorkerState:
@@ -226,7 +226,7 @@ class WorkerState:
 
     def step(self) -> AbstractContextManager[None]:
         """Return the block of a step of this worker's model."""
-        return steps.of(self)
+        return running_step.of(self)
 
     def described(self) -> dict[str, Any]:
         """Return what the values of this worker depend on."""
