@@ -252,7 +252,14 @@ def test_several_pairs_give_one_row_for_each_example(model):
 
 def test_a_metric_of_one_number_scores_the_examples_together(model):
     found = edges(model, metric=lambda out: metric(out).mean())
-    assert torch.allclose(found.scores.sum(0), edges(model).values)
+    assert torch.allclose(found.values, edges(model).values)
+    assert found.table[0][2] == pytest.approx(edges(model).table[0][2])
+
+
+def test_all_methods_have_one_scale_for_a_metric_of_one_number(model):
+    for method in ("eap", "eap-ig", "exact"):
+        together = edges(model, method=method, metric=lambda out: metric(out).mean())
+        assert torch.allclose(together.values, edges(model, method=method).values, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [llama, neox], ids=["shared keys and rotary positions", "parallel and interleaved"])

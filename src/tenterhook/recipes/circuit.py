@@ -57,7 +57,8 @@ SHOWN = 8
 class Edges(Pictured):
     """The scores of all edges.
 
-    ``scores``: ``[example, sender, receiver]``; zero where there is no edge. ``exists``: which edges there are.
+    ``scores``: ``[example, sender, receiver]``, or ``[1, sender, receiver]`` if the metric is one number for all
+    examples; zero where there is no edge. ``exists``: which edges there are.
     ``how``: how exact scores were computed.
     """
 
@@ -346,7 +347,7 @@ def edges(  # noqa: PLR0913
     how: tuple[str, ...] = ()
     for pair in pairs:
         source, base = pair if mode == "denoise" else (pair[1], pair[0])
-        values, _ = recorded(model, task.graph, source, metric)
+        values, number = recorded(model, task.graph, source, metric)
         if method == "exact":
             change = differences(task.graph, values, recorded(model, task.graph, base, metric)[0])
             scores, how = exact_scores(
@@ -354,6 +355,8 @@ def edges(  # noqa: PLR0913
             )
         else:
             scores = gradient_scores(model, task.graph, base, values, metric, steps if method == "eap-ig" else 0)
+            if number.numel() == 1:  # The metric is one number, to which every example contributes.
+                scores = scores.sum(0, keepdim=True)
         found.append(scores)
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
