@@ -57,7 +57,7 @@ def test_what_recipes_found_stands_on_the_page_of_a_watch(tmp_path):
 
 
 def test_what_is_none_of_these_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"a page shows a tape, a watch, a cost, .* got a Linear"):
+    with pytest.raises(TypeError, match=r"two runs \(each a watch or the path of its JSON lines\); got a Linear"):
         th.page(tmp_path / "page.html", nn.Linear(1, 1))
     with pytest.raises(TypeError, match="also= takes results of recipes or matplotlib figures; got a Linear"):
         th.page(tmp_path / "page.html", watched(), also=[nn.Linear(1, 1)])
