@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
+from tenterhook.compiled import late_start
 from tenterhook.edit.output_edits import OutputEdits
 from tenterhook.engine import session
 from tenterhook.pytorch import dynamo
@@ -16,11 +17,13 @@ from tenterhook.testing import untouched
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
+@pytest.fixture(params=[False, True, "model"], ids=["", "after-compile", "compiled-model"], autouse=True)
 def compile_was_used(request, monkeypatch):
-    """Compiled code has to know all points beforehand; then every module has actions of its own."""
+    """If compiled code runs a model, every module has actions of its own."""
     for user in (dynamo, session):
-        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: bool(request.param))
+    if request.param == "model":
+        monkeypatch.setattr(late_start, "runs", lambda _: True)
     return request.param
 
 
@@ -34,7 +37,7 @@ def shares(monkeypatch, compile_was_used):
         install(self)
 
     monkeypatch.setattr(OutputEdits, "install", noted)
-    return lambda count: len(used) == (0 if compile_was_used else count)
+    return lambda count: len(used) == (0 if compile_was_used == "model" else count)
 
 
 class Calls(nn.Module):

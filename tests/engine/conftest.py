@@ -2,6 +2,7 @@
 
 import pytest
 
+from tenterhook.compiled import late_start
 from tenterhook.engine import session
 from tenterhook.pytorch import dynamo
 
@@ -13,8 +14,10 @@ def nothing_compiled(monkeypatch):
         monkeypatch.setattr(user, "has_compiled_anything", lambda: False)
 
 
-@pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
+@pytest.fixture(params=[False, True, "model"], ids=["", "after-compile", "compiled-model"], autouse=True)
 def compile_was_used(request, monkeypatch):
     for user in (dynamo, session):
-        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: bool(request.param))
+    if request.param == "model":
+        monkeypatch.setattr(late_start, "runs", lambda _: True)
     return request.param

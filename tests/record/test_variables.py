@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
+from tenterhook.compiled import late_start
 from tenterhook.engine import session
 from tenterhook.pytorch import dynamo
 from tenterhook.record.variables import Variables
@@ -19,11 +20,13 @@ from tenterhook.testing import untouched
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
+@pytest.fixture(params=[False, True, "model"], ids=["", "after-compile", "compiled-model"], autouse=True)
 def compile_was_used(request, monkeypatch):
     """Compiled code has to know all points beforehand; then every module has actions of its own."""
     for user in (dynamo, session):
-        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: bool(request.param))
+    if request.param == "model":
+        monkeypatch.setattr(late_start, "runs", lambda _: True)
     return request.param
 
 
@@ -82,7 +85,7 @@ def shares(monkeypatch, compile_was_used):
         install(self)
 
     monkeypatch.setattr(Variables, "install", noted)
-    return lambda count: len(used) == (0 if compile_was_used else count)
+    return lambda count: len(used) == (0 if compile_was_used == "model" else count)
 
 
 def hidden_of(block, x):

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
+from tenterhook.compiled import late_start
 from tenterhook.engine import session
 from tenterhook.pytorch import dynamo
 
@@ -23,11 +24,14 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 # --- random layers against the same layer with its parameter overwritten ----------------------------------------------
 
 
-@pytest.fixture(params=[False, True], ids=["", "after-compile"], autouse=True)
+@pytest.fixture(params=[False, True, "model"], ids=["", "after-compile", "compiled-model"], autouse=True)
 def compile_was_used(request, monkeypatch):
     """Sessions act otherwise in a process that has used torch.compile."""
     for user in (dynamo, session):
-        monkeypatch.setattr(user, "has_compiled_anything", lambda: request.param)
+        monkeypatch.setattr(user, "has_compiled_anything", lambda: bool(request.param))
+    if request.param == "model":
+        monkeypatch.setattr(late_start, "runs", lambda _: True)
+    return request.param
 
 
 class Double(nn.Module):

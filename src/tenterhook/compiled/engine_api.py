@@ -6,32 +6,67 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from tenterhook.compiled import late_start
 from tenterhook.engine.compile_counts import Compiled
 from tenterhook.engine.compiled_support import CompiledSupport, register
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.pytorch.dynamo import inline
 
 if TYPE_CHECKING:
+    from types import FunctionType
+
+    from torch import nn
+
     from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
-__all__ = ["begin", "compile_counts", "end", "explained", "waiting", "with_traced_forward"]
+__all__ = [
+    "begin", "compile_counts", "end", "explained", "join", "keep_out", "runs", "stop_waiting", "wait", "waiting",
+    "with_traced_forward",
+]  # fmt: skip
 
 OWN_FILES.add(__file__)
 
 
+def runs(model: nn.Module) -> bool:
+    """Return whether compiled code is known to run the model or a part of it."""
+    return late_start.runs(model)
+
+
+def wait(session: Session) -> None:
+    """Let an open session take part in compiled code when the compiler starts."""
+    late_start.wait(session)
+
+
+def stop_waiting(session: Session) -> None:
+    """Undo :func:`wait` at the end of the session."""
+    late_start.stop_waiting(session)
+
+
+def keep_out(function: FunctionType) -> None:
+    """Keep Dynamo from tracing a function of a waiting session as the start of a graph."""
+    late_start.keep_out(function)
+
+
 def begin(session: Session) -> None:
     """Create the graph outputs of a session, and actions where compiled code begins. Its actions must be planned."""
-    from tenterhook.compiled.entry_points import entries, is_guarded, keep_out
-    from tenterhook.compiled.explain_errors import forget
-    from tenterhook.compiled.fullgraph_check import check
-    from tenterhook.compiled.graph_outputs import GraphOutputs
     from tenterhook.pytorch import dynamo_probe  # noqa: F401 - registers the features
     from tenterhook.pytorch.dynamo_tracing import is_forced_eager
     from tenterhook.pytorch.support import require
 
     if not is_forced_eager():
         require("compiled models")
+    join(session)
+    late_start.join_others(session)
+
+
+def join(session: Session) -> None:
+    """Do what :func:`begin` does, without a check of this release, which would compile something."""
+    from tenterhook.compiled.entry_points import entries, is_guarded, keep_out
+    from tenterhook.compiled.explain_errors import forget
+    from tenterhook.compiled.fullgraph_check import check
+    from tenterhook.compiled.graph_outputs import GraphOutputs
+
     keep_out()
     forget()  # Graphs that are traced from now on include this session.
     session.graph_outputs = GraphOutputs(session)
@@ -86,6 +121,8 @@ def _uncompiled(patch: ForwardPatch, engine: Callable[..., Any]) -> Any:
 def end(session: Session) -> Compiled:
     """End a session and return its counts."""
     graph_outputs, found = session.graph_outputs, compile_counts(session)
+    if found.calls or found.breaks:
+        late_start.note_run(session)
     if graph_outputs is not None:
         graph_outputs.close()
     return found

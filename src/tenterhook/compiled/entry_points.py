@@ -20,6 +20,7 @@ from torch import nn
 from tenterhook.address.walk import find, walk, wrappers_at
 from tenterhook.compiled import trace
 from tenterhook.compiled.explain_errors import explained
+from tenterhook.compiled.late_start import was_compiled
 from tenterhook.compiled.packed_outputs import pack
 from tenterhook.compiled.trace_plan import FOREIGN, reason_at
 from tenterhook.compiled.traced_statistics import measure_collected
@@ -30,7 +31,6 @@ from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, with
 from tenterhook.pytorch.dynamo_tracing import (
     DynamoError,
     OptimizedModule,
-    compiled_versions,
     current_callback,
     disabled,
     uses_cuda_graphs,
@@ -104,19 +104,11 @@ def _begins(module: nn.Module, plan: Any) -> bool:
     known = _with_own_code.setdefault(module, set())
     if plan in known:
         return False
-    if _was_compiled(module):
+    if was_compiled(module):
         return True
     if len(known) < OWN_PLANS:
         known.add(plan)
     return False
-
-
-def _was_compiled(module: nn.Module) -> bool:
-    """Return whether compiled code has begun at a module of this class."""
-    if "forward" in module.__dict__:
-        return False
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    return code is not None and compiled_versions(code) > 0
 
 
 def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ values of the same shape. The result is copied once, and split again without a c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -92,6 +92,8 @@ class LateValue:
     """A tape entry whose value is computed when it is read; see :class:`tenterhook.record.kept_value.KeptValue`."""
 
     __slots__ = ("_packed_values", "_place")
+
+    requires_grad: ClassVar[bool] = False
 
     def __init__(self, packed_values: PackedValues, place: int) -> None:
         self._packed_values, self._place = packed_values, place

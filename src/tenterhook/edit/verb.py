@@ -99,6 +99,7 @@ class Editing(Session):
     """A session that edits values and gradients. :func:`edit` creates it."""
 
     verb = "edit"
+    joins_late = True
 
     def __init__(self, model: nn.Module, *, opaque: bool = False) -> None:
         super().__init__(model, [], [])

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 from tenterhook.engine.compile_counts import Compiled
 
 if TYPE_CHECKING:
+    from types import FunctionType
+
     from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
@@ -16,6 +20,21 @@ __all__ = ["CompiledSupport", "compiled_support", "register"]
 
 class CompiledSupport(Protocol):
     """The functions that the engine calls if ``torch.compile`` was used in this process."""
+
+    def runs(self, model: nn.Module) -> bool:
+        """Return whether compiled code is known to run the model or a part of it."""
+
+    def wait(self, session: Session) -> None:
+        """Let an open session take part in compiled code when the compiler starts."""
+
+    def keep_out(self, function: FunctionType) -> None:
+        """Keep Dynamo from tracing a function of a waiting session as the start of a graph."""
+
+    def join(self, session: Session) -> None:
+        """Prepare a session that has waited, now that the compiler starts."""
+
+    def stop_waiting(self, session: Session) -> None:
+        """Undo :meth:`wait` at the end of the session."""
 
     def begin(self, session: Session) -> None:
         """Prepare a session after its actions are planned."""

@@ -170,6 +170,12 @@ class ModuleActions:
         return self.guard is not None and self.guard.prepare is not None
 
     @property
+    def can_join_late(self) -> bool:
+        """True if nothing has to be done before a run of compiled code, so that the session can join it later."""
+        stops = any(binding.action.stops for binding in (*self.looks_out, *self.inner))
+        return not stops and not self.swaps and self.guard is None and not self.looks_in and not self.edits_in
+
+    @property
     def only_inside(self) -> bool:
         """True if all actions are inside the forward, and none at its arguments or output."""
         outside = self.edits_in or self.looks_in or self.edits_out or self.looks_out or self.swaps

@@ -83,6 +83,8 @@ class Session:
     """
 
     verb = "session"
+    joins_late = False
+    """whether the session can join compiled code after it has started"""
     needs: tuple[str, ...] = ()
     """The features of PyTorch that this kind of session needs, besides those that all sessions need."""
 
@@ -90,6 +92,8 @@ class Session:
     done = False
     stopped = False
     tape: Any = None
+    waits = False
+    """whether the session waits for the compiler, in a process that has compiled other code"""
     depth = 0
     """the number of `with` blocks around"""
     graph_outputs: Any = None
@@ -97,7 +101,7 @@ class Session:
     plan_key: tuple[Any, ...] = ()
     _state = "new"
     _compiles = False
-    """True if this process has compiled anything"""
+    """True if compiled code may run this model"""
     _fused: tuple[str, ...] = ()
     """the paths of layers whose fast path bypasses their children"""
     _shared_forwards: SharedForwards | None = None
@@ -136,15 +140,23 @@ class Session:
         self.owner = current.token
         try:
             require(*NEEDED, *self.needs)
-            self._compiles, self._fused = has_compiled_anything(), facts(self.model).fused
+            compiled = has_compiled_anything()
+            self._compiles, self._fused = compiled and compiled_support().runs(self.model), facts(self.model).fused
             self._plan()
             self._check_torch()
-            if self._compiles:
+            planned = len(self._action_sets)
+            if compiled and (self._compiles or not self._can_wait()):
                 compiled_support().begin(self)
+            elif compiled:
+                self.waits = True  # Set this first, so that an interrupt finds what to undo.
+                compiled_support().wait(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
             if self._action_sets:
                 attach_all(self._action_sets.values())
+            if self.waits and len(self._action_sets) > planned:  # Another session, or a forward of its own, is there.
+                compiled_support().stop_waiting(self)
+                self.join_compiled()
             if self._runs is not None:
                 listen(self.model, self._runs)
             self.on_start()
@@ -281,9 +293,27 @@ class Session:
     def needs_action_sets(self) -> bool:
         """Return whether every module needs its own actions.
 
-        Compiled code, and fused layers that may bypass their children, must know all points before the run.
+        Compiled code, and fused layers that may bypass their children, must know all points before the run. Another
+        session that waits for the compiler gets them when the compiler starts, see :meth:`join_compiled`.
         """
         return self._compiles or bool(self._fused)
+
+    def _can_wait(self) -> bool:
+        """Return whether the session can join compiled code in the middle of a run."""
+        return self.joins_late and all(actions.can_join_late for actions in self._action_sets.values())
+
+    def join_compiled(self) -> None:
+        """Give every module its own actions and let them be traced: the compiler is about to trace this model."""
+        with locked:
+            action_sets = self.action_sets
+            if not self.bindings:
+                self.bindings = [each for found in action_sets.values() for each in (*found.looks_out, *found.inner)]
+            self._compiles, self.waits = True, False
+            compiled_support().join(self)
+            attach_all(action_sets.values())
+            for actions in action_sets.values():
+                if actions.patch is not None:
+                    actions.patch.refresh()
 
     def make_shared_forwards(self) -> SharedForwards | None:
         """Return the modules that a shared forward can serve, or None. A verb can override this."""
@@ -361,6 +391,9 @@ class Session:
             self.on_close()
             if self._runs is not None:
                 stop_listening(self.model, self._runs)
+        if self.waits:
+            compiled_support().stop_waiting(self)
+            self.waits = False
         if self.graph_outputs is not None:
             self._compile_counts = compiled_support().end(self)
         self._state = "closed"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tenterhook.engine.bound_method import bind, shows_attributes
+from tenterhook.engine.compiled_support import compiled_support
 from tenterhook.engine.dispatch import OWN_FILES, leave
 from tenterhook.engine.install import OPEN, SCRIPT, allow_script, locked, put, refuse
 from tenterhook.pytorch.dynamo import disabled
@@ -59,7 +60,7 @@ class SharedForwards:
         self._session: Session | None = session  # None after the session has ended.
         self.modules = modules
         self.ended: dict[nn.Module, int] = {}  # The numbers of the modules at the end of the session.
-        self._methods: list[Any] = []  # In the order of installation.
+        self._methods: dict[nn.Module, Any] = {}
         self._scripted: list[nn.Module] = []
 
     def make_forward(self, original: Forward) -> Forward:
@@ -84,7 +85,7 @@ class SharedForwards:
 
     def install(self) -> None:
         """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
-        add, functions, others = self._methods.append, dict[type, Any](), []
+        methods, functions, others = self._methods, dict[type, Any](), []
         with locked:
             for module in tuple(self.modules):
                 kind, state = type(module), module.__dict__
@@ -96,8 +97,7 @@ class SharedForwards:
                     if "forward" in state or can_be_called(module):
                         others.append(module)
                     continue
-                method = MethodType(function, module)
-                add(method)  # Append first, so that an interrupt still undoes it.
+                methods[module] = method = MethodType(function, module)  # First, so that an interrupt still undoes it.
                 state["forward"] = method
             for module in others:
                 self._hand_over(module)
@@ -117,6 +117,8 @@ class SharedForwards:
         made: Any = self.make_forward(own)
         # Not __wrapped__: torch.jit.script would then read the source of the class's own forward.
         made.__dict__.update(SKIPPED, __signature__=_signature(own), shared=self)
+        if self._session is not None and self._session.waits:
+            compiled_support().keep_out(made)
         return made
 
     # -- what the functions ask for -----------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ class SharedForwards:
         return self._session._action_sets.get(module) if self._session is not None else None
 
     def _hand_over(self, module: nn.Module) -> None:
-        method = next((method for method in self._methods if method.__self__ is module), None)
+        method = self._methods.get(module)
         assert self._session is not None  # noqa: S101  After the end of the session there are no modules.
         (bindings, calls), path = self.bindings_of(module), self.path_of(module)
         del self.modules[module]
@@ -165,7 +167,7 @@ class SharedForwards:
         self.moved(module, actions)
         if method is None:  # Nothing is installed yet; the session attaches the actions.
             return
-        self._methods.remove(method)
+        del self._methods[module]
         state = module.__dict__
         theirs = state.get("forward")
         put(actions)  # Replace the shared forward at once: another thread may be calling the module now.
@@ -193,17 +195,17 @@ class SharedForwards:
         """Remove the functions. Return the paths of modules whose forward other code has replaced."""
         replaced = []
         with locked:
-            for method in self._methods:
-                state = method.__self__.__dict__
+            for module, method in self._methods.items():
+                state = module.__dict__
                 if state.get("forward") is method:
                     del state["forward"]
                 else:
-                    replaced.append(self.path_of(method.__self__) or ":return")
+                    replaced.append(self.path_of(module) or ":return")
             for module in self._scripted:
                 allow_script(module)
             self.ended = self.modules.copy()
             self.modules.clear()  # A forward that other code has kept looks its module up here.
-            self._methods, self._session, self._scripted = [], None, []
+            self._methods, self._session, self._scripted = {}, None, []
         return replaced
 
     def __repr__(self) -> str:

@@ -15,6 +15,8 @@ __all__ = [
     "DynamoError",
     "OptimizedModule",
     "Unsupported",
+    "call_before_tracing",
+    "can_call_before_tracing",
     "compiled_versions",
     "counters",
     "current_callback",
@@ -56,6 +58,8 @@ _skip_code = find("torch._dynamo.eval_frame.skip_code")
 _rules: Any = find("torch._dynamo.trace_rules")
 _eval_frame: Any = find("torch._dynamo.eval_frame")
 find("torch._dynamo.eval_frame._stance")  # Each change replaces the object, so it is read at each use.
+_callbacks: Any = find("torch._dynamo.callback.callback_handler", None)
+_START = attribute("Dynamo callbacks", "start_callbacks")
 attribute("trace_rules", "check")
 attribute("stance", "stance")
 _translator: Any = find("torch._dynamo.symbolic_convert.InstructionTranslator", None)
@@ -81,6 +85,18 @@ def in_subgraph() -> bool:
         return len(getattr(getattr(_translator.current_tx(), _OUTPUT), _TRACERS)) > 1
     except AttributeError:  # Nothing is traced.
         return False
+
+
+def can_call_before_tracing() -> bool:
+    """Return whether this release can call a function before it traces code."""
+    return isinstance(getattr(_callbacks, _START, None), list)
+
+
+def call_before_tracing(function: Callable[[Any], None]) -> None:
+    """Call a function each time Dynamo begins to trace. It must not compile anything. A reset of Dynamo removes it."""
+    functions: list[Any] = getattr(_callbacks, _START)
+    if function not in functions:
+        functions.append(function)
 
 
 def compiled_versions(code: CodeType) -> int:

@@ -169,8 +169,11 @@ class Outputs(SharedForwards):
         """Return the bindings that replace the shared forward of a module, and how many of its calls have begun."""
         base, calls = self._base(module), self.calls_of(module)
         actions: list[Any] = [self._gradient_of(module)] if self._grad else []
-        first = OutputRecorder(base, self._policy, self._add, self._last) if self._values else GradientOnly(actions[0])
-        return [Binding(self._point(module), action) for action in (first, *actions)], calls
+        if self._values:
+            actions.insert(0, OutputRecorder(module, base, self._policy, self._add, self._last))
+        else:
+            actions.insert(0, GradientOnly(actions[0]))
+        return [Binding(self._point(module), action) for action in actions], calls
 
     def make_forward(self, original: Forward) -> Forward:  # noqa: C901 - written out, as it runs at every call
         """Return the forward that records the outputs of one class, and their gradients if they are wanted."""
@@ -295,10 +298,24 @@ class OutputRecorder(Action):
 
     observes = True
     again = False
+    compiled = "value"
     reached = False  # The session asks the log instead.
 
-    def __init__(self, base: int, policy: Policy, add: Add, last: Last) -> None:
-        self._base, self._policy, self._add, self._last = base, policy, add, last
+    def __init__(self, module: nn.Module, base: int, policy: Policy, add: Add, last: Last) -> None:
+        self.base, self.policy = base, policy
+        self._module, self._add, self._last = module, add, last
 
     def __call__(self, value: Any, context: Context) -> None:
-        store(self._add, self._last, context.module, (self._base + context.call, self._policy.keep(value)))
+        self.keep_under(self.base + context.call, self.policy.keep(value))
+
+    def taken(self, value: Any, context: Context, _token: int) -> None:
+        """Record an output from a compiled graph that has run."""
+        self.taken_under(self.base + context.call, value)
+
+    def taken_under(self, key: int, value: Any) -> None:
+        """Record an output from a compiled graph under a key of the tape's log."""
+        self.keep_under(key, self.policy.keep_own(value))
+
+    def keep_under(self, key: int, entry: Any) -> None:
+        """Store an entry under a key of the tape's log."""
+        store(self._add, self._last, self._module, (key, *entry) if type(entry) is tuple else (key, entry))

@@ -160,6 +160,7 @@ class Recording(Session):
     """A session that records. The ``with`` statement returns its tape, which is also ``.tape``."""
 
     verb = "record"
+    joins_late = True
     tape: Tape
 
     def __init__(
