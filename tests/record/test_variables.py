@@ -163,7 +163,8 @@ def test_keep_bounds_the_calls_of_each_module(model, keep):
     assert tape["blocks.1:out#3"].equal(model.blocks[1](model.blocks[0](X)))
 
 
-def test_a_changed_value_is_detected(model):
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_value_that_changes_in_the_session_is_an_error_and_later_changes_do_not_reach_it(model, inside):
     class Changes(Block):
         def forward(self, x):
             hidden = self.linear(x)
@@ -174,9 +175,15 @@ def test_a_changed_value_is_detected(model):
     model = Net(Changes())
     with torch.no_grad(), th.record(model, "blocks.*:kept") as tape:
         model(X)
-    model.blocks[0].last.mul_(2)
-    with pytest.raises(th.ValueChanged):
-        tape["blocks.0:kept"]
+        if inside:
+            model.blocks[0].last.mul_(2)
+    if inside:
+        with pytest.raises(th.ValueChanged):
+            tape["blocks.0:kept"]
+    else:
+        truth = model.blocks[0].last.clone()
+        model.blocks[0].last.mul_(2)
+        assert tape["blocks.0:kept"].equal(truth)
 
 
 def test_a_forward_that_is_replaced_between_sessions_is_searched_again(model, monkeypatch):

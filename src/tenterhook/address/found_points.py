@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from operator import call
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from weakref import ref
@@ -35,6 +36,8 @@ class Remembered(NamedTuple):
     paths: list[str]
     tracks: list[tuple[str, type[nn.Module], Any]]
     """the address, the class, and a weak reference to the module"""
+    modules: list[Any]
+    """the weak references"""
     above: Above | None
     """the modules whose children the glob looks at; None if these are all modules"""
     spots: list[tuple[str | None, InnerPlaces | None]]
@@ -61,6 +64,7 @@ def remember(
         [places[id(point.module)] for point in points],
         [point.path for point in points],
         [(point.address, type(point.module), ref(point.module)) for point in points],
+        [ref(point.module) for point in points],
         Above([ref(module) for module in above], Children.of(above)) if above is not None else None,
         [(point.name, point.spot) for point in inside],
         {type(point.module): type(point.module).forward for point in inside},
@@ -105,10 +109,10 @@ class FoundPoints(Sequence[Point]):
             if found is None:
                 return False
             self.looked, modules = found
-            self._modules = [modules[place] for place in self._found.places]
+            self._modules = list(map(modules.__getitem__, self._found.places))
         else:
-            looked = above.children.look([parent() for parent in above.parents])
-            alive: list[Any] = [module() for _, _, module in self.tracks]
+            looked = above.children.look(list(map(call, above.parents)))
+            alive: list[Any] = list(map(call, self._found.modules))
             if looked is None or None in alive:
                 return False
             self.looked, self._modules = looked, alive
@@ -124,7 +128,7 @@ class FoundPoints(Sequence[Point]):
     def modules(self) -> list[nn.Module]:
         """The modules, in the model's order."""
         if self._modules is None:
-            self._modules = [module() for _, _, module in self.tracks]
+            self._modules = list(map(call, self._found.modules))
         return self._modules
 
     def _all(self) -> list[Point]:

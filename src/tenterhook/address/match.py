@@ -40,7 +40,7 @@ from tenterhook.address.walk import (
 )
 from tenterhook.errors import AddressError, SelectorError
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
-from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped
+from tenterhook.pytorch.wrappers import WRAPPED_NAMES, has_wrapped_name, unwrapped
 
 __all__ = ["Point", "Selector", "Site", "canonical", "merged", "points_found", "points_found_now", "resolve"]
 
@@ -245,7 +245,8 @@ def _literal(model: nn.Module, text: str, plan: _Plan, names: tuple[str, ...]) -
     module = model
     for depth, name in enumerate(names):
         children = children_of(module)
-        if children and has_wrapped_name(children):
+        # The first two conditions are those of most modules, without a call of a function.
+        if (type(children) is not dict or not children.keys().isdisjoint(WRAPPED_NAMES)) and has_wrapped_name(children):
             module = unwrapped(module)
             children = children_of(module)
         child = children[name] if name in children else None  # noqa: SIM401  # the table of a ScriptModule has no get()

@@ -9,14 +9,22 @@ the module inside has the name that it has without the wrapper.
 from __future__ import annotations
 
 from itertools import chain
-from operator import methodcaller
+from operator import call, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
+from tenterhook._model_table import ModelTable
 from tenterhook.address.grammar import escape
 from tenterhook.address.point import Site, own_tensor
 from tenterhook.pytorch.module_calls import buffers_of, children_of, parameters_of
-from tenterhook.pytorch.wrappers import has_wrapped_name, unwrapped, wrapped_module, wrapped_name, wrappers_of
+from tenterhook.pytorch.wrappers import (
+    WRAPPED_NAMES,
+    has_wrapped_name,
+    unwrapped,
+    wrapped_module,
+    wrapped_name,
+    wrappers_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,11 +78,11 @@ def walk(model: nn.Module, *, as_built: bool = False) -> tuple[list[Named], list
     """
     if as_built:
         return _walk(model, as_built=True)
-    known = _known.get(model)
+    known = _known.get(ref(model))
     found = known.again(model) if known is not None else None
     if found is None:
         found = _walk(model, as_built=False)
-        _known[model] = Structure(model, found)
+        _known.put(model, Structure(model, found))
     return found
 
 
@@ -153,12 +161,12 @@ class Structure:
         """Return what was looked at and the modules, or None if the structure of the model has changed."""
         if self._gone:
             return None
-        parents = [model, *[parent() for parent in self._parents]] if children_of(model) else []
+        parents = [model, *map(call, self._parents)] if children_of(model) else []
         looked = self.children.look(parents)
         if looked is None:
             return None
         modules: list[Any] = [model, *looked.modules]
-        if any(map(children_of, [modules[place] for place in self._leaves])):
+        if any(map(children_of, map(modules.__getitem__, self._leaves))):
             return None
         return looked, modules
 
@@ -216,7 +224,7 @@ class Looked(NamedTuple):
 _NAMES, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
-_known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+_known: ModelTable[Structure] = ModelTable()
 
 
 def structure(model: nn.Module) -> tuple[Structure, Looked, list[Any]]:
@@ -224,10 +232,11 @@ def structure(model: nn.Module) -> tuple[Structure, Looked, list[Any]]:
 
     The structure is the same object until the model changes.
     """
-    known = _known.get(model)
+    known = _known.get(ref(model))
     looked = known.look(model) if known is not None else None
     if known is None or looked is None:
-        known = _known[model] = Structure(model, _walk(model, as_built=False))
+        known = Structure(model, _walk(model, as_built=False))
+        _known.put(model, known)
         looked = known.look(model)
         assert looked is not None  # noqa: S101  It was built from this model just now.
     return known, *looked
@@ -235,7 +244,7 @@ def structure(model: nn.Module) -> tuple[Structure, Looked, list[Any]]:
 
 def last_structure(model: nn.Module) -> Structure | None:
     """Return the structure from the last walk of a model, without checking whether it has changed."""
-    return _known.get(model)
+    return _known.get(ref(model))
 
 
 def all_names(walked: tuple[list[Named], list[Named]], *, as_built: bool = False) -> list[Named]:
@@ -280,7 +289,10 @@ def find(model: nn.Module, path: str) -> nn.Module | None:
     try:
         for name in names:
             children = children_of(module)
-            module = (children_of(unwrapped(module)) if has_wrapped_name(children) else children)[name]
+            if type(children) is dict and children.keys().isdisjoint(WRAPPED_NAMES):  # As for most modules.
+                module = children[name]
+            else:
+                module = (children_of(unwrapped(module)) if has_wrapped_name(children) else children)[name]
     except (KeyError, AttributeError):  # The name is missing, or the child is None.
         found = through_wrappers(model, names)
         return found[0] if found is not None and found[1] is None else None

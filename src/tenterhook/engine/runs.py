@@ -16,7 +16,6 @@ from torch import nn
 
 from tenterhook.engine.action import Action
 from tenterhook.engine.install import locked
-from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -148,8 +147,7 @@ def _between(listeners: list[GenerateListener], call: Any, args: tuple[Any, ...]
 
 
 def listen(model: nn.Module, listener: GenerateListener) -> None:
-    """Call a listener around this thread's calls of the model's ``generate``, if it has one."""
-    model = unwrapped(model)
+    """Call a listener around this thread's calls of the ``generate`` of a model inside all wrappers, if it has one."""
     original = getattr(type(model), GENERATE, None)
     if original is None or not callable(original):
         return
@@ -164,7 +162,6 @@ def listen(model: nn.Module, listener: GenerateListener) -> None:
 
 def stop_listening(model: nn.Module, listener: GenerateListener) -> None:
     """Remove a listener, any number of times; with the last one, the model's ``generate`` is its own again."""
-    model = unwrapped(model)
     listened = _listened.get(id(model))
     if listened is None:
         return

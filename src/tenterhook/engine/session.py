@@ -91,6 +91,8 @@ class Session:
     # Class attributes, because a session that is opened for one call uses few of them.
     done = False
     stopped = False
+    inner: Any = None
+    """the model inside all wrappers, once the session has started"""
     tape: Any = None
     waits = False
     """whether the session waits for the compiler, in a process that has compiled other code"""
@@ -158,7 +160,7 @@ class Session:
                 compiled_support().stop_waiting(self)
                 self.join_compiled()
             if self._runs is not None:
-                listen(self.model, self._runs)
+                listen(self.inner, self._runs)
             self.on_start()
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
@@ -176,42 +178,40 @@ class Session:
         return ClosedSession(f"this {self.verb} session is closed; open a new one with th.{self.verb}(...)")
 
     def _plan(self) -> None:
-        self._shared_forwards = self.make_shared_forwards()
-        served = self._shared_forwards is not None and self._shared_forwards.serves_bindings
-        for binding in () if served else self.bindings:
+        self.inner = unwrapped(self.model)
+        shared = self._shared_forwards = self.make_shared_forwards()
+        if self.bindings and (shared is None or not shared.serves_bindings):
+            self._plan_bindings()
+        if self._fused:
+            self._leave_fast_paths()
+        if self._looked is None:
+            self._check_model()
+        if self.inner is not self.model:
+            for wrapper in wrappers_of(self.model):
+                if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
+                    raise UnsupportedModel(REPLICAS)
+
+    def _plan_bindings(self) -> None:
+        for binding in self.bindings:
             point = binding.point
             if point.site is Site.PARAMETER:
                 self._plan_parameter(binding)
             else:
                 self._actions_of(point.module, point.path).add(binding)
-        if self._fused:
-            self._leave_fast_paths()
-        self._check_model()
-        if unwrapped(self.model) is not self.model:
-            for wrapper in wrappers_of(self.model):
-                if isinstance(wrapper, nn.DataParallel) and len(wrapper.device_ids) > 1:
-                    raise UnsupportedModel(REPLICAS)
 
     def _check_model(self) -> None:
         """Raise :class:`ModelChanged` if modules were replaced since the session was made."""
-        if self._looked is not None:
-            return
-        explicit = self.is_explicit
-        if not explicit:
+        shared, there = self._shared_forwards, None
+        if not self.is_explicit:
             known, self._looked, _ = structure(self.model)
             if known is self._planned:
                 return
-        places = [(actions.path, module) for module, actions in self._action_sets.items()]
-        if self._shared_forwards is not None:
-            places += [(self._shared_forwards.path_of(module), module) for module in self._shared_forwards.modules]
-        if explicit:
-            gone = [path for path, module in places if find(self.model, path) is not unwrapped(module)]
-        else:
             there = {id(module) for _, module in walk(self.model, as_built=True)[0]}
-            gone = [path for path, module in places if id(module) not in there]
-        if gone:
-            message = f"the module {gone[0]!r} was replaced or removed after this session was made"
-            raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
+        for module in (*self._action_sets, *(shared.modules if shared is not None else ())):
+            path = shared.path_of(module) if shared and module in shared.modules else self._action_sets[module].path
+            if find(self.model, path) is not unwrapped(module) if there is None else id(module) not in there:
+                message = f"the module {path!r} was replaced or removed after this session was made"
+                raise ModelChanged(f"{message}; make the session again with th.{self.verb}(...)")
 
     def _check_torch(self) -> None:
         """Raise if this release of PyTorch lacks something that only this model needs."""
@@ -378,19 +378,14 @@ class Session:
             self._neighbours.remove(self)
         replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
         try:
-            # Another thread may be building a forward for all actions of a module; it must not see some of them half
-            # removed.
-            with locked:
-                for actions in reversed(self._action_sets.values()):
-                    actions.rest()
-                    if not detach(actions):
-                        replaced.append(actions.path or ":return")
+            if self._action_sets:
+                self._detach_all(replaced)
         finally:
             for swap in reversed(self._swaps):  # In case a call was interrupted while it swapped or restored them.
                 swap.put_back()
             self.on_close()
             if self._runs is not None:
-                stop_listening(self.model, self._runs)
+                stop_listening(self.inner, self._runs)
         if self.waits:
             compiled_support().stop_waiting(self)
             self.waits = False
@@ -398,6 +393,15 @@ class Session:
             self._compile_counts = compiled_support().end(self)
         self._state = "closed"
         return replaced
+
+    def _detach_all(self, replaced: list[str]) -> None:
+        # Another thread may be building a forward for all actions of a module; it must not see some of them half
+        # removed.
+        with locked:
+            for actions in reversed(self._action_sets.values()):
+                actions.rest()
+                if not detach(actions):
+                    replaced.append(actions.path or ":return")
 
     def on_close(self) -> None:
         """Remove more. A verb can override this."""
@@ -449,6 +453,7 @@ class Session:
             self.stopped = mine
             self.close()
         else:
+            self.on_error(error)
             named = compiled_support().explained(self, error)
             replaced = self._undo()
             self._release()
@@ -457,6 +462,9 @@ class Session:
                 raise named from error
         self.depth = 0
         return mine
+
+    def on_error(self, error: BaseException) -> None:
+        """Note an error that leaves the `with` block, before anything is removed. A verb can override this."""
 
     def drop(self) -> None:
         """Remove everything that is still installed, without warnings. This is for an interrupt at the start or end."""
@@ -490,8 +498,8 @@ class Session:
 
     def nearest_tape(self) -> Any:
         """Return the tape of the innermost recording session that is open on the same model in this thread, or None."""
-        mine, around = unwrapped(self.model), reversed(_local.open)
-        tapes = (each.tape for each in around if each.tape is not None and unwrapped(each.model) is mine)
+        around = reversed(_local.open)
+        tapes = (each.tape for each in around if each.tape is not None and each.inner is self.inner)
         return next(tapes, None)
 
     def __repr__(self) -> str:

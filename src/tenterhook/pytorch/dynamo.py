@@ -63,14 +63,10 @@ def has_compiled_anything() -> bool:
         # the table is unknown, assume that something was compiled.
         backends = getattr(dynamo, "cached_backends", None)
         found = [True] if backends is None else list(backends.values())
-        _used = found.count(None) < len(found) or _has_made_graphs()
+        # After a reset Dynamo has no backends, but compiled models still exist, and it has counted their graphs.
+        counters = getattr(sys.modules.get(_UTILITIES), "counters", None)
+        _used = found.count(None) < len(found) or bool(counters and counters["stats"]["unique_graphs"])
     return _used
-
-
-def _has_made_graphs() -> bool:
-    """Return whether Dynamo has counted a graph. After a reset it has no backends, but compiled models still exist."""
-    counters = getattr(sys.modules.get(_UTILITIES), "counters", None)
-    return bool(counters and counters["stats"]["unique_graphs"])
 
 
 def _is_loaded_elsewhere() -> bool:

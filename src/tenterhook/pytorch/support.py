@@ -143,7 +143,7 @@ def is_available(name: str) -> bool:
 
 def require(*names: str) -> None:
     """Raise ``UnsupportedTorch`` unless all of these features work."""
-    if names in _work and _patchable() == _probed:
+    if names in _work and nn.Module.__call__ is _probed[0] and torch_checkpoint.checkpoint is _probed[1]:
         return
     _probe_again_if_patched()
     for name in names:
@@ -155,7 +155,7 @@ def require(*names: str) -> None:
 
 def works(name: str) -> bool:
     """Return whether a feature works, directly or with its fallback. Fast, once the probe has run."""
-    if (name,) in _work and _patchable() == _probed:
+    if (name,) in _work and nn.Module.__call__ is _probed[0] and torch_checkpoint.checkpoint is _probed[1]:
         return True
     if not is_available(name):
         return False

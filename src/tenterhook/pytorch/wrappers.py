@@ -16,7 +16,15 @@ from tenterhook.pytorch.dynamo import ORIGINAL_MODULE
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.names import attribute
 
-__all__ = ["has_wrapped_name", "name_of_wrapper", "unwrapped", "wrapped_module", "wrapped_name", "wrappers_of"]
+__all__ = [
+    "WRAPPED_NAMES",
+    "has_wrapped_name",
+    "name_of_wrapper",
+    "unwrapped",
+    "wrapped_module",
+    "wrapped_name",
+    "wrappers_of",
+]
 
 _FSDP = attribute("FullyShardedDataParallel", "_fsdp_wrapped_module")
 _CHECKPOINT = attribute("ActivationWrapper", "_checkpoint_wrapped_module")

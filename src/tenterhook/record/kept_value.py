@@ -33,6 +33,11 @@ CHANGED = (
     "value is lost. This could not be detected from the model's source. Record a copy: "
     'th.record(model, ..., copy="always").'
 )
+LENT = (
+    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(). NumPy "
+    "may have changed it, and PyTorch cannot detect that. Convert a clone, read the tape first, or record a copy: "
+    'th.record(model, ..., copy="always").'
+)
 INSIDE = (
     "{address!r} was recorded inside vmap, grad or another transform of torch.func. It has the values of all examples, "
     "so it cannot be used inside the transform. Read it after the transform."
@@ -203,18 +208,37 @@ def value(entry: Entry) -> Any:
     return (tensor, *[None] * behind[0]) if behind else tensor
 
 
-def read(entry: Entry, address: str) -> Any:
-    """Return the kept value. Raise ValueChanged if it was changed in place after it was recorded."""
+def read(entry: Entry, address: str, given: set[int] | None) -> Any:
+    """Return the kept value. Raise ValueChanged if it was, or may have been, changed after it was recorded.
+
+    ``given``: the addresses in memory of values that were read before, which the reader may have lent to NumPy; or None
+    if only the reader has the values.
+    """
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     if type(entry) is KeptValue and entry.in_transform and in_transform():
         raise TapeError(INSIDE.format(address=address))
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
+        if given is not None and tensor.is_cpu:
+            _refuse_lent(tensor, address, given)
     if any(is_wrapped(tensor) for tensor, _ in watched):
         return map_tensors(lambda tensor: _whole(tensor, address), found)
     # It may require a gradient now, although it did not when it was recorded.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+def _refuse_lent(tensor: Tensor, address: str, given: set[int]) -> None:
+    """Raise if the memory of a value was lent to NumPy before the value was first read."""
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError:  # A sparse tensor, or a wrapper of a transform.
+        return
+    place = storage.data_ptr()
+    if storage.resizable():
+        given.add(place)
+    elif place not in given:
+        raise ValueChanged(LENT.format(address=address))
 
 
 def without_graph(entry: Entry) -> Entry:

@@ -116,6 +116,11 @@ class TapeView(Mapping[str, Any]):
     def _aliases(self) -> dict[str, str]:
         return {}
 
+    @cached_property
+    def _given(self) -> set[int] | None:
+        """The addresses in memory of values that were read. None for values from a file, which no model holds."""
+        return set()
+
     @property
     def _tracks(self) -> dict[str, Track]:
         """The tracks by address."""
@@ -169,7 +174,7 @@ class TapeView(Mapping[str, Any]):
         return any(map(self._held, _of_range(entries, call).values()))
 
     def _read(self, entry: Any, address: str) -> Any:
-        return read(entry, address)
+        return read(entry, address, self._given)
 
     def _held(self, _entry: Any) -> bool:
         """Return whether an entry has something to read."""
@@ -393,10 +398,6 @@ class Tape(Drawn, TapeView):
         """Number of bytes of all values and gradients on the tape."""
         kept = (value(entry) for track in self._tracks.values() for entry in track.entries.values())
         return sum(_nbytes(tensor) for held in (*kept, *self.grad.values()) for _, tensor in tensors(held))
-
-    def _release(self) -> None:
-        """Release all autograd graphs at the end of the session."""
-        self.log.end()
 
     def clear(self) -> None:
         """Delete all recorded values and gradients. An open session continues to record."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
-from tenterhook.record.kept_value import without_graph
+from tenterhook.record.held_values import copies_of_held, with_copies
+from tenterhook.record.kept_value import KeptValue, without_graph
 
 __all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
 
@@ -29,6 +32,13 @@ parts of an entry that is a tuple follow the key without a tuple of their own.""
 def entry_of(returned: Returned) -> Any:
     """Return the entry of an output."""
     return returned[1:] if len(returned) > 2 else returned[1]  # noqa: PLR2004
+
+
+def _kept(entry: Any) -> Any:
+    return entry[0] if type(entry) is tuple else entry
+
+
+_SECOND = itemgetter(1)
 
 
 class TapeLog:
@@ -57,10 +67,10 @@ class TapeLog:
         """Return the first key of a new track."""
         return self.new_bases(1)[0]
 
-    def new_bases(self, count: int) -> list[int]:
+    def new_bases(self, count: int) -> range:
         """Return the first keys of ``count`` new tracks."""
         first, self._new = self._new, self._new + count * SPAN
-        return list(range(first, self._new, SPAN))
+        return range(first, self._new, SPAN)
 
     @property
     def entries(self) -> dict[int, Any]:
@@ -120,10 +130,25 @@ class TapeLog:
             self._take_last_calls()
             self._last_calls = MappingProxyType({})
         for place in [place for place, returned in enumerate(self.fresh) if returned[1].requires_grad]:
-            key, entry = self.fresh[place][0], without_graph(entry_of(self.fresh[place]))
-            self.fresh[place] = (key, *entry) if type(entry) is tuple else (key, entry)
+            self._put(place, without_graph(entry_of(self.fresh[place])))
         for key, entry in self._entries.items():
             self._entries[key] = without_graph(entry)
+        self._copy_held()
+
+    def _put(self, place: int, entry: Any) -> None:
+        key = self.fresh[place][0]
+        self.fresh[place] = (key, *entry) if type(entry) is tuple else (key, entry)
+
+    def _copy_held(self) -> None:
+        """Copy the values that other code still holds."""
+        held = copies_of_held(chain(map(_SECOND, self.fresh), map(_kept, self._entries.values())))
+        if not held:
+            return
+        for place, returned in enumerate(self.fresh):
+            if type(returned[1]) is KeptValue or id(returned[1]) in held:
+                self._put(place, with_copies(entry_of(returned), held))
+        for key, entry in self._entries.items():
+            self._entries[key] = with_copies(entry, held)
 
     def calls_of(self, base: int) -> list[int]:
         """Return the recorded calls of one track, in order."""

@@ -157,7 +157,7 @@ class _Values:
         raise NotImplementedError(place, function)
 
 
-def _make_tracks(made: dict[str, Track], log: TapeLog, tracks: list[Any], spots: list[Any], bases: list[int]) -> None:
+def _make_tracks(made: dict[str, Track], log: TapeLog, tracks: list[Any], spots: list[Any], bases: range) -> None:
     for (address, kind, module), (name, spot), base in zip(tracks, spots, bases, strict=True):
         track = made[address] = Track(LogEntries(log, base=base), kind=kind.__name__, output_of=module)
         track.set_place(Site.VARIABLE, name, spot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -59,6 +59,7 @@ NO_ATTENTION_WEIGHTS = (
     "attention module has them with any kernel."
 )
 RETURN = Site.RETURN
+COPY = get_args(Copy)
 NOTHING = "values=False records gradients only, and needs grad=: th.record(model, ..., grad=True, values=False)"
 STOPPED = "stop=True stops the run after the last recorded value, and values=False records none. Leave one of them out."
 
@@ -127,13 +128,16 @@ def record(  # noqa: PLR0913
     if not values and (stop or not grad):
         raise ValueError(STOPPED if grad else NOTHING)
     to = torch.device(device) if device is not None else None
-    policy = Policy(_checked_copy(copy), to, dtype, in_place=facts(model).in_place, gather=gather)
+    if copy not in COPY:
+        raise ValueError(f'copy= is "auto", "always" or "never"; got {copy!r}')
+    policy = Policy(copy, to, dtype, in_place=facts(model).in_place, gather=gather)
     points = groups[0] if len(groups) == 1 else merged(groups)
-    session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=_calls(keep))
-    if found is not None:
-        session.require(groups, found.structure)
-    else:
+    calls = sys.maxsize if keep == "all" else _calls(keep)
+    session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=calls)
+    if found is None:
         session.require(_joined(selectors, groups), last_structure(model))
+    elif not session.is_found_later:
+        session.require(groups, found.structure)
     if numbering != "session":
         session.number_by(numbering)
     if replay is not False:
@@ -195,9 +199,10 @@ class Recording(Session):
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
         # Whether one shared forward per class can record the outputs of modules.
         shares = not stop and (not grad or policy.by_reference)
-        self._is_found_later = shares and isinstance(points, FoundPoints)
-        if self._is_found_later:
-            return  # They are created when the session starts.
+        self.is_found_later = shares and isinstance(points, FoundPoints)
+        if isinstance(points, FoundPoints) and self.is_found_later:
+            self._planned = points.structure
+            return  # They are created when the session starts, and one of them is required.
         outputs = [point for point in points if point.is_plain_output] if shares else []
         alone = len(outputs) == len(points)
         if outputs:
@@ -207,7 +212,7 @@ class Recording(Session):
 
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
-        if isinstance(self.points, FoundPoints) and self._is_found_later:
+        if isinstance(self.points, FoundPoints) and self.is_found_later:
             self.points = self._points_found_now(self.points)
         return self.points
 
@@ -290,8 +295,6 @@ class Recording(Session):
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Require that every explicitly named point is reached, and at least one point of each group."""
         self._planned = found_in
-        if self._is_found_later:
-            return
         explicit = [point for point in self.points if point.explicit]
         found = [[point for point in group if not point.explicit] for group in groups] if explicit else groups
         self._groups = [*[[point] for point in explicit], *[group for group in found if group]]
@@ -318,7 +321,7 @@ class Recording(Session):
             for path, module in with_wrappers(self.model):
                 if module in self.run_recorder.modules:
                     self._actions_of(module, path).guard = self.run_recorder
-        if isinstance(self.points, FoundPoints) and self._is_found_later:
+        if isinstance(self.points, FoundPoints) and self.is_found_later:
             self._find_outputs(self.points)
         outputs = self._outputs
         if outputs is None:
@@ -376,7 +379,7 @@ class Recording(Session):
             self._watch_parameter(point, recorder, grads)
         if self._waiting:
             compiled.waiting(self, self._waiting)
-        listen(self.model, self)
+        listen(self.inner, self)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a call of ``generate`` begins."""
@@ -407,12 +410,13 @@ class Recording(Session):
                 self._handles.append(watch_parameter(slot, tensor))
 
     def on_close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        stop_listening(self.model, self)
+        if self._handles:
+            for handle in self._handles:
+                handle.remove()
+        stop_listening(self.inner, self)
         if self._generation is not None:
             self._generation.close()
-        self.tape._release()
+        self.tape.log.end()
         if self._grad:
             self.tape.grad.end()
 
@@ -428,10 +432,14 @@ class Recording(Session):
             shown = listed([str(point) for point in self._waiting])
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
             warnings.warn(text, TenterhookWarning, stacklevel=4)
-        points: Sequence[Point] = tuple(self._bound)
+        points: Sequence[Point] = tuple(self._bound) if self._bound else ()
         if isinstance(self.points, FoundPoints) and self.points.spots and self.points.spots[0][0] in ATTENTION_WEIGHTS:
             points = self.points
-        absent = [point.address for point in points if self._is_absent_attention(point)] if points else []
+        if points:
+            self._say_what_is_absent(points)
+
+    def _say_what_is_absent(self, points: Sequence[Point]) -> None:
+        absent = [point.address for point in points if self._is_absent_attention(point)]
         if absent:
             more = f", as at {counted(len(absent) - 1, 'other point')}" if len(absent) > 1 else ""
             text = NO_ATTENTION_WEIGHTS.format(address=absent[0], more=more)
@@ -463,12 +471,11 @@ class Recording(Session):
         super().__enter__()
         return self.tape
 
-    def leave(self, error: BaseException | None) -> bool:
+    def on_error(self, error: BaseException) -> None:
         # Values recorded before the error stay on the tape, with a note of the place that failed.
         if isinstance(error, Exception):
             where = failure(self.model, error)
             self.tape.notes |= {"failure": where} if where is not None else {}
-        return super().leave(error)
 
 
 class _Stopping(Recorder):
@@ -512,16 +519,8 @@ def _check_call(point: Point) -> None:
 
 
 def _calls(keep: Keep) -> int:
-    if keep == "all":
-        return sys.maxsize
     if keep == "last":
         return 1
     if type(keep) is int and keep > 0:
         return keep
     raise ValueError(f'keep= is "all", "last" or a positive number of calls; got {keep!r}')
-
-
-def _checked_copy(copy: Copy) -> Copy:
-    if copy not in ("auto", "always", "never"):
-        raise ValueError(f'copy= is "auto", "always" or "never"; got {copy!r}')
-    return copy

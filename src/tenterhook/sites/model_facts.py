@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
+from weakref import ref
 
 from torch import nn
 
+from tenterhook._model_table import ModelTable
 from tenterhook.address.walk import walk
 from tenterhook.sites.fused_layers import FUSED
 from tenterhook.sites.inplace import model_changes_in_place
@@ -26,7 +27,7 @@ class Facts:
     fused: tuple[str, ...]
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, Facts] = weakref.WeakKeyDictionary()
+_known: ModelTable[Facts] = ModelTable()
 
 
 def facts(model: nn.Module) -> Facts:
@@ -36,9 +37,10 @@ def facts(model: nn.Module) -> Facts:
     date without harm: a value that is changed in place is detected by its version, and a bypassed point is reported as
     never reached.
     """
-    known = _known.get(model)
+    known = _known.get(ref(model))
     if known is None:
-        known = _known[model] = _look(model)
+        known = _look(model)
+        _known.put(model, known)
     return known
 
 
