@@ -94,7 +94,7 @@ def _fill_values(  # what tape_of_case knows
         call = key % SPAN
         name = names.get(key - call)
         if name is not None and is_mine(name, call):
-            tracks[name].entries[call] = KEEP(cut(name, call, read(entry, f"{name}#{call}", whole._given)))
+            tracks[name].entries[call] = KEEP(cut(name, call, read(entry, f"{name}#{call}", whole.given_away)))
 
 
 def _fill_gradients(tracks: dict[str, Track], whole: Tape, mine: Mine, cut: Cut, is_mine: IsMine) -> None:

@@ -1,51 +1,57 @@
-"""Recorded values that other code still holds when the session ends, above all the model's output.
+"""Recorded values that the program still holds when the session ends: usually the output of the model.
 
-They are copied, so that the user can go on with them: change them in place, or through NumPy, which PyTorch cannot
-detect. A value that only the tape holds needs no copy.
+They are copied, so that the program can go on with them: change them in place, or through NumPy, which PyTorch cannot
+detect. Only the newest values are looked at, because this takes time at the end of each session. If another value that
+the program holds is changed, reading it raises.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenterhook._tree import map_tensors
+from tenterhook.pytorch.autograd import view_base
 from tenterhook.record.kept_value import KeptValue
 
-__all__ = ["copies_of_held", "with_copies"]
+__all__ = ["NEWEST", "copies_of_held", "with_copies"]
 
-HERE = 2
-"""the references of the code below to a tensor: a variable, and the argument of ``sys.getrefcount``"""
+NEWEST = 8
+"""how many of the newest values are looked at"""
+ALONE = 3
+"""the references to a tensor that nobody else holds: the entry, a list, and the argument of a call"""
 
 
-def copies_of_held(kept: Iterable[Any]) -> dict[int, Tensor]:
-    """Return copies, by the ids of the tensors that other code still holds. ``kept``: what entries begin with.
+def copies_of_held(kept: Sequence[Tensor | KeptValue]) -> dict[int, Tensor]:
+    """Return copies of the tensors that other code holds, by their ids. ``kept``: what the newest entries begin with.
 
     A tensor with a graph is kept as an alias of its own, which nobody else holds. On a GPU there is no NumPy.
     """
-    own: Counter[int] = Counter()
-    held: list[Tensor] = []
+    if all(count <= ALONE for count in map(sys.getrefcount, kept)) and KeptValue not in map(type, kept):
+        return {}
+    held, attributes = list[Tensor](), list[int]()
     for each in kept:
         if type(each) is KeptValue:
-            for tensor, _ in each.watched:
-                own[id(tensor)] += 2  # The pair, and the structure.
-                held.append(tensor)
-        elif sys.getrefcount(each) > HERE + 1:  # A tuple refers to it, and something else does.
-            own[id(each)] += 1
-            held.append(each)
-    each = None
-    own.update(map(id, held))
-    copies: dict[int, Tensor] = {}
-    for tensor in held:
-        if sys.getrefcount(tensor) > own[id(tensor)] + HERE and id(tensor) not in copies and _can_be_copied(tensor):
-            with torch.inference_mode(mode=False):
-                copies[id(tensor)] = tensor.detach().clone()
-    return copies
+            held += [tensor for tensor, _ in each.watched]
+            # The outputs of transformers models have their items as attributes too.
+            attributes += map(id, getattr(each.value, "__dict__", {}).values())
+        else:
+            held.append(each)  # type: ignore[arg-type]
+    # A recorded view of a recorded value holds it. In newer releases of PyTorch this counts as one reference.
+    bases = {id(view_base(tensor)) for tensor in held}
+    # Three for each: the entry and the two lists; or the structure, its watched pair and the list.
+    own = Counter([*map(id, held)] * 3 + attributes + [*bases])
+    each = None  # type: ignore[assignment]  # It refers to a tensor.
+    return {
+        id(tensor): _copy(tensor)
+        for tensor in held
+        if sys.getrefcount(tensor) > own[id(tensor)] + 2 and _can_be_copied(tensor)  # The variable, and the argument.
+    }
 
 
 def _can_be_copied(tensor: Tensor) -> bool:
@@ -54,6 +60,11 @@ def _can_be_copied(tensor: Tensor) -> bool:
         return tensor.is_cpu and tensor.untyped_storage().resizable()
     except RuntimeError:  # A sparse tensor, or a wrapper of a transform.
         return False
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return tensor.detach().clone()
 
 
 def with_copies(entry: Any, copies: dict[int, Tensor]) -> Any:

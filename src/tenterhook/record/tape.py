@@ -117,7 +117,7 @@ class TapeView(Mapping[str, Any]):
         return {}
 
     @cached_property
-    def _given(self) -> set[int] | None:
+    def given_away(self) -> set[int] | None:
         """The addresses in memory of values that were read. None for values from a file, which no model holds."""
         return set()
 
@@ -174,7 +174,7 @@ class TapeView(Mapping[str, Any]):
         return any(map(self._held, _of_range(entries, call).values()))
 
     def _read(self, entry: Any, address: str) -> Any:
-        return read(entry, address, self._given)
+        return read(entry, address, self.given_away)
 
     def _held(self, _entry: Any) -> bool:
         """Return whether an entry has something to read."""

@@ -163,7 +163,7 @@ def _aliases(tape: Tape) -> dict[str, str]:
 def _tape(described: dict[str, Any], tensors: dict[str, Tensor]) -> Tape:
     tensors |= {name: restore(tensors[name], dtype) for name, dtype in described["views"].items()}
     decoder, tape = Decoder(tensors), Tape()
-    tape._given = tape.grad._given = None
+    tape.given_away = tape.grad.given_away = None
     views: tuple[tuple[TapeView, str], ...] = ((tape, "values"), (tape.grad, "gradients"))
     log: list[tuple[Any, dict[int, Any], list[int] | None]] = []
     for view, key in views:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import chain
-from operator import itemgetter
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from tenterhook.record.held_values import copies_of_held, with_copies
-from tenterhook.record.kept_value import KeptValue, without_graph
+from tenterhook.record.held_values import NEWEST, copies_of_held, with_copies
+from tenterhook.record.kept_value import without_graph
 
 __all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
 
@@ -32,13 +31,6 @@ parts of an entry that is a tuple follow the key without a tuple of their own.""
 def entry_of(returned: Returned) -> Any:
     """Return the entry of an output."""
     return returned[1:] if len(returned) > 2 else returned[1]  # noqa: PLR2004
-
-
-def _kept(entry: Any) -> Any:
-    return entry[0] if type(entry) is tuple else entry
-
-
-_SECOND = itemgetter(1)
 
 
 class TapeLog:
@@ -128,6 +120,7 @@ class TapeLog:
         fresh.clear()  # A forward that other code has kept refers to this list.
         if self._last_calls:
             self._take_last_calls()
+            self._last_calls.clear()  # type: ignore[attr-defined]  # As above.
             self._last_calls = MappingProxyType({})
         for place in [place for place, returned in enumerate(self.fresh) if returned[1].requires_grad]:
             self._put(place, without_graph(entry_of(self.fresh[place])))
@@ -140,15 +133,16 @@ class TapeLog:
         self.fresh[place] = (key, *entry) if type(entry) is tuple else (key, entry)
 
     def _copy_held(self) -> None:
-        """Copy the values that other code still holds."""
-        held = copies_of_held(chain(map(_SECOND, self.fresh), map(_kept, self._entries.values())))
-        if not held:
+        """Copy the newest values, if other code still holds them."""
+        if self.fresh:
+            copies = copies_of_held([returned[1] for returned in self.fresh[-NEWEST:]])
+            for place in range(max(0, len(self.fresh) - NEWEST), len(self.fresh)) if copies else ():
+                self._put(place, with_copies(entry_of(self.fresh[place]), copies))
             return
-        for place, returned in enumerate(self.fresh):
-            if type(returned[1]) is KeptValue or id(returned[1]) in held:
-                self._put(place, with_copies(entry_of(returned), held))
-        for key, entry in self._entries.items():
-            self._entries[key] = with_copies(entry, held)
+        newest = {key: self._entries[key] for key in islice(reversed(self._entries), NEWEST)}
+        copies = copies_of_held([entry[0] if type(entry) is tuple else entry for entry in newest.values()])
+        if copies:
+            self._entries.update({key: with_copies(entry, copies) for key, entry in newest.items()})
 
     def calls_of(self, base: int) -> list[int]:
         """Return the recorded calls of one track, in order."""
