@@ -6,6 +6,7 @@ the sum of what the senders before it have written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -76,28 +77,20 @@ class Group:
     channels: Tensor
     """the channels of each receiver, ``[receiver, channel]``"""
 
-    @property
-    def columns(self) -> slice | list[int]:
-        """The places as an index. A slice needs no copy to a GPU."""
-        first, last = self.places[0], self.places[-1]
-        return slice(first, last + 1) if self.places == list(range(first, last + 1)) else self.places
-
     def channels_of(self, value: Tensor, dimension: int) -> Tensor:
         """Return the channels of each receiver in a dimension, which becomes two: the receivers and their channels."""
-        first = self._first
-        if first is not None:
-            found: Tensor = value.narrow(dimension, first, self.channels.numel())
+        if self.is_range:
+            found: Tensor = value.narrow(dimension, self.channels[0, 0].item(), self.channels.numel())
         else:
             found = value.index_select(dimension, self.channels.flatten().to(value.device))
         shape = *value.shape[:dimension], *self.channels.shape, *value.shape[dimension + 1 :]
         return found.reshape(shape)
 
     @cached_property
-    def _first(self) -> int | None:
-        """The first channel, if the channels of all receivers are one range. Its part of a value needs no copy."""
+    def is_range(self) -> bool:
+        """Whether the channels of all receivers are one range. Its part of a value needs no copy."""
         flat = self.channels.flatten()
-        first = int(flat[0]) if len(flat) else 0
-        return first if torch.equal(flat, torch.arange(first, first + len(flat))) else None
+        return bool(len(flat)) and torch.equal(flat, torch.arange(int(flat[0]), int(flat[0]) + len(flat)))
 
 
 @dataclass(frozen=True)
@@ -145,6 +138,31 @@ class Graph:
     def streams(self) -> tuple[str, ...]:
         """The points where the stream is read, each once."""
         return tuple(dict.fromkeys(receiver.stream for receiver in self.receivers))
+
+    @cached_property
+    def _on_devices(self) -> dict[Any, Tensor]:
+        return {}
+
+    def index(self, places: Sequence[int], device: torch.device) -> Tensor:
+        """Return places as a tensor on a device. It is kept, because a copy to a GPU waits for all of its work."""
+        key = device, tuple(places)
+        if key not in self._on_devices:
+            self._on_devices[key] = torch.tensor(places, device=device)
+        return self._on_devices[key]
+
+    def existing(self, device: torch.device) -> Tensor:
+        """Return which edges exist, on a device."""
+        if device not in self._on_devices:
+            self._on_devices[device] = self.exists.to(device)
+        return self._on_devices[device]
+
+
+def channels_of_all(groups: Sequence[Group], values: Tensor) -> Tensor:
+    """Return the channels of the receivers of several groups: ``[group, position, receiver, channel]``."""
+    first = groups[0]
+    if all(group.is_range and torch.equal(group.channels, first.channels) for group in groups):
+        return first.channels_of(values, 2)
+    return torch.stack([group.channels_of(each, 1) for group, each in zip(groups, values, strict=True)])
 
 
 def weight_of(projection: nn.Module) -> Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -39,38 +40,54 @@ ADD_A_NODE = "Name every module that writes to the stream in nodes=."
 USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
 NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
 
-_known: WeakKeyDictionary[nn.Module, dict[Any, Graph]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, Graph]]] = WeakKeyDictionary()
 
 
-def graph_of(
-    model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]
-) -> Graph:  # fmt: skip
+def graph_of(model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]) -> Graph:
     """Return the graph of a model, found and checked with two inputs.
 
     The graph of a transformer is found once, until the model changes. ``check`` raises if the graph is not that of the
     model.
     """
     given: Any = nodes
-    if isinstance(given, str):
-        if given not in ("heads", "layers"):
-            raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
-        known, key = _known.setdefault(model, {}), (given, _state(model))
-        if key not in known:
-            found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
-            check(found)
-            for old in [each for each in known if each[0] == given]:
-                del known[old]
-            known[key] = found
-        return known[key]
-    found = _checked(model, _given(model, clean, given), clean, corrupt)
-    check(found)
-    return found
+    if not isinstance(given, str):
+        found = _checked(model, _given(model, clean, given), clean, corrupt)
+        check(found)
+        return found
+    if given not in ("heads", "layers"):
+        raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
+    known, modules = _known.setdefault(model, {}), list(model.modules())
+    if given not in known or not known[given][0].holds(modules):
+        known.pop(given, None)
+        found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+        check(found)
+        known[given] = _State(modules), found
+    return known[given][1]
 
 
-def _state(model: nn.Module) -> tuple[int, int]:
-    """Return what changes if modules of the model are replaced, or its parameters change: its graph may change too."""
-    versions = sum(each._version for each in model.parameters() if not each.is_inference())
-    return hash(tuple(map(id, model.modules()))), versions
+class _State:
+    """The modules of a model and its parameters with their versions. If they change, its graph may change too."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = list(map(ref, modules))
+        self._owned = [
+            (ref(module), name, ref(each), _version(each))
+            for module in modules for name, each in module.named_parameters(recurse=False)
+        ]  # fmt: skip
+
+    def holds(self, modules: list[nn.Module]) -> bool:
+        """Return whether nothing has changed."""
+        if [each() for each in self._modules] != modules:
+            return False
+        for module, name, known, version in self._owned:
+            now = getattr(module(), name, None)
+            if now is not known() or _version(now) != version:
+                return False
+        return True
+
+
+def _version(parameter: Any) -> int:
+    return -1 if parameter.is_inference() else parameter._version  # type: ignore[no-any-return]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -173,20 +190,21 @@ class _Builder:
     def layer(self, number: int, layer: str, attention: str) -> None:
         """Add the attention and the MLP of a layer."""
         written, mlp = (_path(self.model, f"{layer}@{name}") for name in ("attn_out", "mlp_out"))
-        before = len(self.senders)
+        before, first = len(self.senders), len(self.receivers)
         if self.heads:
             self._heads(number, layer, attention, written, before)
         else:
             name, reads = f"attn{number}", self._reader(layer, _whole_attention(self.model, layer, attention))
             self.senders.append(Sender(name, self._after(layer, written)))
             self.receivers.append(Receiver(name, *reads, before, (name,)))
-        reads = self._reader(layer, _mlp_input(mlp))
-        first = self.receivers[-1]
-        alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[first.stream], layer))
-        name = f"mlp{number}"
+        name, reads = f"mlp{number}", self._reader(layer, _mlp_input(mlp))
+        stream = self.receivers[-1].stream
         # Where attention and MLP are parallel, both read the same stream.
-        self.receivers.append(Receiver(name, *reads, first.senders if alike else len(self.senders), (name,)))
+        alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[stream], layer))
+        self.receivers.append(Receiver(name, *reads, before if alike else len(self.senders), (name,)))
         self.senders.append(Sender(name, self._after(layer, mlp)))
+        if reads[0] != stream:
+            self.receivers[first:] = map(_before_its_norm, self.receivers[first:])
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
         projection = self.model.get_submodule(written)
@@ -255,6 +273,13 @@ class _Builder:
     def _norms(self, layer: str) -> list[str]:
         below = _candidates(self.model, layer)
         return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+
+
+def _before_its_norm(receiver: Receiver) -> Receiver:
+    """Return a receiver that is patched before its norm, if it is a whole module: no other receiver reads that norm."""
+    if receiver.projection is not None:
+        return receiver
+    return replace(receiver, consumer=receiver.stream, norm=None)
 
 
 def _mlp_input(path: str) -> str:
