@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,9 +19,20 @@ from tenterhook.recipes._residual import Graph
 __all__ = ["Differentiated", "Runs", "floating", "measured", "recorded"]
 
 Metric = Callable[[Any], Any]
+_PLAIN = re.compile(r"\w+(\.\w+)*(:in)?")  # the output of a module, or its first argument
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 CONSTANT = (
     "metric= gave {value}, which no gradient reaches. Use differentiable operations on the model's output, such as "
     "metric=lambda out: out.logits[:, -1, right] - out.logits[:, -1, wrong]; method='exact' needs no gradient."
+)
+MISSED = (
+    "{point!r} was not reached in a run with other inputs than those that the circuit was found with. Its edges carry "
+    "nothing then. Use inputs for which the model runs the same modules."
+)
+DISABLED = (
+    "gradients are disabled where {point!r} is computed, so its edges have no score. If the model uses reentrant "
+    "activation checkpoints, turn them off: model.eval(), or use_reentrant=False. Otherwise, look for torch.no_grad() in "
+    "the model, or use method='exact'."
 )
 
 
@@ -66,7 +79,7 @@ class Runs:
     """
 
     def __init__(self, model: nn.Module, graph: Graph) -> None:
-        self._model, self._graph = model, graph
+        self._model, self._graph, self._consumers = model, graph, frozenset(graph.consumers)
         self._run: _Run | None = None
         self._reads = False
         self._sessions = ExitStack()
@@ -80,30 +93,33 @@ class Runs:
     def __exit__(self, *error: Any) -> bool | None:
         return self._sessions.__exit__(*error)
 
-    def _open(self, stack: ExitStack, points: Iterable[str]) -> None:
-        edits = {point: self._edit(point) for point in points}
+    def _open(self, stack: ExitStack, points: tuple[str, ...]) -> None:
+        numbered = {point: partial(self._at, point) for point in points if "#" in point}
+        plain = tuple(point for point in points if point not in numbered)
+        selectors = self._graph.selectors(plain, lambda: _selectors(self._model, plain))
         # A session that has plain outputs only is opened faster.
-        outputs = {point: edit for point, edit in edits.items() if not set(point) & set(":@#")}
-        for part in (outputs, {point: edit for point, edit in edits.items() if point not in outputs}):
+        outputs = {each: self._edit for each in selectors if not set(each) & set(":@")}
+        others = {each: self._edit for each in selectors if each not in outputs}
+        for part in (outputs, others, numbered):
             if part:
-                stack.enter_context(th.edit(self._model, part, check=False))
+                numbering = "run" if part is numbered else "session"
+                stack.enter_context(th.edit(self._model, part, check=False, numbering=numbering))
 
-    def _edit(self, point: str) -> Callable[[Any], Any]:
-        first, reads = point == self._graph.embed, point in self._graph.consumers
+    def _edit(self, value: Any, ctx: Any) -> Any:
+        return self._at(ctx.address, value)
 
-        def edit(value: Any) -> Any:
-            run = self._run
-            if run is None:
-                return None
-            tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else lone(value, point)
-            if first and run.differentiates:
-                tensor = run.first(tensor)
-            run.keep(point, tensor)
-            if reads and run.differentiates:
-                tensor = run.read(point, tensor)
-            return None if tensor is old else _with_tensor(value, old, tensor)
-
-        return edit
+    def _at(self, point: str, value: Any) -> Any:
+        """Keep the value at a point, and give a receiver a view of it."""
+        run = self._run
+        if run is None:
+            return None
+        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else lone(value, point)
+        if run.differentiates and point == self._graph.embed:
+            tensor = run.first(tensor)
+        run.keep(point, tensor)
+        if run.differentiates and point in self._consumers:
+            tensor = run.read(point, tensor)
+        return None if tensor is old else _with_tensor(value, old, tensor)
 
     def recorded(self, given: Any) -> dict[str, Tensor]:
         """Return the values of the senders in a run."""
@@ -114,6 +130,7 @@ class Runs:
                 self._model(*args, **kwargs)
         finally:
             self._run = None
+        run.check(self._graph.points)
         return run.kept() if run.is_whole() else recorded(self._model, self._graph, given, lambda _output: 0.0)[0]
 
     def differentiated(self, given: Any, metric: Metric, way: Tensor | None = None) -> Differentiated:
@@ -123,12 +140,13 @@ class Runs:
             self._reads = True
             graph = self._graph
             others = dict.fromkeys((*graph.streams, *graph.consumers))
-            self._open(self._sessions, [point for point in others if point not in graph.points])
+            self._open(self._sessions, tuple(point for point in others if point not in graph.points))
         run = self._run = _Run(way, differentiates=True)
         try:
             # Parameters get no gradients here: the backward pass ends at the consumers.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 value, alone = _number(metric, self._model(*args, **kwargs))
+                run.check((*self._graph.points, *self._graph.streams))
                 found = run.gradients(value)
         finally:
             self._run = None
@@ -136,6 +154,22 @@ class Runs:
             return Differentiated(run.kept(), found, alone)
         with torch.inference_mode(mode=False), torch.enable_grad():
             return _recorded(self._model, self._graph, given, metric, way)
+
+
+def _selectors(model: nn.Module, points: Sequence[str]) -> tuple[str, ...]:
+    """Return selectors of some points: a glob for those whose addresses differ in numbers only, if it has no others.
+
+    A session with few globs is opened faster than one with many addresses.
+    """
+    found: dict[str, list[str]] = {}
+    for point in points:
+        plain = _PLAIN.fullmatch(point) is not None
+        found.setdefault(_NUMBER.sub("*", point) if plain else point, []).append(point)
+    selectors: list[str] = []
+    for glob, alike in found.items():
+        is_same = len(alike) > 1 and {str(point) for point in th.points(model, glob)} == set(alike)
+        selectors += [glob] if is_same else alike
+    return tuple(selectors)
 
 
 class _Run:
@@ -164,10 +198,18 @@ class _Run:
 
     def read(self, point: str, tensor: Tensor) -> Tensor:
         """Return what a consumer gets: a view."""
+        if not self._over and not torch.is_grad_enabled():
+            raise th.RecipeError(DISABLED.format(point=point))
         view = tensor.view_as(tensor)
         if not self._over:
             self._views[point] = view
         return view
+
+    def check(self, points: Iterable[str]) -> None:
+        """Raise if the run did not reach a point."""
+        missed = next((point for point in points if point not in self._values), None)
+        if missed is not None:
+            raise th.NeverReached(MISSED.format(point=missed))
 
     def is_whole(self) -> bool:
         """Return whether each point was reached once, and no value has changed in place since."""

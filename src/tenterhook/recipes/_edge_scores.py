@@ -19,6 +19,10 @@ from tenterhook.recipes._residual import Graph, first_tensor
 __all__ = ["exact_scores", "gradient_scores"]
 
 Metric = Callable[[Any], Any]
+OVERWRITTEN = (
+    "{point!r} has a value in memory that the model uses again: the run of one input overwrites what the run of the "
+    "other has written. Choose a point that returns a new tensor."
+)
 
 
 def gradient_scores(runs: Runs, graph: Graph, source: Any, start: Any, metric: Metric, steps: int) -> Tensor:
@@ -28,6 +32,7 @@ def gradient_scores(runs: Runs, graph: Graph, source: Any, start: Any, metric: M
     gradient is the average on the way of the first sender from one run to the other.
     """
     values = runs.recorded(source)
+    versions = {point: value._version for point, value in values.items()}
     if not steps:
         run = runs.differentiated(start, metric)
         total = products(graph, run.gradients, run.values, differences(graph, values, run.values))
@@ -38,6 +43,9 @@ def gradient_scores(runs: Runs, graph: Graph, source: Any, start: Any, metric: M
             way = torch.lerp(base[graph.embed], values[graph.embed], (part + 0.5) / steps)
             run = runs.differentiated(start, metric, way)
             total = total.to(change.device) + products(graph, run.gradients, run.values, change) / steps
+    for point, version in versions.items():
+        if values[point]._version != version:
+            raise th.RecipeError(OVERWRITTEN.format(point=point))
     return total.sum(0, keepdim=True) if run.alone else total
 
 

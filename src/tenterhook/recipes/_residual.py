@@ -6,7 +6,7 @@ the sum of what the senders before it have written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -142,6 +142,16 @@ class Graph:
     @cached_property
     def _on_devices(self) -> dict[Any, Tensor]:
         return {}
+
+    @cached_property
+    def _selectors(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {}
+
+    def selectors(self, points: tuple[str, ...], find: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the selectors of some points, which are found once."""
+        if points not in self._selectors:
+            self._selectors[points] = find()
+        return self._selectors[points]
 
     def index(self, places: Sequence[int], device: torch.device) -> Tensor:
         """Return places as a tensor on a device. It is kept, because a copy to a GPU waits for all of its work."""

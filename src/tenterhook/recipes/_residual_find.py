@@ -330,6 +330,7 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     """Return the graph of nodes that the caller names, in the order in which they run."""
     if not isinstance(nodes, Mapping) or not all(isinstance(each, tuple) and len(each) == 2 for each in nodes.values()):  # noqa: PLR2004
         raise th.RecipeError(f"nodes= is a dict of name to (reads, writes), two addresses or None; got {nodes!r:.80}")
+    nodes = {name: tuple(_canonical(model, point) for point in pair) for name, pair in nodes.items()}
     points = [point for pair in nodes.values() for point in pair if point is not None]
     order: list[str] = []
     args, kwargs = arguments(inputs)
@@ -354,6 +355,11 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     if not senders or not receivers:
         raise th.RecipeError("nodes= needs at least one node that writes to the stream and one that reads it")
     return Graph(tuple(senders), tuple(receivers), senders[0].point)
+
+
+def _canonical(model: nn.Module, point: str | None) -> str | None:
+    """Return a point under the address that sessions report."""
+    return None if point is None else str(th.points(model, point)[0])
 
 
 def _noting(order: list[str], point: str) -> Any:
