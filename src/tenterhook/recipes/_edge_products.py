@@ -25,7 +25,10 @@ def differences(graph: Graph, source: dict[str, Tensor], base: dict[str, Tensor]
     found = first.new_empty(_rounded(len(graph.senders)), *first.shape)
     for place, sender in enumerate(graph.senders):
         if sender.projection is None or sender.head is None:
-            torch.sub(source[sender.point], base[sender.point], out=found[place])
+            ends = (values[sender.point].reshape(first.shape) for values in (source, base))
+            torch.sub(*ends, out=found[place])
+            if sender.scale != 1:
+                found[place] *= sender.scale
         elif sender.head == 0:  # All heads of a layer at once.
             change = source[sender.point] - base[sender.point]
             sender.write_heads(change, found[place : place + sender.heads])
@@ -105,7 +108,7 @@ def _fill(slopes: Tensor, groups: list[Group], gradients: Mapping[str, Tensor], 
     if first.norm is None and first.projection is None:
         torch.stack([gradients[group.consumer].reshape(slopes.shape[1:]) for group in groups], out=slopes)
     else:
-        slopes.copy_(_through(first, gradients[first.consumer], streams[first.stream]).view_as(slopes))
+        slopes.copy_(_through(first, gradients[first.consumer], streams[first.stream]).reshape(slopes.shape))
 
 
 def _through(group: Group, gradient: Tensor, stream: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _layer_norms(
             and group.projection is not None
             and {norm.weight.dtype, stream.dtype, gradients[group.consumer].dtype} == {changes.dtype}
         ):  # fmt: skip
-            kinds.setdefault(norm.eps, {})[group.stream] = stream
+            kinds.setdefault(norm.eps, {})[group.stream] = stream.reshape(changes.shape[1:])
     made = [(values, _LayerNorms(values, eps, changes)) for eps, values in kinds.items()]
     return {stream: norms for values, norms in made for stream in values}
 

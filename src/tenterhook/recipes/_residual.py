@@ -14,34 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TOLERANCE", "Graph", "Group", "Receiver", "Sender", "first_tensor", "weight_of"]
+__all__ = ["TOLERANCE", "Graph", "Group", "Receiver", "Sender", "channels_of_all", "first_tensor", "shaped", "weight_of"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
 class Sender:
-    """A part that writes to the stream: the value at ``point``, or what one head makes of it by ``projection``."""
+    """A part that writes to the stream: the value at ``point``, or what one head makes of it by ``projection``.
+
+    The model multiplies it by ``scale`` before it adds it.
+    """
 
     name: str
     point: str
     head: int | None = None
     heads: int = 1
     projection: nn.Module | None = None
+    scale: float = 1.0
 
     def written(self, value: Tensor) -> Tensor:
         """Return what the sender writes, given the value at its point."""
-        if self.head is None or self.projection is None:
-            return value
-        weight = weight_of(self.projection)
-        size = weight.shape[1] // self.heads
-        part = slice(self.head * size, (self.head + 1) * size)
-        return value[..., part] @ weight[:, part].T
+        found = value
+        if self.head is not None and self.projection is not None:
+            weight = weight_of(self.projection).to(value.dtype)
+            size = weight.shape[1] // self.heads
+            part = slice(self.head * size, (self.head + 1) * size)
+            found = value[..., part] @ weight[:, part].T
+        return found if self.scale == 1 else found * self.scale
 
     def write_heads(self, value: Tensor, out: Tensor) -> None:
         """Compute what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
         assert self.projection is not None  # noqa: S101  Only heads have one.
         weight = weight_of(self.projection).unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # [head, size, out]
+        weight = weight if self.scale == 1 else weight * self.scale
         own = value.unflatten(-1, (self.heads, -1)).flatten(0, -3).transpose(0, 1)
         torch.bmm(own, weight, out=out.view(self.heads, -1, out.shape[-1]))
 
@@ -173,6 +179,11 @@ def channels_of_all(groups: Sequence[Group], values: Tensor) -> Tensor:
     if all(group.is_range and torch.equal(group.channels, first.channels) for group in groups):
         return first.channels_of(values, 2)
     return torch.stack([group.channels_of(each, 1) for group, each in zip(groups, values, strict=True)])
+
+
+def shaped(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value in the shape of another, whose rows may be examples or positions: some models flatten the stream."""
+    return value if value.shape[1:] == like.shape[1:] else value.reshape(-1, *like.shape[1:])
 
 
 def weight_of(projection: nn.Module) -> Tensor:

@@ -38,6 +38,12 @@ NOT_OF_SHAPE = (
 )
 ADD_A_NODE = "Name every module that writes to the stream in nodes=."
 USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
+NORM_AFTER_SUM = (
+    "the output of {layer!r} is that of {norm!r}: this model normalises after each addition (as BERT does), so its stream "
+    "is not the sum of what its parts write. Each norm rescales what all earlier parts have written by a number that "
+    "depends on all of them, and an edge from one part to another has no value of its own. Patch whole outputs instead: "
+    "th.recipes.patching."
+)
 NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
 
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, Graph]]] = WeakKeyDictionary()
@@ -124,12 +130,13 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     whole = [_whole_attention(model, *each) for each in zip(layers, attentions, strict=True)]
     wanted += [f"{path}:in" for path in whole]
     ends = _norms_after(model, layers)
-    wanted += [f"{layers[-1]}@resid", *(f"{norm}:in" for norm in ends)]
+    wanted += [*(f"{layer}@resid" for layer in layers), *(f"{norm}:in" for norm in ends)]
     wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *dict.fromkeys(wanted)) as tape:
         model(*args, **kwargs)
     found = _Builder(model, tape, heads=heads)
+    found.refuse_norms_after_sums(layers)
     embed = f"{layers[0]}@resid_pre"
     found.senders.append(Sender("embed", embed))
     for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
@@ -199,12 +206,44 @@ class _Builder:
             self.receivers.append(Receiver(name, *reads, before, (name,)))
         name, reads = f"mlp{number}", self._reader(layer, _mlp_input(mlp))
         stream = self.receivers[-1].stream
+        start, middle, end = (first_tensor(self.tape[point]) for point in (stream, reads[0], f"{layer}@resid"))
         # Where attention and MLP are parallel, both read the same stream.
-        alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[stream], layer))
+        alike = torch.equal(middle, start)
         self.receivers.append(Receiver(name, *reads, before if alike else len(self.senders), (name,)))
         self.senders.append(Sender(name, self._after(layer, mlp)))
+        if not alike:
+            self.senders[before:-1] = self._as_added(self.senders[before:-1], start, middle)
+            self.senders[-1:] = self._as_added(self.senders[-1:], middle, end)
         if reads[0] != stream:
             self.receivers[first:] = map(_before_its_norm, self.receivers[first:])
+
+    def _as_added(self, senders: list[Sender], before: Tensor, after: Tensor) -> list[Sender]:
+        """Return the senders of one module with the scale with which its output is added to the stream.
+
+        Some modules add the stream to their output by themselves. Their last linear layer is then what writes.
+        """
+        first = senders[0]
+        if first.head is not None:
+            end = first.point.removesuffix(":in")
+            scale = _scale(lone(self.tape[end], end), before, after)
+            return senders if scale is None else [replace(each, scale=scale) for each in senders]
+        end = first.point
+        inside = [path for path in self.tape if path.startswith(f"{end}.") and not path.endswith(":in")]
+        linear = [path for path in inside if _is_linear(self.model.get_submodule(path))]
+        for path in (end, *reversed(linear)):
+            scale = _scale(lone(self.tape[path], path), before, after)
+            if scale is not None:
+                return [replace(first, point=path, scale=scale)]
+        return senders
+
+    def refuse_norms_after_sums(self, layers: Sequence[str]) -> None:
+        """Raise if the output of a layer is that of a norm."""
+        for layer in layers:
+            end = first_tensor(self.tape[f"{layer}@resid"])
+            for norm in self._norms(layer):
+                value = lone(self.tape[norm], norm)
+                if value.numel() == end.numel() and torch.equal(value.reshape(end.shape), end):
+                    raise th.RecipeError(NORM_AFTER_SUM.format(layer=layer, norm=norm))
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
         projection = self.model.get_submodule(written)
@@ -273,6 +312,19 @@ class _Builder:
     def _norms(self, layer: str) -> list[str]:
         below = _candidates(self.model, layer)
         return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+
+
+def _scale(value: Tensor, before: Tensor, after: Tensor) -> float | None:
+    """Return the number with which a value is added to the stream, or None if it is not what was added."""
+    if value.numel() != after.numel() or before.numel() != after.numel() or value.shape[-1] != after.shape[-1]:
+        return None
+    one, other = _wide(value).flatten(), _wide(after).flatten() - _wide(before).flatten()
+    scale = float(one @ other / (one @ one).clamp_min(1e-30))
+    rest = float((other - scale * one).norm())
+    if rest > 4 * torch.finfo(after.dtype).eps * float(_wide(after).norm()):
+        return None
+    # A scale that differs from 1 by no more than the rounding of the sum is 1.
+    return 1.0 if abs(scale - 1) * float(one.norm()) <= 4 * rest + 1e-30 else scale
 
 
 def _before_its_norm(receiver: Receiver) -> Receiver:
@@ -382,37 +434,34 @@ def _checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
         for point in (*graph.points, *graph.streams):
             value = _wide(lone(tape[point], point))
             changes[point] = changes.get(point, torch.zeros_like(value)) + sign * value
-    total: Any = 0.0
+    total = torch.zeros_like(changes[graph.embed])
     counted = 0
     for receiver in sorted(graph.receivers, key=lambda each: each.senders):
         for sender in graph.senders[counted : receiver.senders]:
-            total = total + _written_wide(sender, changes[sender.point])
+            written = _wide(sender.written(changes[sender.point]))
+            total = total + (written.reshape(total.shape) if _fits(written, total) else written)
         counted = receiver.senders
         change = changes[receiver.stream]
         _compare(graph, receiver, total, change, next((each.dtype for each in model.parameters()), change.dtype))
     return graph
 
 
-def _compare(graph: Graph, receiver: Receiver, total: Any, change: Tensor, dtype: torch.dtype) -> None:
+def _fits(value: Tensor, stream: Tensor) -> bool:
+    """Return whether a value is one of the stream: some models flatten its positions."""
+    return value.numel() == stream.numel() and value.shape[-1:] == stream.shape[-1:]
+
+
+def _compare(graph: Graph, receiver: Receiver, total: Tensor, change: Tensor, dtype: torch.dtype) -> None:
     plain = next((sender.projection for sender in graph.senders if sender.projection is not None), None)
     names, fix = _names(graph.senders[: receiver.senders]), USE_LAYERS if plain is not None else ADD_A_NODE
-    if isinstance(total, Tensor) and total.shape != change.shape:
+    if not _fits(change, total):
         shapes = {"shape": list(change.shape), "written": list(total.shape)}
         where = {"receiver": receiver.name, "stream": receiver.stream, "senders": names}
         raise th.RecipeError(NOT_OF_SHAPE.format(**shapes, **where, fix=ADD_A_NODE))
-    gap = float((total - change).norm() / change.norm().clamp_min(1e-30))
+    gap = float((total - change.reshape(total.shape)).norm() / change.norm().clamp_min(1e-30))
     if not gap <= TOLERANCE.get(dtype, 1e-1) and float(change.norm()) > 0:
         text = NOT_A_SUM.format(receiver=receiver.name, stream=receiver.stream, gap=gap, senders=names, fix=fix)
         raise th.RecipeError(text)
-
-
-def _written_wide(sender: Sender, change: Tensor) -> Tensor:
-    if sender.projection is None:
-        return change
-    weight = _wide(weight_of(sender.projection))
-    size = weight.shape[1] // sender.heads
-    part = slice((sender.head or 0) * size, ((sender.head or 0) + 1) * size)
-    return change[..., part] @ weight[:, part].T
 
 
 def _wide(value: Tensor) -> Tensor:
