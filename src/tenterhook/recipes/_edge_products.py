@@ -132,7 +132,7 @@ def _layer_norms(
     for group in groups:
         norm, stream = group.norm, streams[group.stream]
         if (
-            type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.weight is not None
+            type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.elementwise_affine
             and group.projection is not None
             and {norm.weight.dtype, stream.dtype, gradients[group.consumer].dtype} == {changes.dtype}
         ):  # fmt: skip
@@ -158,7 +158,7 @@ class _LayerNorms:
         self._normal, self._scale = (each.view(len(values), -1, each.shape[-1]) for each in (normal, scale))
         at = self._normal.transpose(0, 1), changes.view(len(changes), -1, width).permute(1, 2, 0)
         shared = torch.cat([_product(*each) for each in zip(*(one.split(POSITIONS) for one in at), strict=True)])
-        # [example, layer, position, sender]
+        # By example, layer, position and sender.
         self._shared = shared.view(self._examples, -1, *shared.shape[1:]).transpose(1, 2)
 
     def fill(self, slopes: Tensor, groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> Tensor:
@@ -170,7 +170,9 @@ class _LayerNorms:
         own = slice(places[0], places[-1] + 1) if places == list(range(places[0], places[-1] + 1)) else places
         normal, scale = self._normal[own], self._scale[own]
         norms: list[Any] = [group.norm for group in groups]
-        weights = [group.channels_of(weight_of(group.projection), 0) for group in groups if group.projection is not None]
+        weights = [
+            group.channels_of(weight_of(group.projection), 0) for group in groups if group.projection is not None
+        ]
         # [layer, receiver, channel, in]
         weight = torch.stack(weights) * torch.stack([norm.weight for norm in norms])[:, None, None]
         layers, count, size, width = weight.shape

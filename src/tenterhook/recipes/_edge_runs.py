@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ MISSED = (
 )
 DISABLED = (
     "gradients are disabled where {point!r} is computed, so its edges have no score. If the model uses reentrant "
-    "activation checkpoints, turn them off: model.eval(), or use_reentrant=False. Otherwise, look for torch.no_grad() in "
-    "the model, or use method='exact'."
+    "activation checkpoints, turn them off: model.eval(), or use_reentrant=False. Otherwise, look for torch.no_grad() "
+    "in the model, or use method='exact'."
 )
 
 
@@ -90,8 +90,8 @@ class Runs:
             self._sessions = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._sessions.__exit__(*error)
+    def __exit__(self, *error: object) -> bool | None:
+        return self._sessions.__exit__(*error)  # type: ignore[arg-type]
 
     def _open(self, stack: ExitStack, points: tuple[str, ...]) -> None:
         numbered = {point: partial(self._at, point) for point in points if "#" in point}
@@ -102,7 +102,7 @@ class Runs:
         others = {each: self._edit for each in selectors if each not in outputs}
         for part in (outputs, others, numbered):
             if part:
-                numbering = "run" if part is numbered else "session"
+                numbering: Literal["run", "session"] = "run" if part is numbered else "session"
                 stack.enter_context(th.edit(self._model, part, check=False, numbering=numbering))
 
     def _edit(self, value: Any, ctx: Any) -> Any:

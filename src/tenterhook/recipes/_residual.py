@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TOLERANCE", "Graph", "Group", "Receiver", "Sender", "channels_of_all", "first_tensor", "shaped", "weight_of"]
+__all__ = [
+    "TOLERANCE",
+    "Graph",
+    "Group",
+    "Receiver",
+    "Sender",
+    "channels_of_all",
+    "first_tensor",
+    "shaped",
+    "weight_of",
+]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
@@ -86,7 +96,7 @@ class Group:
     def channels_of(self, value: Tensor, dimension: int) -> Tensor:
         """Return the channels of each receiver in a dimension, which becomes two: the receivers and their channels."""
         if self.is_range:
-            found: Tensor = value.narrow(dimension, self.channels[0, 0].item(), self.channels.numel())
+            found: Tensor = value.narrow(dimension, int(self.channels[0, 0]), self.channels.numel())
         else:
             found = value.index_select(dimension, self.channels.flatten().to(value.device))
         shape = *value.shape[:dimension], *self.channels.shape, *value.shape[dimension + 1 :]
@@ -94,7 +104,7 @@ class Group:
 
     @cached_property
     def is_range(self) -> bool:
-        """Whether the channels of all receivers are one range. Its part of a value needs no copy."""
+        """True if the channels of all receivers are one range. Its part of a value needs no copy."""
         flat = self.channels.flatten()
         return bool(len(flat)) and torch.equal(flat, torch.arange(int(flat[0]), int(flat[0]) + len(flat)))
 
@@ -182,7 +192,7 @@ def channels_of_all(groups: Sequence[Group], values: Tensor) -> Tensor:
 
 
 def shaped(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value in the shape of another, whose rows may be examples or positions: some models flatten the stream."""
+    """Return a value in the shape of another. Some models flatten the stream: its rows are then positions."""
     return value if value.shape[1:] == like.shape[1:] else value.reshape(-1, *like.shape[1:])
 
 

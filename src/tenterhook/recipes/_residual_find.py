@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor, weight_of
+from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor
 
 __all__ = ["Nodes", "graph_of"]
 
@@ -39,10 +39,10 @@ NOT_OF_SHAPE = (
 ADD_A_NODE = "Name every module that writes to the stream in nodes=."
 USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
 NORM_AFTER_SUM = (
-    "the output of {layer!r} is that of {norm!r}: this model normalises after each addition (as BERT does), so its stream "
-    "is not the sum of what its parts write. Each norm rescales what all earlier parts have written by a number that "
-    "depends on all of them, and an edge from one part to another has no value of its own. Patch whole outputs instead: "
-    "th.recipes.patching."
+    "the output of {layer!r} is that of {norm!r}: this model normalises after each addition (as BERT does), so its "
+    "stream is not the sum of what its parts write. Each norm rescales what all earlier parts have written by a number "
+    "that depends on all of them, and an edge from one part to another has no value of its own. Patch whole outputs "
+    "instead: th.recipes.patching."
 )
 NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
 
@@ -93,7 +93,7 @@ class _State:
 
 
 def _version(parameter: Any) -> int:
-    return -1 if parameter.is_inference() else parameter._version  # type: ignore[no-any-return]
+    return -1 if parameter.is_inference() else parameter._version
 
 
 def _is_linear(module: nn.Module) -> bool:
