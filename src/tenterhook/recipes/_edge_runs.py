@@ -131,7 +131,11 @@ class Runs:
         finally:
             self._run = None
         run.check(self._graph.points)
-        return run.kept() if run.is_whole() else recorded(self._model, self._graph, given, lambda _output: 0.0)[0]
+        return (
+            run.kept(self._graph.points)
+            if run.is_whole()
+            else recorded(self._model, self._graph, given, lambda _output: 0.0)[0]
+        )
 
     def differentiated(self, given: Any, metric: Metric, way: Tensor | None = None) -> Differentiated:
         """Run the model forward and backward. ``way``: what the first sender writes instead of its own value."""
@@ -146,12 +150,12 @@ class Runs:
             # Parameters get no gradients here: the backward pass ends at the consumers.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 value, alone = _number(metric, self._model(*args, **kwargs))
-                run.check((*self._graph.points, *self._graph.streams))
+                run.check(self._graph.valued)
                 found = run.gradients(value)
         finally:
             self._run = None
         if found is not None:
-            return Differentiated(run.kept(), found, alone)
+            return Differentiated(run.kept(self._graph.valued), found, alone)
         with torch.inference_mode(mode=False), torch.enable_grad():
             return _recorded(self._model, self._graph, given, metric, way)
 
@@ -218,9 +222,9 @@ class _Run:
             not tensor.is_inference() and tensor._version == self._versions[point] for point, tensor in values
         )
 
-    def kept(self) -> dict[str, Tensor]:
-        """Return the values by point."""
-        return {point: tensor.detach() for point, tensor in self._values.items()}
+    def kept(self, points: Iterable[str]) -> dict[str, Tensor]:
+        """Return the values at some points."""
+        return {point: self._values[point].detach() for point in points}
 
     def gradients(self, value: Tensor) -> dict[str, Tensor] | None:
         """Return the gradients of a metric, or None if they or the values cannot be found in this way.

@@ -130,8 +130,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def restful(model: nn.Module) -> None:
     """Raise ``RecipeError`` if a run would change the model's statistics, or would use random numbers."""
-    if not any(module.training for module in model.modules()):
-        return
     for name, module in model.named_modules():
         learns = isinstance(module, BATCH_NORMS) and module.track_running_stats
         draws = isinstance(module, DROPOUTS) and module.p > 0

@@ -156,6 +156,11 @@ class Graph:
         return tuple(dict.fromkeys(receiver.stream for receiver in self.receivers))
 
     @cached_property
+    def valued(self) -> tuple[str, ...]:
+        """The points of the senders and of the streams, each once."""
+        return tuple(dict.fromkeys((*self.points, *self.streams)))
+
+    @cached_property
     def _on_devices(self) -> dict[Any, Tensor]:
         return {}
 

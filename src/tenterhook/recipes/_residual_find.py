@@ -49,12 +49,15 @@ NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. U
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, Graph]]] = WeakKeyDictionary()
 
 
-def graph_of(model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]) -> Graph:
+def graph_of(
+    model: nn.Module, modules: list[nn.Module], pair: tuple[Any, Any], nodes: Nodes, check: Callable[[Graph], None]
+) -> Graph:
     """Return the graph of a model, found and checked with two inputs.
 
     The graph of a transformer is found once, until the model changes. ``check`` raises if the graph is not that of the
     model.
     """
+    clean, corrupt = pair
     given: Any = nodes
     if not isinstance(given, str):
         found = _checked(model, _given(model, clean, given), clean, corrupt)
@@ -62,7 +65,7 @@ def graph_of(model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Ca
         return found
     if given not in ("heads", "layers"):
         raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
-    known, modules = _known.setdefault(model, {}), list(model.modules())
+    known = _known.setdefault(model, {})
     if given not in known or not known[given][0].holds(modules):
         known.pop(given, None)
         found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)

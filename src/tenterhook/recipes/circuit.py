@@ -339,9 +339,11 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"steps= is a positive int; got {steps!r:.40}")
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
-    restful(model)
+    modules = list(model.modules())
+    if any([module.training for module in modules]):  # noqa: C419  A list is faster, and a model may have thousands.
+        restful(model)
     pairs = pairs_of(clean, corrupt)
-    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes))
+    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes, modules))
     wanted = task.graph.exists if only is None else chosen(task.graph, only, method)
     found: list[Tensor] = []
     how: tuple[str, ...] = ()
