@@ -1,13 +1,16 @@
 """Circuits of families whose streams are unusual, beside patches by PyTorch's own hooks."""
 
+import re
+
 import pytest
 import torch
-from lm_toys import ids
+from lm_toys import gpt2, ids, neox
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tenterhook as th
 from tenterhook.recipes import circuit
+from tenterhook.recipes._residual_heads import cores, layout_of
 
 CLEAN, CORRUPT = ids(0, 2, 5), ids(1, 2, 5)
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -37,7 +40,11 @@ FAMILIES = {
         MPT, "transformer.blocks", ("attn.out_proj", "ffn.down_proj"), ("norm_1", "norm_2"), "transformer.norm_f", 1,
     ),
 }  # fmt: skip
-HEADS = {"opt": "self_attn.q_proj", "granite": "self_attn.q_proj"}
+# The module that computes the queries, and the first channel of the query of the second head.
+HEADS = {
+    "opt": ("self_attn.q_proj", 8), "granite": ("self_attn.q_proj", 8), "mpt": ("attn.Wqkv", 8),
+    "bloom": ("self_attention.query_key_value", 24),
+}  # fmt: skip
 
 
 def made(name, **more):
@@ -106,7 +113,7 @@ class ByHooks:
             return self.run(CORRUPT, [(norm, "pre_hook", lambda _m, args: (args[0] + change.view(args[0].shape),))])
         number = int(receiver.partition(".")[0].removeprefix("attn"))
         layer = self.model.get_submodule(FAMILIES[self.name][1])[number]
-        projection, seen = layer.get_submodule(HEADS[self.name]), []
+        projection, seen = layer.get_submodule(HEADS[self.name][0]), []
         keep = (norm, "pre_hook", lambda _m, args: seen.append(args[0]))
 
         def put(_module, _args, output):
@@ -175,11 +182,70 @@ def test_edges_of_heads_are_those_of_patches_by_hooks(name):
     ]
     for sender, receiver in cases:
         head = receiver.split(".")[1:2]
-        channels = slice(int(head[0]) * 8, int(head[0]) * 8 + 8) if head else None
+        first = int(head[0]) * HEADS[name][1] if head else 0
+        channels = slice(first, first + 8) if head else None
         effect, derivative = truth(hand, written[sender], receiver, channels)
         place = found.senders.index(sender), found.receivers.index(receiver)
         assert torch.allclose(exact.scores[:, *place], effect, atol=1e-10), (sender, receiver)
         assert torch.allclose(found.scores[:, *place], derivative, atol=1e-10), (sender, receiver)
+
+
+@pytest.mark.parametrize("make", [gpt2, neox], ids=["parts", "heads"])
+def test_heads_that_gradients_find_are_those_of_the_attention_call(make):
+    model = make().double()
+    graph = edges(model).task.graph
+    receivers = {each.name: each for each in graph.receivers if each.projection is not None}
+    senders = [each for each in graph.senders if each.head == 0]
+    projections = [[receivers[f"attn{number}.0.q"].consumer] for number in range(len(senders))]
+    found = cores(model, CLEAN, projections, [each.point for each in senders])
+    for number, core in enumerate(found):
+        layout = layout_of(*core)
+        for part in "qkv":
+            for head, channels in enumerate(layout[part][1]):
+                assert receivers[f"attn{number}.{head}.{part}"].channels == channels
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_heads_that_gradients_cannot_find_are_refused(shared):
+    torch.manual_seed(0)
+    leaf = torch.randn(2, 4, 8 if shared else 12, dtype=torch.float64, requires_grad=True)
+    if shared:  # Two heads have one key and one value.
+        q, k, v = leaf[..., :4].unflatten(-1, (2, 2)), leaf[..., None, 4:6], leaf[..., None, 6:]
+        why = "share keys"
+    else:  # The result of a head depends on the query of the other.
+        q, k, v = (leaf[..., 4 * part : 4 * part + 4].unflatten(-1, (2, 2)) for part in range(3))
+        q = q + q.flip(-2)
+        why = "overlap|not a query"
+    weights = torch.einsum("bthc,bshc->bhts", q, k.expand_as(q)).softmax(-1)
+    result = torch.einsum("bhts,bshc->bthc", weights, v.expand_as(q)).flatten(-2)
+    assert re.search(why, layout_of({"qkv": leaf}, result))
+    assert "two or more positions" in layout_of({"qkv": leaf[:, :1].repeat(1, 1, 3)[..., :12]}, result[:, :1])
+
+
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "codegen"])
+def test_heads_of_families_with_attention_of_their_own(name):
+    own = {
+        "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 4},
+        "gpt_neo": {
+            "hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
+        "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
+    config = AutoConfig.for_model(name, **sizes, **own[name])
+    model = AutoModelForCausalLM.from_config(config).eval().double()
+    found = edges(model)
+    assert torch.equal(found.prune(len(found.table)).run().logits, model(CLEAN).logits)
+    assert torch.allclose(found.prune(0).run().logits, model(CORRUPT).logits, atol=1e-10)
+    # Patching the query, key and value of all heads of a layer is patching its attention.
+    whole = edges(model, nodes="layers")
+    for receiver in ("attn0", "attn1"):
+        heads = [place for place, each in enumerate(found.receivers) if each.startswith(f"{receiver}.")]
+        together = found.scores[:, found.senders.index("embed"), heads].sum(-1)
+        alone = whole.scores[:, whole.senders.index("embed"), whole.receivers.index(receiver)]
+        assert torch.allclose(together, alone, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

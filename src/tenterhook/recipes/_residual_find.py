@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor
+from tenterhook.recipes._residual_heads import Layout, cores, layout_of
 
 __all__ = ["Nodes", "graph_of"]
 
@@ -124,9 +125,6 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     layers = _layers(model)
     inside = [path for layer in layers for path in _candidates(model, layer)]
     attentions = [_attention(model, layer) for layer in layers]
-    if heads and not all(attentions):
-        layer = layers[attentions.index("")]
-        raise th.RecipeError(NO_HEADS.format(attention=layer, why="it has no call that computes heads"))
     wanted = [f"{path}{end}" for path in inside for end in ("", ":in")]
     parts = [_path(model, f"{layer}@{name}") for layer in layers for name in ("attn_out", "mlp_out")]
     wanted += [f"{path}{end}" for path in (*parts, *map(_mlp_input, parts)) for end in ("", ":in")]
@@ -134,12 +132,15 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     wanted += [f"{path}:in" for path in whole]
     ends = _norms_after(model, layers)
     wanted += [*(f"{layer}@resid" for layer in layers), *(f"{norm}:in" for norm in ends)]
-    wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
+    wanted += [f"{path}@{name}" for path in attentions if path for name in "qkv"] if heads else []
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *dict.fromkeys(wanted)) as tape:
         model(*args, **kwargs)
     found = _Builder(model, tape, heads=heads)
     found.refuse_norms_after_sums(layers)
+    if heads and not all(attentions):
+        own = {layer: path for layer, path, known in zip(layers, whole, attentions, strict=True) if not known}
+        found.find_heads(own, given)
     embed = f"{layers[0]}@resid_pre"
     found.senders.append(Sender("embed", embed))
     for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
@@ -196,6 +197,29 @@ class _Builder:
         self.model, self.tape, self.heads = model, tape, heads
         self.senders: list[Sender] = []
         self.receivers: list[Receiver] = []
+        self._layouts: dict[str, Layout] = {}
+
+    def find_heads(self, attentions: Mapping[str, str], given: Any) -> None:
+        """Find the heads of attentions that compute them in code of their own. ``attentions``: by layer."""
+        projections = [self._reading(attention) for attention in attentions.values()]
+        results = [f"{_path(self.model, f'{layer}@attn_out')}:in" for layer in attentions]
+        made = cores(self.model, given, projections, results)
+        for (layer, attention), core in zip(attentions.items(), made, strict=True):
+            layout = layout_of(*core)
+            if isinstance(layout, str):
+                raise th.RecipeError(NO_HEADS.format(attention=attention, why=layout))
+            self._layouts[layer] = layout
+
+    def _reading(self, attention: str) -> list[str]:
+        """Return the linear layers that read the input of an attention."""
+        arrives = lone(self.tape[f"{attention}:in"], attention)
+        inside = (f"{attention}.{name}" for name, _ in self.model.get_submodule(attention).named_modules() if name)
+        return [
+            path for path in inside
+            if _is_linear(module := self.model.get_submodule(path))
+            and _same(given := lone(self.tape[f"{path}:in"], path), arrives)
+            and _is_exact(module, given, lone(self.tape[path], path))
+        ]  # fmt: skip
 
     def layer(self, number: int, layer: str, attention: str) -> None:
         """Add the attention and the MLP of a layer."""
@@ -258,8 +282,9 @@ class _Builder:
         ):
             why = f"{written} is no plain linear layer that writes to the stream"
             raise th.RecipeError(NO_HEADS.format(attention=attention, why=why))
-        counts = {name: self.tape[f"{attention}@{name}"].shape[2] for name in "qkv"}
-        for part, path, channels in self._projected(attention):
+        parts = self._layouts.get(layer) or self._projected(attention)
+        counts = {part: len(channels) for part, (_, channels) in parts.items()}
+        for part, (path, channels) in parts.items():
             projecting = self.model.get_submodule(path)
             stream, _, norm = self._reader(layer, path)
             share = counts["q"] // counts[part]  # The number of heads that share a key and a value.
@@ -271,29 +296,21 @@ class _Builder:
             name = f"attn{number}.{head}"
             self.senders.append(Sender(name, f"{written}:in", head, counts["q"], projection))
 
-    def _projected(self, attention: str) -> list[tuple[str, str, list[tuple[int, ...]]]]:
-        """Return the projections to q, k and v: the part, the path of the module, and the channels of each head."""
-        module = self.model.get_submodule(attention)
+    def _projected(self, attention: str) -> Layout:
+        """Return the projections to q, k and v: the path of the module, and the channels of each head."""
         values = {name: self.tape[f"{attention}@{name}"] for name in "qkv"}
-        names = [name for name, each in module.named_modules() if name and _is_linear(each)]
-        inputs = {name: lone(self.tape[f"{attention}.{name}:in"], name) for name in names}
-        arrives = lone(self.tape[f"{attention}:in"], attention)
-        made = {name: lone(self.tape[f"{attention}.{name}"], name) for name in names}
-        reads = [
-            name for name in names
-            if _same(inputs[name], arrives) and _is_exact(module.get_submodule(name), inputs[name], made[name])
-        ]  # fmt: skip
+        reads = self._reading(attention)
         sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
         if len(reads) == 1:
-            out = made[reads[0]]
+            out = lone(self.tape[reads[0]], reads[0])
             for layout in (_in_parts(sizes), _in_heads(sizes)):
                 channels = list(itertools.chain(*layout.get("v", [])))
                 fits = bool(channels) and max(channels) < out.shape[-1]
                 if fits and _same(out[..., channels], values["v"].flatten(2)):
-                    return [(part, f"{attention}.{reads[0]}", layout[part]) for part in "qkv"]
-        by_letter = {name.rpartition(".")[2].lstrip("w_")[:1]: f"{attention}.{name}" for name in reads}
+                    return {part: (reads[0], layout[part]) for part in "qkv"}
+        by_letter = {path.rpartition(".")[2].lstrip("w_")[:1]: path for path in reads}
         if len(reads) == 3 and set(by_letter) == set("qkv"):  # noqa: PLR2004
-            return [(part, by_letter[part], _in_parts({part: sizes[part]})[part]) for part in "qkv"]
+            return {part: (by_letter[part], _in_parts({part: sizes[part]})[part]) for part in "qkv"}
         raise th.RecipeError(NO_HEADS.format(attention=attention, why="its projections to q, k and v are not known"))
 
     def _reader(self, layer: str, path: str) -> tuple[str, str, nn.Module | None]:
