@@ -502,6 +502,17 @@ def test_scores_of_layers_whose_norms_differ_are_the_derivatives():
         assert torch.allclose(found.scores[:, *place], value, atol=1e-12), (sender, receiver)
 
 
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+def test_scores_inside_autocast_are_those_of_the_model_in_low_precision(method):
+    model = gpt2(2)
+    expected = edges(model, method)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = edges(model, method)
+        assert found.prune(46).faithfulness() == pytest.approx(1)
+    size = float(expected.scores.abs().max())
+    assert 0 < float((found.scores - expected.scores).abs().max()) < 0.05 * size
+
+
 class Skips(nn.Module):
     """A model that skips a part for some inputs."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,19 @@ POSITIONS = 2**15  # matrices in one product: cuBLAS takes at most 65,535
 LOW = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
+def _in_given_dtypes(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that computes without gradients, and in the dtypes of its tensors inside autocast too."""
+
+    @functools.wraps(function)
+    def run(graph: Graph, values: dict[str, Tensor], *rest: Any) -> Tensor:
+        device = next((each.device for each in values.values()), torch.device("cpu"))
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return function(graph, values, *rest)
+
+    return run
+
+
+@_in_given_dtypes
 def differences(graph: Graph, source: dict[str, Tensor], base: dict[str, Tensor]) -> Tensor:
     """Return the change of what each sender writes, ``[sender, example, ...]``. The last rows may be of no sender."""
     first = source[graph.embed]
@@ -35,7 +48,7 @@ def differences(graph: Graph, source: dict[str, Tensor], base: dict[str, Tensor]
     return found
 
 
-@torch.no_grad()
+@_in_given_dtypes
 def products(graph: Graph, gradients: dict[str, Tensor], streams: dict[str, Tensor], changes: Tensor) -> Tensor:
     """Return the scores ``[example, sender, receiver]``: the change of each sender times the gradient of each receiver.
 
@@ -116,12 +129,14 @@ def _through(group: Group, gradient: Tensor, stream: Tensor) -> Tensor:
     found = gradient[None]
     if group.projection is not None:
         weight = group.channels_of(weight_of(group.projection).detach(), 0)  # [receiver, channel, in]
-        found = torch.einsum("...re,red->r...d", group.channels_of(gradient, gradient.dim() - 1), weight)
+        behind = group.channels_of(gradient, gradient.dim() - 1).to(weight.dtype)
+        found = torch.einsum("...re,red->r...d", behind, weight)
     if group.norm is None:
         return found
     with torch.inference_mode(mode=False), torch.enable_grad():
         copies = stream.detach()[None].expand(found.shape).contiguous().requires_grad_()
-        return torch.autograd.grad(group.norm(copies), copies, found)[0]
+        output = group.norm(copies)
+        return torch.autograd.grad(output, copies, found.to(output.dtype))[0]
 
 
 def _layer_norms(

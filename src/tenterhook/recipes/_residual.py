@@ -59,7 +59,7 @@ class Sender:
         weight = weight_of(self.projection).unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # [head, size, out]
         weight = weight if self.scale == 1 else weight * self.scale
         own = value.unflatten(-1, (self.heads, -1)).flatten(0, -3).transpose(0, 1)
-        torch.bmm(own, weight, out=out.view(self.heads, -1, out.shape[-1]))
+        torch.bmm(own.to(out.dtype), weight.to(out.dtype), out=out.view(self.heads, -1, out.shape[-1]))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The search for the graph of a residual model: in the layers of a transformer, or from nodes that the caller names.
-
-The graph is checked with two runs: the change of the stream between them must be the sum of the changes of the senders.
-"""
+"""The search for the graph of a residual model: in the layers of a transformer, or from nodes that the caller names."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor
+from tenterhook.recipes._residual_check import checked, wide
 from tenterhook.recipes._residual_heads import Layout, cores, layout_of
 
 __all__ = ["Nodes", "graph_of"]
@@ -28,17 +26,6 @@ NO_LAYERS = (
     "the layers of {kind} are not known. Give the nodes: nodes={{'embed': (None, 'embed'), 'mlp': ('mlp:in', 'mlp'), "
     "'out': ('head:in', None)}}, each with the point where it reads the stream and the point whose value it adds."
 )
-NOT_A_SUM = (
-    "the stream that {receiver!r} reads at {stream!r} is not the sum of what the nodes before it write: the change "
-    "between the two inputs differs by {gap:.2g} (relative). Something else writes to it ({senders} were counted), or "
-    "scales it. {fix}"
-)
-NOT_OF_SHAPE = (
-    "the stream that {receiver!r} reads at {stream!r} has shape {shape}, and the nodes before it ({senders}) write "
-    "{written}. The model reshapes its stream, or this is another value. {fix}"
-)
-ADD_A_NODE = "Name every module that writes to the stream in nodes=."
-USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
 NORM_AFTER_SUM = (
     "the output of {layer!r} is that of {norm!r}: this model normalises after each addition (as BERT does), so its "
     "stream is not the sum of what its parts write. Each norm rescales what all earlier parts have written by a number "
@@ -61,7 +48,7 @@ def graph_of(
     clean, corrupt = pair
     given: Any = nodes
     if not isinstance(given, str):
-        found = _checked(model, _given(model, clean, given), clean, corrupt)
+        found = checked(model, _given(model, clean, given), clean, corrupt)
         check(found)
         return found
     if given not in ("heads", "layers"):
@@ -69,7 +56,7 @@ def graph_of(
     known = _known.setdefault(model, {})
     if given not in known or not known[given][0].holds(modules):
         known.pop(given, None)
-        found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+        found = checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
         check(found)
         known[given] = _State(modules), found
     return known[given][1]
@@ -338,10 +325,10 @@ def _scale(value: Tensor, before: Tensor, after: Tensor) -> float | None:
     """Return the number with which a value is added to the stream, or None if it is not what was added."""
     if value.numel() != after.numel() or before.numel() != after.numel() or value.shape[-1] != after.shape[-1]:
         return None
-    one, other = _wide(value).flatten(), _wide(after).flatten() - _wide(before).flatten()
+    one, other = wide(value).flatten(), wide(after).flatten() - wide(before).flatten()
     scale = float(one @ other / (one @ one).clamp_min(1e-30))
     rest = float((other - scale * one).norm())
-    if rest > 4 * torch.finfo(after.dtype).eps * float(_wide(after).norm()):
+    if rest > 4 * torch.finfo(after.dtype).eps * float(wide(after).norm()):
         return None
     # A scale that differs from 1 by no more than the rounding of the sum is 1.
     return 1.0 if abs(scale - 1) * float(one.norm()) <= 4 * rest + 1e-30 else scale
@@ -439,55 +426,3 @@ def _noting(order: list[str], point: str) -> Any:
         order.append(point)
 
     return note
-
-
-# -- the check ---------------------------------------------------------------------------------------------------------
-
-
-def _checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
-    """Return the graph if the stream at each receiver changes by the sum of the changes of its senders."""
-    changes: dict[str, Tensor] = {}
-    for sign, given in ((1, clean), (-1, corrupt)):
-        args, kwargs = arguments(given)
-        with torch.no_grad(), th.record(model, *dict.fromkeys((*graph.points, *graph.streams))) as tape:
-            model(*args, **kwargs)
-        for point in (*graph.points, *graph.streams):
-            value = _wide(lone(tape[point], point))
-            changes[point] = changes.get(point, torch.zeros_like(value)) + sign * value
-    total = torch.zeros_like(changes[graph.embed])
-    counted = 0
-    for receiver in sorted(graph.receivers, key=lambda each: each.senders):
-        for sender in graph.senders[counted : receiver.senders]:
-            written = _wide(sender.written(changes[sender.point]))
-            total = total + (written.reshape(total.shape) if _fits(written, total) else written)
-        counted = receiver.senders
-        change = changes[receiver.stream]
-        _compare(graph, receiver, total, change, next((each.dtype for each in model.parameters()), change.dtype))
-    return graph
-
-
-def _fits(value: Tensor, stream: Tensor) -> bool:
-    """Return whether a value is one of the stream: some models flatten its positions."""
-    return value.numel() == stream.numel() and value.shape[-1:] == stream.shape[-1:]
-
-
-def _compare(graph: Graph, receiver: Receiver, total: Tensor, change: Tensor, dtype: torch.dtype) -> None:
-    plain = next((sender.projection for sender in graph.senders if sender.projection is not None), None)
-    names, fix = _names(graph.senders[: receiver.senders]), USE_LAYERS if plain is not None else ADD_A_NODE
-    if not _fits(change, total):
-        shapes = {"shape": list(change.shape), "written": list(total.shape)}
-        where = {"receiver": receiver.name, "stream": receiver.stream, "senders": names}
-        raise th.RecipeError(NOT_OF_SHAPE.format(**shapes, **where, fix=ADD_A_NODE))
-    gap = float((total - change.reshape(total.shape)).norm() / change.norm().clamp_min(1e-30))
-    if not gap <= TOLERANCE.get(dtype, 1e-1) and float(change.norm()) > 0:
-        text = NOT_A_SUM.format(receiver=receiver.name, stream=receiver.stream, gap=gap, senders=names, fix=fix)
-        raise th.RecipeError(text)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _names(senders: Sequence[Sender]) -> str:
-    shown = ", ".join(sender.name for sender in senders[:4])
-    return f"{shown} …" if len(senders) > 4 else shown or "none"  # noqa: PLR2004
