@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,16 +93,17 @@ class Runs:
         return self._sessions.__exit__(*error)  # type: ignore[arg-type]
 
     def _open(self, stack: ExitStack, points: tuple[str, ...]) -> None:
-        numbered = {point: partial(self._at, point) for point in points if "#" in point}
+        numbered = {point: self._editing(point) for point in points if "#" in point}
         plain = tuple(point for point in points if point not in numbered)
         selectors = self._graph.selectors(plain, lambda: _selectors(self._model, plain))
-        # A session that has plain outputs only is opened faster.
-        outputs = {each: self._edit for each in selectors if not set(each) & set(":@")}
-        others = {each: self._edit for each in selectors if each not in outputs}
-        for part in (outputs, others, numbered):
-            if part:
-                numbering: Literal["run", "session"] = "run" if part is numbered else "session"
-                stack.enter_context(th.edit(self._model, part, check=False, numbering=numbering))
+        edits = {each: self._edit if "*" in each else self._editing(each) for each in selectors}
+        if edits:
+            stack.enter_context(th.edit(self._model, edits, check=False))
+        if numbered:
+            stack.enter_context(th.edit(self._model, numbered, check=False, numbering="run"))
+
+    def _editing(self, point: str) -> Callable[[Any], Any]:
+        return lambda value: self._at(point, value)
 
     def _edit(self, value: Any, ctx: Any) -> Any:
         return self._at(ctx.address, value)
