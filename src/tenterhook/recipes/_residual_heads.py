@@ -56,20 +56,15 @@ def layout_of(leaves: Mapping[str, Tensor], result: Tensor) -> Layout | str:
         return "its heads share keys and values, or its projections are not known"
     if result.dim() != 3 or result.shape[1] < 2:  # noqa: PLR2004
         return "an input with two or more positions is needed to find them"
-    one = torch.zeros(width, dtype=result.dtype, device=result.device)
-    one[0] = 1
-    size = (int(_reached(leaves, result, one)[1].sum()) - 1) // 2
+    size = (int(_reached(leaves, result, _channels(result, range(1)))[1].sum()) - 1) // 2
     if size < 2 or width % size:  # noqa: PLR2004
         return "what influences a channel of their results is not a query, a key and one channel of a value"
     found: dict[str, list[tuple[int, ...]]] = {part: [] for part in "qkv"}
-    generator = torch.Generator().manual_seed(0)
     for start in range(0, width, size):
-        weights = torch.zeros(width, dtype=torch.float64)
-        weights[start : start + size] = torch.rand(size, generator=generator, dtype=torch.float64) + 0.5
-        earlier, own = _reached(leaves, result, weights.to(one))
+        earlier, own = _reached(leaves, result, _channels(result, range(start, start + size)))
         keys = own & earlier
         for channel in (start, start + 1):
-            keys = keys & _reached(leaves, result, torch.eye(width).to(one)[channel])[0]
+            keys = keys & _reached(leaves, result, _channels(result, range(channel, channel + 1)))[0]
         for part, mask in (("q", own & ~earlier), ("k", keys), ("v", earlier & ~keys)):
             found[part].append(tuple(mask.nonzero().flatten().tolist()))
     every = [channel for heads in found.values() for head in heads for channel in head]
@@ -91,6 +86,13 @@ def _by_projection(found: Mapping[str, list[tuple[int, ...]]], widths: Mapping[s
     if set(layout) != set("qkv") or not adjacent:
         return "the channels of a head are not adjacent"
     return layout
+
+
+def _channels(result: Tensor, channels: range) -> Tensor:
+    """Return different weights for some channels of a result, and zeros for all others."""
+    weights = result.new_zeros(result.shape[-1])
+    weights[channels.start : channels.stop] = torch.linspace(0.5, 1.5, len(channels)).to(weights)
+    return weights
 
 
 def _reached(leaves: Mapping[str, Tensor], result: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
