@@ -38,10 +38,10 @@ def differences(graph: Graph, source: dict[str, Tensor], base: dict[str, Tensor]
     found = first.new_empty(_rounded(len(graph.senders)), *first.shape)
     for place, sender in enumerate(graph.senders):
         if sender.projection is None or sender.head is None:
-            ends = (values[sender.point].reshape(first.shape) for values in (source, base))
-            torch.sub(*ends, out=found[place])
+            one, own = source[sender.point], found[place]
+            torch.sub(one, base[sender.point], out=own if one.shape == own.shape else own.view(one.shape))
             if sender.scale != 1:
-                found[place] *= sender.scale
+                own *= sender.scale
         elif sender.head == 0:  # All heads of a layer at once.
             change = source[sender.point] - base[sender.point]
             sender.write_heads(change, found[place : place + sender.heads])
